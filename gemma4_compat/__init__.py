@@ -1,0 +1,93 @@
+"""Make Gemma 4 work: 4/8-bit, offloaded, with adapters.
+
+Import this at the top of a script::
+
+    import gemma4_compat
+
+and version-gated patches for transformers, accelerate, peft and bitsandbytes are armed.  They
+are applied when those libraries are imported (or at once where they already are), only on the
+versions that have the bug, and can be taken back exactly.  Importing this package imports none
+of those libraries.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+
+from . import patches as _patches
+from ._version import __version__
+from .engine.core import Engine, PatchError
+from .engine.status import PatchStatus, State, Status
+from .engine.switches import read as _read_switches
+
+__all__ = [
+    "PatchError",
+    "PatchStatus",
+    "State",
+    "Status",
+    "__version__",
+    "disabled",
+    "enabled",
+    "install",
+    "status",
+    "uninstall",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+def _start() -> Engine:
+    found = _patches.load()
+    switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in found], _logger)
+    engine = Engine(found, switches, _logger)
+    engine.install()
+    return engine
+
+
+# A reload of this module must not arm a second engine beside the first.
+_engine: Engine = globals().get("_engine") or _start()
+
+
+def status() -> Status:
+    """The state of every patch in this process, with the reason and the versions found.
+
+    Nothing is imported; a patch whose targets are not imported yet is ``armed``.
+    """
+    return _engine.status()
+
+
+def install(*names: str) -> Status:
+    """Arm or apply the named patches (all without names); idempotent.
+
+    Called by the import of this package.  A patch switched off by the environment stays off.
+
+    Raises:
+        ValueError: there is no patch of that name.
+    """
+    return _engine.install(*names)
+
+
+def uninstall(*names: str) -> Status:
+    """Take the named patches back (all without names), leaving their owners as they were.
+
+    A patch that somebody else has patched over is left in place, with a warning.
+
+    Raises:
+        ValueError: there is no patch of that name.
+    """
+    return _engine.uninstall(*names)
+
+
+def disabled(*names: str) -> AbstractContextManager[Status]:
+    """A ``with`` block in which the named patches (all without names) are off.
+
+    Process-wide: other threads see the patches off as well.
+    """
+    return _engine.switched(names, on=False)
+
+
+def enabled(*names: str) -> AbstractContextManager[Status]:
+    """A ``with`` block in which the named patches (all without names) are on, as far as the
+    environment and their gates allow."""
+    return _engine.switched(names, on=True)

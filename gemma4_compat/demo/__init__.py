@@ -1,0 +1,1 @@
+"""A tiny random Gemma 4 to try the patches on."""

@@ -1,0 +1,329 @@
+"""A tiny random Gemma 4 multimodal checkpoint, inputs for it, and LoRA adapters for it.
+
+Every tensor is filled from a generator seeded by its own name, so the files hold the same values
+whichever transformers version wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+    from transformers import Gemma4Config
+
+TOWERS = ("model.vision_tower", "model.audio_tower")
+
+BROAD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# bitsandbytes' AVX512-BF16 path wants in_features in multiples of 128 and out_features in
+# multiples of 32; every Linear below is sized for that.
+_WIDTH = 128
+_VOCAB = 512
+_FIRST_SPECIAL_TOKEN = 500
+_LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_KV_SHARED_LAYERS = 3
+_FIRST_SHARED_LAYER = len(_LAYER_TYPES) - _KV_SHARED_LAYERS
+
+# KV-shared layers have no key and value projections of their own (where a transformers version
+# makes modules for them, they are unused), so an adapter has nothing for them.
+_LANGUAGE_TARGETS = (
+    r".*\.language_model\.layers\."
+    rf"(\d+\..*\.(q|o|gate|up|down)_proj|[0-{_FIRST_SHARED_LAYER - 1}]\.self_attn\.[kv]_proj)"
+)
+_TOWER_TARGETS = rf".*\.(vision_tower|audio_tower)\..*\.({'|'.join(BROAD_TARGETS)})\.linear"
+
+
+def _config() -> Gemma4Config:
+    from transformers import Gemma4Config
+
+    text = {
+        "vocab_size": _VOCAB,
+        "vocab_size_per_layer_input": _VOCAB,
+        "hidden_size": _WIDTH,
+        "hidden_size_per_layer_input": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "use_double_wide_mlp": True,
+        "num_hidden_layers": len(_LAYER_TYPES),
+        "num_kv_shared_layers": _KV_SHARED_LAYERS,
+        "layer_types": list(_LAYER_TYPES),
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "sliding_window": 8,
+        "max_position_embeddings": 1024,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    vision = {
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 32,
+        "use_clipped_linears": True,
+    }
+    audio = {
+        "hidden_size": _WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        # The first number is also the number of mel bins that the model expects.
+        "subsampling_conv_channels": [32, 16],
+        "output_proj_dims": _WIDTH,
+        "use_clipped_linears": True,
+    }
+    names = (
+        "boi_token_id",
+        "image_token_id",
+        "eoi_token_id",
+        "boa_token_id",
+        "audio_token_id",
+        "eoa_token_index",
+        "video_token_id",
+    )
+    special = {name: _FIRST_SPECIAL_TOKEN + i for i, name in enumerate(names)}
+    return Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        tie_word_embeddings=True,
+        **special,
+    )
+
+
+def _generator(name: str, seed: int) -> Generator:
+    import torch
+
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+
+
+def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random bfloat16 values for the checkpoint tensor `name`, scaled to keep activations near 1."""
+    import torch
+
+    generator = _generator(name, seed)
+    leaf = name.rpartition(".")[2]
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=generator)
+
+    if leaf in ("input_min", "input_max", "output_min", "output_max"):
+        # Narrow enough that every clipped linear clips; the activations before and after the last
+        # linear of an MLP are smaller than elsewhere.
+        narrow = 0.25 if ".down_proj." in name or ".ffw_layer_2." in name else 1.0
+        value = uniform(0.2, 1.0) * narrow * (1.0 if leaf.endswith("max") else -1.0)
+    elif leaf == "layer_scalar":
+        value = uniform(0.75, 0.95)  # fade the token's own embedding, or every token repeats itself
+    elif name.endswith(("q_norm.weight", "k_norm.weight")):
+        value = uniform(0.2, 0.4)  # Gemma 4 does not scale q.k: keep the softmax soft
+    elif name.endswith("language_model.norm.weight"):
+        value = uniform(2.0, 4.0)  # spread the logits
+    elif len(shape) == 1 and leaf == "weight":
+        value = uniform(0.5, 1.5)
+    elif len(shape) == 1:
+        value = 0.1 * torch.randn(shape, generator=generator)
+    elif leaf == "position_embedding_table":
+        value = 0.5 * torch.randn(shape, generator=generator)
+    else:
+        # Embeddings are multiplied by sqrt(_WIDTH) in the model.
+        fan_in = _WIDTH if "embed_tokens" in name else torch.Size(shape[1:]).numel()
+        value = torch.randn(shape, generator=generator) * fan_in**-0.5
+    return value.to(torch.bfloat16)
+
+
+def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
+    """The key/value tensors of the KV-shared layers.
+
+    They are never used: newer transformers versions skip them on loading, 5.5.0 has modules for them
+    and would report them as missing.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):
+        head_dim = 64 if _LAYER_TYPES[index] == "sliding_attention" else 128
+        prefix = f"model.language_model.layers.{index}.self_attn."
+        shapes[prefix + "k_proj.weight"] = (head_dim, _WIDTH)
+        shapes[prefix + "v_proj.weight"] = (head_dim, _WIDTH)
+        shapes[prefix + "k_norm.weight"] = (head_dim,)
+    return shapes
+
+
+def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
+    """Write a random `Gemma4ForConditionalGeneration` checkpoint of a few MB to `path`.
+
+    Six text layers, width 128, of which the last three share the keys and values of the first
+    three (sliding and full attention on both sides); per-layer embeddings; tied embeddings; two
+    vision and two audio layers whose clipped linears have finite bounds that do clip. All tensors
+    are bfloat16.
+    """
+    import torch
+    from transformers import Gemma4ForConditionalGeneration, GenerationConfig
+
+    path = Path(path)
+    with torch.random.fork_rng(devices=[]):
+        model = Gemma4ForConditionalGeneration(_config()).to(torch.bfloat16)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    del shapes["lm_head.weight"]  # tied to embed_tokens
+    shapes |= _shared_kv_shapes()
+    state = {name: _fill(name, shapes[name], seed) for name in sorted(shapes)}
+
+    text = model.config.text_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        do_sample=False,
+    )
+    model.save_pretrained(path, state_dict=state)
+    return path
+
+
+def _text_tokens(batch: int, length: int, seed: int) -> Tensor:
+    """Ordinary tokens: int64 [batch, length]."""
+    import torch
+
+    generator = _generator("tokens", seed)
+    return torch.randint(3, _FIRST_SPECIAL_TOKEN, (batch, length), generator=generator)
+
+
+def _prompt(parts: list[Tensor], soft_token_type: int, soft_token_id: int) -> dict[str, Tensor]:
+    import torch
+
+    input_ids = torch.cat(parts, dim=1)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mm_token_type_ids": (input_ids == soft_token_id).long() * soft_token_type,
+    }
+
+
+def text_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
+    """Text only, longer than the sliding window.
+
+    `input_ids`, `attention_mask` and `mm_token_type_ids`, int64 [batch, 12].
+    """
+    import torch
+
+    bos = torch.full((batch, 1), config.text_config.bos_token_id)
+    return _prompt([bos, _text_tokens(batch, 11, seed=1)], 0, config.image_token_id)
+
+
+def image_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
+    """One image per row: 6 x 6 patches, pooled to 4 soft tokens, between text.
+
+    `input_ids`, `attention_mask` and `mm_token_type_ids` (1 at soft tokens), int64 [batch, 13];
+    `pixel_values`, float32 in [0, 1) [batch, 36, 768]; `image_position_ids`, the (x, y) of each
+    patch, int64 [batch, 36, 2].
+    """
+    import torch
+
+    vision = config.vision_config
+    kernel = vision.pooling_kernel_size
+    side = 2 * kernel
+    soft_tokens = (side // kernel) ** 2
+    bos = torch.full((batch, 1), config.text_config.bos_token_id)
+    boi = torch.full((batch, 1), config.boi_token_id)
+    image = torch.full((batch, soft_tokens), config.image_token_id)
+    eoi = torch.full((batch, 1), config.eoi_token_id)
+    words = _text_tokens(batch, 6, seed=2)
+
+    y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    positions = torch.stack([x, y], dim=-1).reshape(1, side * side, 2)
+    pixels = (batch, side * side, 3 * vision.patch_size**2)
+    return {
+        **_prompt([bos, words[:, :3], boi, image, eoi, words[:, 3:]], 1, config.image_token_id),
+        "pixel_values": torch.rand(pixels, generator=_generator("pixels", 0)),
+        "image_position_ids": positions.repeat(batch, 1, 1),
+    }
+
+
+def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
+    """One sound per row: 56 mel frames, subsampled to 14 soft tokens, between text.
+
+    `input_ids`, `attention_mask` and `mm_token_type_ids` (3 at soft tokens), int64 [batch, 23];
+    `input_features`, float32 [batch, 56, 32]; `input_features_mask`, bool [batch, 56].
+    """
+    import torch
+
+    # More soft tokens than one attention chunk (12), so that the chunked path is taken.
+    soft_tokens = config.audio_config.attention_chunk_size + 2
+    frames = 4 * soft_tokens
+    mel_bins = config.audio_config.subsampling_conv_channels[0]
+    bos = torch.full((batch, 1), config.text_config.bos_token_id)
+    boa = torch.full((batch, 1), config.boa_token_id)
+    audio = torch.full((batch, soft_tokens), config.audio_token_id)
+    eoa = torch.full((batch, 1), config.eoa_token_index)
+    words = _text_tokens(batch, 6, seed=3)
+    generator = _generator("features", 0)
+    return {
+        **_prompt([bos, words[:, :3], boa, audio, eoa, words[:, 3:]], 3, config.audio_token_id),
+        "input_features": torch.randn((batch, frames, mel_bins), generator=generator),
+        "input_features_mask": torch.ones((batch, frames), dtype=torch.bool),
+    }
+
+
+def build_adapter(
+    path: Path,
+    model_dir: Path,
+    *,
+    layout: Literal["inner", "outer"] = "inner",
+    rank: int = 4,
+    seed: int = 0,
+    language_only: bool = False,
+) -> Path:
+    """Write a PEFT LoRA adapter for the checkpoint in `model_dir` to `path`.
+
+    `lora_A` is float32 [rank, in_features], `lora_B` float32 [out_features, rank]; neither is zero.
+    The tensors of the towers' clipped linears are named `q_proj.linear.lora_A.weight` in the
+    "inner" layout and `q_proj.lora_A.weight` in the "outer" one, while `target_modules` is
+    `BROAD_TARGETS`, which names the wrappers: such an adapter loads only where PEFT supports them.
+    With `language_only` the towers are left out, and PEFT can load the adapter as it is.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load, save_file
+    from transformers import Gemma4ForConditionalGeneration
+
+    if layout not in ("inner", "outer"):
+        raise ValueError(f"layout must be 'inner' or 'outer', not {layout!r}")
+    path = Path(path)
+    base = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
+    targets = _LANGUAGE_TARGETS if language_only else f"{_LANGUAGE_TARGETS}|{_TOWER_TARGETS}"
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=0.0,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                std = parameter.shape[1] ** -0.5 * (1.0 if "lora_A" in name else 0.08)
+                noise = torch.randn(parameter.shape, generator=_generator(name, seed))
+                parameter.copy_(std * noise)
+    model.save_pretrained(path)
+
+    if layout == "outer":
+        weights = path / "adapter_model.safetensors"
+        tensors = load(weights.read_bytes())  # not mapped: the file is overwritten
+        tensors = {name.replace(".linear.lora_", ".lora_"): t for name, t in tensors.items()}
+        save_file(tensors, weights, metadata={"format": "pt"})
+    if not language_only:
+        config_file = path / "adapter_config.json"
+        saved = json.loads(config_file.read_text())
+        saved["target_modules"] = list(BROAD_TARGETS)
+        config_file.write_text(json.dumps(saved, indent=2) + "\n")
+    return path

@@ -1,0 +1,114 @@
+"""What a patch is: data that says when it applies, functions that say what it does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
+_SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+class Verdict(Enum):
+    """What a probe found at the real target."""
+
+    BROKEN = "broken"
+    FIXED = "fixed"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A probe's verdict and, for people, its reason."""
+
+    verdict: Verdict
+    reason: str = ""
+
+
+def broken(reason: str = "") -> Finding:
+    """The bug is there: apply the patch."""
+    return Finding(Verdict.BROKEN, reason)
+
+
+def fixed(reason: str) -> Finding:
+    """The bug is gone: step aside for good."""
+    return Finding(Verdict.FIXED, reason)
+
+
+def drifted(reason: str) -> Finding:
+    """The target no longer looks as the patch expects: step aside and say so."""
+    return Finding(Verdict.DRIFTED, reason)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One attribute to replace.
+
+    ``factory`` gets the plain function behind the attribute (unwrapped from ``staticmethod`` or
+    ``classmethod``) and returns a plain closure, decorated with ``functools.wraps``.  The engine
+    puts the descriptor back around it.  Never return a wrapt proxy: torch.compile leaves those
+    out of the graph without a word.
+
+    ``when`` is a PEP 508 requirement; where it does not hold, this target does not exist and is
+    not needed.
+    """
+
+    module: str
+    attribute: str
+    factory: Factory
+    when: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+@dataclass(eq=False)
+class Patch:
+    """One bug, its gate and its fix.
+
+    Args:
+        name: slug; also the module's file name, the switch ``<PREFIX>_<NAME>``, the test id and
+            the heading in the generated documentation.
+        symptom: what the user sees, in one line, in the words of the exception if there is one.
+        affects: alternatives, each a tuple of PEP 508 requirement strings over installed
+            distributions that must *all* hold.  ``(("a<2", "b>=1"), ("a<2", "c<3"))`` reads
+            "a<2 and b>=1, or a<2 and c<3".
+        changes: what the patch changes, in a sentence or two.
+        ends: which upstream release ends the bug, or why none does.
+        links: upstream issues and pull requests.
+        after: further modules to wait for, because the probe looks at them or because without
+            them the bug cannot occur.  The engine never imports anything on its own.
+    """
+
+    name: str
+    symptom: str
+    affects: Sequence[Sequence[str]]
+    changes: str
+    ends: str
+    links: Sequence[str] = ()
+    after: Sequence[str] = ()
+    replacements: list[Replacement] = field(default_factory=list, init=False)
+    find: Callable[[], Finding] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not _SLUG.fullmatch(self.name):
+            raise ValueError(f"a patch name is a lower_snake_case slug, got {self.name!r}")
+
+    def replaces(
+        self, module: str, attribute: str, *, when: str | None = None
+    ) -> Callable[[Factory], Factory]:
+        """Register the decorated factory as the replacement of ``module.attribute``."""
+
+        def register(factory: Factory) -> Factory:
+            self.replacements.append(Replacement(module, attribute, factory, when))
+            return factory
+
+        return register
+
+    def probe(self, function: Callable[[], Finding]) -> Callable[[], Finding]:
+        """Register the decorated function as the probe; it runs once all targets are imported."""
+        self.find = function
+        return function

@@ -1,0 +1,95 @@
+"""What the engine did, said honestly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class State(str, Enum):
+    """The state of one patch in this process."""
+
+    #: switched off by the environment or by ``uninstall()``
+    DISABLED = "disabled"
+    #: a library that the patch is for is not installed
+    NOT_INSTALLED = "not installed"
+    #: the installed versions lie outside the gate
+    UNAFFECTED = "unaffected"
+    #: the versions lie inside the gate, but the probe found the bug gone
+    FIXED = "fixed upstream"
+    #: waiting for its targets to be imported; nothing is changed yet
+    ARMED = "armed"
+    #: the replacements are in place
+    APPLIED = "applied"
+    #: the target changed shape; the patch stepped aside
+    DRIFTED = "drifted"
+    #: the patch or its probe raised; what it had changed was taken back
+    FAILED = "failed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """The state of one patch and why it is so.
+
+    ``versions`` maps each distribution of the gate to its installed version (``None``: unknown).
+    """
+
+    name: str
+    state: State
+    reason: str
+    symptom: str
+    versions: Mapping[str, str | None]
+
+
+class Status(Sequence[PatchStatus]):
+    """All patches' states: a sequence, indexable by name, printable, JSON-able."""
+
+    def __init__(self, entries: Sequence[PatchStatus]) -> None:
+        self._entries = tuple(entries)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            for entry in self._entries:
+                if entry.name == key:
+                    return entry
+            raise KeyError(key)
+        return self._entries[key]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[PatchStatus]:
+        return iter(self._entries)
+
+    @property
+    def healthy(self) -> bool:
+        """False where a patch failed or drifted."""
+        return not any(entry.state in (State.FAILED, State.DRIFTED) for entry in self)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain data, one entry per patch."""
+        return {
+            entry.name: {**asdict(entry), "state": entry.state.value} for entry in self._entries
+        }
+
+    def to_json(self) -> str:
+        """``as_dict()`` as indented JSON."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        if not self._entries:
+            return "no patches"
+        name = max(len(entry.name) for entry in self)
+        state = max(len(entry.state.value) for entry in self)
+        return "\n".join(
+            f"{entry.name:<{name}}  {entry.state.value:<{state}}  {entry.reason}".rstrip()
+            for entry in self
+        )
+
+    __repr__ = __str__

@@ -1,0 +1,95 @@
+"""Environment switches: everything off, one patch off, one patch forced, strict errors."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+_OFF = ("0", "off", "false", "no")
+_ON = ("1", "on", "true", "yes")
+
+
+class Switch(Enum):
+    """How one patch is to be treated."""
+
+    OFF = "off"
+    AUTO = "auto"
+    #: apply outside the version gate; the probe still guards
+    FORCE = "force"
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The switches as read from the environment once, at import."""
+
+    prefix: str
+    everything: bool = True
+    strict: bool = False
+    patches: Mapping[str, Switch] = field(default_factory=dict)
+
+    def of(self, patch: str) -> Switch:
+        """The switch of one patch."""
+        return self.patches.get(patch, Switch.AUTO)
+
+    def variable(self, patch: str) -> str:
+        """The environment variable that switches one patch."""
+        return f"{self.prefix}_{patch.upper()}"
+
+
+def read(
+    prefix: str,
+    patches: Iterable[str],
+    logger: logging.Logger,
+    environ: Mapping[str, str] | None = None,
+) -> Switches:
+    """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about everything else."""
+    environ = os.environ if environ is None else environ
+    names = {f"{prefix}_{name.upper()}": name for name in patches}
+    everything, strict = True, False
+    switches: dict[str, Switch] = {}
+    for variable in sorted(environ):
+        # Windows upper-cases variable names; elsewhere a lower-case one is a typo worth a word.
+        if variable.upper() != prefix and not variable.upper().startswith(f"{prefix}_"):
+            continue
+        value = environ[variable].strip().lower()
+        if variable == prefix:
+            everything = _boolean(variable, value, True, logger)
+        elif variable == f"{prefix}_STRICT":
+            strict = _boolean(variable, value, False, logger)
+        elif variable in names:
+            if value == Switch.FORCE.value:
+                switches[names[variable]] = Switch.FORCE
+            elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
+                switches[names[variable]] = Switch.OFF
+        else:
+            valid = [prefix, f"{prefix}_STRICT", *names]
+            near = difflib.get_close_matches(variable.upper(), valid, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            logger.warning(
+                "unknown environment variable %s%s has no effect; valid ones: %s",
+                variable, hint, ", ".join(valid),
+            )  # fmt: skip
+    return Switches(prefix, everything, strict, switches)
+
+
+def _boolean(
+    variable: str,
+    value: str,
+    default: bool,
+    logger: logging.Logger,
+    extra: tuple[str, ...] = (),
+) -> bool:
+    if value in _ON:
+        return True
+    if value in _OFF:
+        return False
+    if value:
+        logger.warning(
+            "%s=%r is not understood and has no effect; valid values: %s",
+            variable, value, ", ".join((*_OFF, *_ON, *extra)),
+        )  # fmt: skip
+    return default
