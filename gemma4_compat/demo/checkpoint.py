@@ -120,8 +120,8 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
     if leaf in ("input_min", "input_max", "output_min", "output_max"):
         # Narrow enough that every clipped linear clips; the activations before and after the last
-        # linear of an MLP are smaller than elsewhere.
-        narrow = 0.25 if ".down_proj." in name or ".ffw_layer_2." in name else 1.0
+        # linear of an MLP are much smaller.
+        narrow = 0.1 if ".down_proj." in name or ".ffw_layer_2." in name else 1.0
         value = uniform(0.2, 1.0) * narrow * (1.0 if leaf.endswith("max") else -1.0)
     elif leaf == "layer_scalar":
         value = uniform(0.75, 0.95)  # fade the token's own embedding, or every token repeats itself

@@ -35,8 +35,7 @@ PATCH = Patch(
         "Tensor.item() cannot be called on meta tensors (nested quantisation), or Cannot copy out "
         "of meta tensor; no data! (single quantisation), when 4-bit weights are offloaded"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),)
-    ,
+    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),),
     changes=(
         "Params4bit.to('meta') leaves the quant state alone and gives the meta parameter a copy "
         "on the host, made once; coming back from meta copies it to the execution device. "
@@ -85,8 +84,8 @@ def params4bit_to(original: Any) -> Any:
         else:
             return original(self, *args, **kwargs)
         # The original would move the state in place, so it gets a weight that has none.
-        bare = copy.copy(self)
-        bare.quant_state = None
+        bare = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
+        vars(bare).update(vars(self), quant_state=None)
         moved = original(bare, *args, **kwargs)
         moved.quant_state = state
         return moved
