@@ -13,6 +13,7 @@ those in the wild are; the minority saved as ``...q_proj.lora_A...`` is renamed 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import wraps
@@ -105,7 +106,8 @@ def load_adapter(original: Any) -> Any:
 
             either = "|".join(re.escape(name) for name in sorted(names))
             inner = WeightRenaming(rf"((?:{either})\.)(?!linear\.)", r"\1linear.")
-            load_config.weight_mapping = [*(load_config.weight_mapping or ()), inner]
+            mapping = [*(load_config.weight_mapping or ()), inner]
+            load_config = dataclasses.replace(load_config, weight_mapping=mapping)
             return load(*args, load_config=load_config, **kwargs)
 
         with shadowed(self, _load_pretrained_model=load_pretrained_model):

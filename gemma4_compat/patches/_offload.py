@@ -1,0 +1,85 @@
+"""Reading accelerate's offload hooks, and loading an offloaded module for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ._shadow import shadowed
+
+
+def offload_hook(module: Any) -> Any | None:
+    """The hook that brings this module's own weights in and out, if there is one.
+
+    A module with a second hook carries accelerate's ``SequentialHook``.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in getattr(hook, "hooks", (hook,)):
+        if getattr(candidate, "offload", False):
+            return candidate
+    return None
+
+
+def execution_device(module: Any) -> Any | None:
+    """The ``torch.device`` that an offloaded module computes on; ``None`` if not offloaded."""
+    import torch
+
+    hook = offload_hook(module)
+    device = None if hook is None else hook.execution_device
+    return None if device is None else torch.device(device)
+
+
+@contextmanager
+def onloaded(module: Any) -> Iterator[None]:
+    """Have an offloaded module's weights on its execution device, as during its forward."""
+    hook = offload_hook(module)
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
+
+
+@contextmanager
+def executing_map(model: Any) -> Iterator[dict[str, Any]]:
+    """Let ``hf_device_map`` say where modules *execute*, in place of where their weights rest.
+
+    Code that reads "cpu" or "disk" off the map dispatches or loads as if the offloaded modules
+    computed there.  ``torch.device("cpu")``, which is not equal to ``"cpu"``, stands for modules
+    that really do.
+    """
+    import torch
+
+    base = _holder(model)
+    if base is None:
+        yield {}
+        return
+    executing = {}
+    for name, device in base.hf_device_map.items():
+        if device in ("cpu", "disk"):
+            inside = (execution_device(module) for module in base.get_submodule(name).modules())
+            device = next((found for found in inside if found is not None), torch.device("cpu"))
+        executing[name] = device
+    with shadowed(base, hf_device_map=executing):
+        yield executing
+
+
+def is_dispatched(model: Any) -> bool:
+    """Whether the model, or the base model in it, was placed by a device map."""
+    return _holder(model) is not None
+
+
+def _holder(model: Any) -> Any | None:
+    """The module that owns ``hf_device_map``: a base model, through any PEFT wrappers."""
+    while model is not None:
+        if vars(model).get("hf_device_map") is not None:
+            return model
+        children = getattr(model, "_modules", {})
+        model = children.get("base_model") or (
+            children.get("model") if hasattr(model, "peft_config") else None
+        )
+    return None

@@ -1,0 +1,174 @@
+"""Loading an adapter dispatches the base model anew.
+
+``PeftModel.from_pretrained`` takes all accelerate hooks off a base model whose ``hf_device_map``
+holds "cpu" or "disk", and ``load_adapter`` then calls ``get_balanced_memory``,
+``infer_auto_device_map`` and ``dispatch_model`` on the whole.  The user's placement is replaced by
+what the map inference thinks best: offloaded towers go back to the GPU without a word, layers
+jump to a second GPU, disk-offloaded weights are rewritten, and on a full GPU the redispatch runs
+into further bugs.
+
+Not redispatching uncovers a second fault: PEFT puts a new adapter where the weight of its base
+layer *rests*, and an offloaded weight rests on meta.
+
+The fix leaves the base model alone.  While PEFT loads, ``hf_device_map`` names the devices that
+modules execute on, so there is nothing to redispatch; an offloaded base layer is brought to its
+execution device while its adapter is created, as it is in every forward, so the adapter is
+created there.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, drifted, fixed
+from ._offload import (
+    execution_device,
+    executing_map,
+    is_dispatched,
+    offload_hook,
+    onloaded,
+)
+from ._shadow import shadowed
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="peft_redispatch",
+    symptom=(
+        "loading an adapter undoes the base model's offload, moves layers to another GPU, or "
+        "raises (meta tensors, KeyError: 22) while or after PEFT dispatches the model again"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    changes=(
+        "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
+        "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
+        "offload_buffers given to them are ignored with a warning.  Adapters of offloaded layers "
+        "are created on the layer's execution device."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+    links=(
+        "https://github.com/huggingface/peft/issues/3169",
+        "https://github.com/huggingface/transformers/issues/45482",
+    ),
+)
+
+_PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offload_buffers")
+
+
+@PATCH.probe
+def load_adapter_dispatches() -> Finding:
+    """Look whether load_adapter still reaches for dispatch_model."""
+    from peft.peft_model import PeftModel
+
+    code = getattr(PeftModel.load_adapter, "__code__", None)
+    if code is None:
+        return drifted("PeftModel.load_adapter is not a plain function")
+    if "dispatch_model" in code.co_names:
+        return broken()
+    return fixed("PeftModel.load_adapter no longer dispatches the base model")
+
+
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+def peft_from_pretrained(original: Any) -> Any:
+    return _in_place(original)
+
+
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
+def mixed_from_pretrained(original: Any) -> Any:
+    return _in_place(original)
+
+
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def peft_load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatched(self):
+            return original(self, model_id, *args, **kwargs)
+        with executing_map(self) as devices:
+            kwargs = _without_placement("load_adapter", kwargs)
+            if len(args) < 3 and kwargs.get("torch_device") is None:
+                kwargs["torch_device"] = _main_device(devices)
+            return original(self, model_id, *args, **kwargs)
+
+    return load_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Any) -> Any:
+    @wraps(original)
+    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        create = self._create_and_replace
+
+        @wraps(create)
+        def create_and_replace(
+            config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            with onloaded(_base_layer(target)):
+                return create(config, adapter_name, target, *args, **kwargs)
+
+        with shadowed(self, _create_and_replace=create_and_replace):
+            return original(self, *args, **kwargs)
+
+    return inject_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
+def move_adapter(original: Any) -> Any:
+    @wraps(original)
+    def _move_adapter_to_device_of_base_layer(
+        self: Any, adapter_name: str, device: Any = None
+    ) -> Any:
+        base = self.get_base_layer()
+        if device is not None or not _rests_on_meta(base):
+            return original(self, adapter_name, device)
+        with onloaded(base):
+            return original(self, adapter_name, device)
+
+    return _move_adapter_to_device_of_base_layer
+
+
+def _in_place(original: Any) -> Any:
+    """Wrap a ``from_pretrained(cls, model, model_id, ...)`` of PEFT."""
+
+    @wraps(original)
+    def from_pretrained(cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatched(model):
+            return original(cls, model, model_id, *args, **kwargs)
+        kwargs = _without_placement("from_pretrained", kwargs)
+        with executing_map(model):
+            return original(cls, model, model_id, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    ignored = [name for name in _PLACEMENT if kwargs.get(name) is not None]
+    if ignored:
+        logger.warning(
+            "%s given to PEFT's %s ignored: the base model has a device map already and stays "
+            "where it is, and the adapter goes to the devices that its layers execute on. To "
+            "place the model differently, pass device_map (and max_memory, offload_folder) to "
+            "the base model's from_pretrained.",
+            ", ".join(ignored), caller,
+        )  # fmt: skip
+    return {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
+
+
+def _main_device(devices: dict[str, Any]) -> str:
+    """Where to read the adapter file to: a device that the model uses already."""
+    import torch
+
+    used = [torch.device(device) for device in devices.values()]
+    return str(next((device for device in used if device.type != "cpu"), torch.device("cpu")))
+
+
+def _base_layer(target: Any) -> Any:
+    return target.get_base_layer() if hasattr(target, "get_base_layer") else target
+
+
+def _rests_on_meta(module: Any) -> bool:
+    return offload_hook(module) is not None and any(
+        parameter.is_meta for parameter in module._parameters.values() if parameter is not None
+    )
