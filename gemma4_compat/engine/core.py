@@ -54,6 +54,7 @@ class Engine:
         self._logger = logger
         self._applied: list[_Record] = []
         self._hooked: set[str] = set()
+        self._complete: set[str] = set()
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
         if hasattr(os, "register_at_fork"):
@@ -236,15 +237,25 @@ class Engine:
             if name in self._hooked:
                 return
             self._hooked.add(name)
-        wrapt.register_post_import_hook(self._imported, name)
-        if name in sys.modules and not _is_imported(name):
-            # Another thread is in the middle of importing it: wait for that.  (In the middle of
-            # our own thread's import this returns at once, and the patch stays armed.)
-            importlib.import_module(name)
-            self._imported(sys.modules[name])
+        registering: int | None = threading.get_ident()
 
-    def _imported(self, module: object) -> None:
-        """Called by wrapt after an import; must not raise, or it breaks the user's import."""
+        def imported(module: object) -> None:
+            # wrapt calls at once, from within the registration, where the module is in
+            # sys.modules: perhaps in the middle of its import, with half its names.
+            if registering != threading.get_ident():
+                self._complete.add(name)
+            self._after_import()
+
+        wrapt.register_post_import_hook(imported, name)
+        registering = None
+        if name in sys.modules and not self._is_imported(name):
+            # Another thread is importing it: wait for that.  (In the middle of our own thread's
+            # import this returns at once, and the patch stays armed until the next occasion.)
+            importlib.import_module(name)
+            self._after_import()
+
+    def _after_import(self) -> None:
+        """Runs inside the user's import, which an exception would break."""
         try:
             with self._lock:
                 self._refresh()
@@ -253,12 +264,19 @@ class Engine:
         except Exception:
             self._logger.warning("internal error after an import", exc_info=True)
 
+    def _is_imported(self, name: str) -> bool:
+        """Imported to the end; inside a post-import hook, the import system says "not yet"."""
+        module = sys.modules.get(name)
+        if module is None:
+            return False
+        initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
+        return name in self._complete or not initializing
+
     def _waiting(self, record: _Record) -> list[str]:
         if record.state is not State.ARMED:
             return []
-        modules = [replacement.module for replacement in record.replacements]
-        modules += record.patch.after
-        return [module for module in dict.fromkeys(modules) if not _is_imported(module)]
+        modules = dict.fromkeys(replacement.module for replacement in record.replacements)
+        return [module for module in modules if not self._is_imported(module)]
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
@@ -276,11 +294,3 @@ class Engine:
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()
-
-
-def _is_imported(name: str) -> bool:
-    """Imported to the end: a module in the middle of its import has only half its names."""
-    module = sys.modules.get(name)
-    if module is None:
-        return False
-    return not getattr(getattr(module, "__spec__", None), "_initializing", False)

@@ -79,8 +79,6 @@ class Patch:
         changes: what the patch changes, in a sentence or two.
         ends: which upstream release ends the bug, or why none does.
         links: upstream issues and pull requests.
-        after: further modules to wait for, because the probe looks at them or because without
-            them the bug cannot occur.  The engine never imports anything on its own.
     """
 
     name: str
@@ -89,7 +87,6 @@ class Patch:
     changes: str
     ends: str
     links: Sequence[str] = ()
-    after: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
     find: Callable[[], Finding] | None = field(default=None, init=False)
 
@@ -109,6 +106,10 @@ class Patch:
         return register
 
     def probe(self, function: Callable[[], Finding]) -> Callable[[], Finding]:
-        """Register the decorated function as the probe; it runs once all targets are imported."""
+        """Register the decorated function as the probe.
+
+        It runs once all target modules are imported, inside the user's import of the last of
+        them: it must import nothing else.
+        """
         self.find = function
         return function

@@ -35,28 +35,30 @@ PATCH = Patch(
         "https://github.com/huggingface/transformers/issues/43872",
         "https://github.com/huggingface/accelerate/pull/3976",
     ),
-    after=("bitsandbytes.nn",),
 )
 
 
 @PATCH.probe
 def flag_reaches_constructor() -> Finding:
-    """Rebuild a stamped parameter of each class on the meta device, as offloading does."""
+    """Rebuild a stamped parameter whose class takes what bitsandbytes' classes take.
+
+    A stand-in, recognised by its name as accelerate does it: bitsandbytes may not be imported.
+    """
     import torch
     from accelerate.utils.modeling import set_module_tensor_to_device
-    from bitsandbytes.nn import Int8Params, Params4bit
 
-    for cls in (Params4bit, Int8Params):
-        module = torch.nn.Module()
-        module.weight = cls(torch.zeros(1), requires_grad=False)
-        setattr(module.weight, _FLAG, True)
-        try:
-            set_module_tensor_to_device(module, "weight", "meta")
-        except TypeError as error:
-            if _FLAG in str(error):
-                return broken()
-            return drifted(f"rebuilding {cls.__name__} raised {error}")
-    return fixed("the flag no longer reaches the constructors")
+    class Int8Params(torch.nn.Parameter):
+        def __new__(cls, data: Any, requires_grad: bool = False) -> Any:
+            return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+    module = torch.nn.Module()
+    module.weight = Int8Params(torch.zeros(1))
+    setattr(module.weight, _FLAG, True)
+    try:
+        set_module_tensor_to_device(module, "weight", "meta")
+    except TypeError as error:
+        return broken() if _FLAG in str(error) else drifted(f"rebuilding raised {error}")
+    return fixed("accelerate keeps the flag from the constructors")
 
 
 @PATCH.replaces("accelerate.utils.modeling", "set_module_tensor_to_device")

@@ -1,0 +1,127 @@
+"""Checkpoints shared by all tests, and the proof that regression tests fail without us.
+
+A test marked ``@pytest.mark.regression(patch, error)`` shows one bug.  Normally it must pass.  With
+``GEMMA4_COMPAT=0`` in the environment, on versions inside the patch's gate, it must *fail*, with an
+exception whose text matches ``error``: the users' own message.  The report is then turned around,
+so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+
+import gemma4_compat  # first: before any of the libraries that it patches
+import pytest
+from gemma4_compat.engine.gate import Outcome, evaluate
+from gemma4_compat.patches import load
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Deprecations inside bitsandbytes on a newer torch, once per quantised layer.
+warnings.filterwarnings("ignore", message=".*_check_is_size.*")
+
+WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
+GATES = {patch.name: patch.affects for patch in load()}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "regression(patch, error): see tests/conftest.py")
+    config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
+
+
+def pytest_collection_modifyitems(config, items):
+    try:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    except ImportError:
+        gpus = 0
+    for item in items:
+        wanted = item.get_closest_marker("cuda")
+        if wanted is not None and gpus < wanted.kwargs.get("gpus", 1):
+            item.add_marker(pytest.mark.skip(reason=f"needs CUDA, found {gpus} GPU(s)"))
+        marker = item.get_closest_marker("regression")
+        if WITHOUT and marker and evaluate(GATES[marker.args[0]]).outcome is Outcome.OUTSIDE:
+            item.add_marker(pytest.mark.skip(reason="the bug is not in these versions"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    marker = item.get_closest_marker("regression")
+    if not WITHOUT or marker is None or call.when != "call":
+        return
+    report = outcome.get_result()
+    patch, error = marker.args
+    if call.excinfo is None:
+        report.outcome, report.longrepr = "failed", f"passes without {patch}"
+        return
+    text = f"{call.excinfo.type.__name__}: {call.excinfo.value}"
+    if re.search(error, text, re.DOTALL):
+        report.outcome, report.longrepr = "passed", None
+        report.sections.append(("the bug", text.strip().splitlines()[-1]))
+        item.config.stash.setdefault(_BUGS, []).append((patch, item.name, text))
+
+
+_BUGS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    bugs = config.stash.get(_BUGS, [])
+    if bugs:
+        terminalreporter.section("without gemma4_compat")
+    for patch, test, text in bugs:
+        line = " ".join(text.split())
+        terminalreporter.write_line(f"{patch} | {test} | {line[:160]}")
+    if WITHOUT and bugs:
+        terminalreporter.write_line(f"{len(bugs)} regression tests show their bug")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A tiny random Gemma 4 checkpoint, bfloat16."""
+    from gemma4_compat.demo.checkpoint import build_checkpoint
+
+    return build_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(tmp_path_factory, model_dir):
+    """A LoRA adapter on language model and towers, with the users' broad targets."""
+    from gemma4_compat.demo.checkpoint import build_adapter
+
+    return build_adapter(tmp_path_factory.mktemp("adapter"), model_dir)
+
+
+@pytest.fixture(scope="session")
+def outer_adapter_dir(tmp_path_factory, model_dir):
+    """The same adapter with the minority's key layout, without ``.linear``."""
+    from gemma4_compat.demo.checkpoint import build_adapter
+
+    return build_adapter(tmp_path_factory.mktemp("outer"), model_dir, layout="outer")
+
+
+@pytest.fixture(scope="session")
+def second_adapter_dir(tmp_path_factory, model_dir):
+    """Another broad adapter: other values, other rank."""
+    from gemma4_compat.demo.checkpoint import build_adapter
+
+    return build_adapter(tmp_path_factory.mktemp("second"), model_dir, rank=8, seed=1)
+
+
+@pytest.fixture(scope="session")
+def language_adapter_dir(tmp_path_factory, model_dir):
+    """An adapter on the language model alone, which PEFT loads without any patch."""
+    from gemma4_compat.demo.checkpoint import build_adapter
+
+    return build_adapter(tmp_path_factory.mktemp("language"), model_dir, language_only=True)
+
+
+@pytest.fixture
+def pristine():
+    """All patches as the process started with them, before and after the test."""
+    gemma4_compat.install()
+    yield
+    gemma4_compat.install()

@@ -1,0 +1,88 @@
+"""Loading, splitting and comparing tiny models; shared by the tests of the patches."""
+
+from __future__ import annotations
+
+import torch
+from gemma4_compat.demo.checkpoint import TOWERS, audio_inputs, image_inputs, text_inputs
+
+INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
+#: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
+AUDIO_IN_FLOAT = ["model.audio_tower", "lm_head"]
+
+
+def quantization(kind: str | None, **options):
+    """``None`` (bf16), "nf4" (single), "nf4-nested" or "int8" as a BitsAndBytesConfig."""
+    from transformers import BitsAndBytesConfig
+
+    options.setdefault("llm_int8_skip_modules", AUDIO_IN_FLOAT)
+    if kind is None:
+        return None
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, **options)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=kind == "nf4-nested",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        **options,
+    )
+
+
+def load_model(model_dir, kind=None, device_map=None, **options):
+    """The checkpoint on one device (the CPU unless a map says otherwise), in eval mode."""
+    from transformers import Gemma4ForConditionalGeneration
+
+    load_options = {k: options.pop(k) for k in ("max_memory", "offload_folder") if k in options}
+    model = Gemma4ForConditionalGeneration.from_pretrained(
+        model_dir,
+        quantization_config=quantization(kind, **options),
+        device_map=device_map or {"": "cpu"},
+        dtype=torch.bfloat16,
+        **load_options,
+    )
+    if kind in ("nf4", "nf4-nested"):
+        assert "Linear4bit" in {type(module).__name__ for module in model.modules()}
+    return model.eval()
+
+
+def split(model, offload_dir, device_map=None):
+    """Offload the towers to disk with accelerate's real hooks; the rest executes on the CPU."""
+    from accelerate import dispatch_model
+
+    return dispatch_model(
+        model,
+        device_map or {**dict.fromkeys(TOWERS, "disk"), "": "cpu"},
+        main_device="cpu",
+        offload_dir=str(offload_dir),
+        skip_keys=model._skip_keys_device_placement,
+    )
+
+
+def logits(model, kinds=("text", "image", "audio")):
+    """float32 logits on the CPU for each kind of input."""
+    device = model.get_input_embeddings().weight.device
+    device = "cpu" if device.type == "meta" else device
+    result = {}
+    with torch.no_grad():
+        for kind in kinds:
+            inputs = {k: v.to(device) for k, v in INPUTS[kind](model.config).items()}
+            result[kind] = model(**inputs).logits.float().cpu()
+    return result
+
+
+def assert_same(found, expected, tolerance=0.0):
+    """Logits equal, bit for bit unless a tolerance is given."""
+    assert found.keys() == expected.keys()
+    for kind in expected:
+        assert found[kind].isfinite().all(), f"{kind} logits are not finite"
+        worst = (found[kind] - expected[kind]).abs().max().item()
+        assert worst <= tolerance, f"{kind} logits differ by up to {worst:.3g}"
+
+
+def offloaded(model):
+    """Names of the base model's parameters that rest on meta."""
+    return {n for n, p in model.named_parameters() if p.is_meta and "lora_" not in n}
+
+
+def adapter_parameters(model):
+    return {n: p for n, p in model.named_parameters() if "lora_" in n}
