@@ -1,0 +1,89 @@
+"""The quant state of a 4-bit layer that bitsandbytes has repacked for the CPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+functional = pytest.importorskip("bitsandbytes.functional")
+if not hasattr(functional, "_convert_weight_packed_for_cpu"):
+    pytest.skip("this bitsandbytes does not repack", allow_module_level=True)
+
+
+def layer(nested):
+    import bitsandbytes as bnb
+
+    generator = torch.Generator().manual_seed(0)
+    module = bnb.nn.Linear4bit(
+        256,
+        128,
+        bias=False,
+        compute_dtype=torch.bfloat16,
+        compress_statistics=nested,
+        quant_type="nf4",
+    )
+    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
+    return module.to("cpu").eval()
+
+
+def pack(module):
+    """What ``Linear4bit.forward`` does on first use, on a CPU that has the instructions."""
+    weight = module.weight
+    weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
+        weight.data, weight.quant_state
+    )
+    assert weight.quant_state.packing_format_for_cpu
+
+
+def contents(module):
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    changed = [k for k in expected if not torch.equal(found[k], expected[k])]
+    assert not changed, f"state_dict() after packing changed {', '.join(changed)}"
+
+
+@pytest.mark.regression("cpu_packed_state", r"state_dict\(\) after packing changed .*absmax")
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+def test_state_dict_is_that_of_the_checkpoint(nested):
+    module = layer(nested)
+    expected = contents(module)
+    pack(module)
+    assert_equal(contents(module), expected)
+    assert not getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+    assert module.weight.quant_state.nested is nested
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+def test_forward_serialise_forward(nested):
+    module, x = layer(nested), torch.randn(3, 256, dtype=torch.bfloat16)
+    expected = contents(module)
+    with torch.no_grad():
+        first = module(x)
+        for _ in range(2):
+            assert_equal(contents(module), expected)
+            assert torch.equal(module(x), first)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_packed_layer_survives_copying(duplicate):
+    module = layer(True)
+    expected = contents(module)
+    pack(module)
+    assert_equal(contents(duplicate(module)), expected)
+    assert_equal(contents(module), expected)
+
+
+def test_layer_packed_without_the_patch_is_still_unpacked():
+    import gemma4_compat
+
+    module = layer(False)
+    with gemma4_compat.disabled("cpu_packed_state"):
+        weight = module.weight.data.clone()
+        pack(module)
+    assert torch.equal(module.state_dict()["weight"], weight)
