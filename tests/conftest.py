@@ -12,8 +12,9 @@ import os
 import re
 import warnings
 
-import gemma4_compat  # first: before any of the libraries that it patches
 import pytest
+
+import gemma4_compat  # first: before any of the libraries that it patches
 from gemma4_compat.engine.gate import Outcome, evaluate
 from gemma4_compat.patches import load
 

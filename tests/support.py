@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from gemma4_compat.demo.checkpoint import TOWERS, audio_inputs, image_inputs, text_inputs
 
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}

@@ -109,7 +109,7 @@ def _generator(name: str, seed: int) -> Generator:
 
 
 def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random bfloat16 values for the checkpoint tensor `name`, scaled to keep activations near 1."""
+    """Random bfloat16 values for the tensor `name`, scaled to keep activations near 1."""
     import torch
 
     generator = _generator(name, seed)
@@ -145,8 +145,8 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
     """The key/value tensors of the KV-shared layers.
 
-    They are never used: newer transformers versions skip them on loading, 5.5.0 has modules for them
-    and would report them as missing.
+    They are never used: newer transformers versions skip them on loading, 5.5.0 has modules for
+    them and would report them as missing.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):

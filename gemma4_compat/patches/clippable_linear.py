@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
@@ -35,7 +38,10 @@ PATCH = Patch(
     links=("https://github.com/huggingface/peft/issues/3129",),
 )
 
-Check = Callable[[Any, str], Any]
+Wrappers = Mapping[str, frozenset[str]]  # by name, each with the names of its own parts
+
+#: the wrappers of the model that PEFT is looking for targets in
+_wrapped: ContextVar[Wrappers] = ContextVar("_wrapped", default=MappingProxyType({}))
 
 
 @PATCH.probe
@@ -52,12 +58,32 @@ def wrapper_is_unknown() -> Finding:
     return broken()
 
 
+@PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")
+def check_target_module_exists(original: Any) -> Any:
+    @wraps(original)
+    def check_target_module_exists(config: Any, key: str) -> Any:
+        wrapped = _wrapped.get()
+        # LN tuning multiplies the output of modules of any kind: it takes the wrapper as it is.
+        if not wrapped or config.peft_type == "LN_TUNING":
+            return original(config, key)
+        if key in wrapped:
+            return False
+        found = original(config, key)
+        outer = key.removesuffix(".linear")
+        # "Excluded" is falsy, but neither False nor None.
+        if found in (False, None) and outer != key and outer in wrapped:
+            return original(config, outer)
+        return found
+
+    return check_target_module_exists
+
+
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.__init__")
 def tuner_init(original: Any) -> Any:
     @wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         # Some tuners (VeRA, RandLora, ...) size shared tensors by their targets before injection.
-        with shadowed(self, **_resolving(self, model)):
+        with _resolving(model):
             original(self, model, *args, **kwargs)
 
     return __init__
@@ -66,13 +92,43 @@ def tuner_init(original: Any) -> Any:
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
 def inject_adapter(original: Any) -> Any:
     @wraps(original)
-    def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self._check_target_module_exists, _InnerCheck):  # called by __init__
-            return original(self, model, *args, **kwargs)
-        with shadowed(self, **_resolving(self, model)):
-            return original(self, model, *args, **kwargs)
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        with _resolving(model, self.peft_config[adapter_name]) as wrapped:
+            if wrapped and kwargs.get("state_dict"):  # names the targets in place of the config
+                kwargs["state_dict"] = _inner_keys(kwargs["state_dict"], wrapped)
+            return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "inspect_matched_modules")
+def inspect_matched_modules(original: Any) -> Any:
+    @wraps(original)
+    def inspect_matched_modules(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        with _resolving(tuner.model):
+            return original(tuner, *args, **kwargs)
+
+    return inspect_matched_modules
+
+
+@PATCH.replaces("peft.tuners.lora.eva", "get_eva_state_dict")
+def get_eva_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def get_eva_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _resolving(model):
+            return original(model, *args, **kwargs)
+
+    return get_eva_state_dict
+
+
+@PATCH.replaces("peft.tuners.lora.loraga", "preprocess_loraga", when="peft>=0.19")
+def preprocess_loraga(original: Any) -> Any:
+    @wraps(original)
+    def preprocess_loraga(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _resolving(model):
+            return original(model, *args, **kwargs)
+
+    return preprocess_loraga
 
 
 @PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
@@ -81,11 +137,9 @@ def set_peft_model_state_dict(original: Any) -> Any:
     def set_peft_model_state_dict(
         model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        names = _wrappers(model)
-        if names:
-            peft_model_state_dict = {
-                _inner_key(key, names): value for key, value in peft_model_state_dict.items()
-            }
+        wrapped = _wrappers(model)
+        if wrapped:
+            peft_model_state_dict = _inner_keys(peft_model_state_dict, wrapped)
         return original(model, peft_model_state_dict, *args, **kwargs)
 
     return set_peft_model_state_dict
@@ -95,8 +149,8 @@ def set_peft_model_state_dict(original: Any) -> Any:
 def load_adapter(original: Any) -> Any:
     @wraps(original)
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = _wrappers(self)
-        if not names:
+        wrapped = _wrappers(self)
+        if not wrapped:
             return original(self, *args, **kwargs)
         load = self._load_pretrained_model
 
@@ -104,8 +158,9 @@ def load_adapter(original: Any) -> Any:
         def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
             from transformers.core_model_loading import WeightRenaming
 
-            either = "|".join(re.escape(name) for name in sorted(names))
-            inner = WeightRenaming(rf"((?:{either})\.)(?!linear\.)", r"\1linear.")
+            either = "|".join(map(re.escape, wrapped))
+            parts = "|".join(sorted(frozenset[str]().union(*wrapped.values())))
+            inner = WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")
             mapping = [*(load_config.weight_mapping or ()), inner]
             load_config = dataclasses.replace(load_config, weight_mapping=mapping)
             return load(*args, load_config=load_config, **kwargs)
@@ -116,75 +171,83 @@ def load_adapter(original: Any) -> Any:
     return load_adapter
 
 
-class _InnerCheck:
-    """A tuner's target check that never answers for a wrapper, but for the layer inside it."""
+@contextmanager
+def _resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
+    """While PEFT looks for targets in ``model``, names of wrappers stand for the layers inside."""
+    wrapped = _wrappers(model)
+    token = _wrapped.set({})  # what the patterns match by themselves
+    try:
+        patterns = _inner_patterns(config, wrapped) if wrapped and config is not None else {}
+        _wrapped.set(wrapped)
+        with shadowed(config, **patterns) if patterns else nullcontext():
+            yield wrapped
+    finally:
+        _wrapped.reset(token)
 
-    def __init__(self, check: Check, wrappers: set[str]) -> None:
-        self.check = check
-        self.wrappers = wrappers
 
-    def __call__(self, config: Any, key: str) -> Any:
-        if key in self.wrappers:
-            return False
-        found = self.check(config, key)
-        # "Excluded" is falsy, but neither False nor None.
-        if found or found not in (False, None) or not self.is_inner(key):
-            return found
-        return self.check(config, key.removesuffix(".linear"))
+def _wrappers(model: Any) -> Wrappers:
+    """Gemma4ClippableLinear, its copies in sibling models, and subclasses of either."""
+    return {
+        name: frozenset((*module._modules, *module._parameters, *module._buffers))
+        for name, module in model.named_modules()
+        if "linear" in module._modules
+        and any(cls.__name__.endswith("ClippableLinear") for cls in type(module).__mro__)
+    }
 
-    def is_inner(self, key: str) -> bool:
-        return key.endswith(".linear") and key.removesuffix(".linear") in self.wrappers
 
-    def pattern_key(self, config: Any, key: str) -> str:
-        """The name that rank, alpha and feedforward patterns are to be compared with.
+def _inner_patterns(config: Any, wrapped: Iterable[str]) -> dict[str, Any]:
+    """``rank_pattern``, ``feedforward_modules`` and the like, in terms of the layers inside.
 
-        The wrapper's only where its name was the match: else all is as without this patch.
-        """
-        patterns = any(
-            value and (name.endswith("_pattern") or name == "feedforward_modules")
-            for name, value in vars(config).items()
-        )
-        if patterns and self.is_inner(key) and not self.check(config, key):
-            return key.removesuffix(".linear")
+    Only for layers that the targets name by the wrapper, and only where no key matches the inner
+    name: all else is as without this patch.
+    """
+    from peft.tuners.ia3 import IA3Model
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    dicts = {
+        name: value
+        for name, value in vars(config).items()
+        if value and isinstance(value, dict) and name.endswith("_pattern")
+    }
+    feedforward = getattr(config, "feedforward_modules", None)
+    if getattr(config, "target_modules", None) is None or not (dicts or feedforward):
+        return {}
+    outer = [
+        name
+        for name in wrapped
+        if check_target_module_exists(config, name)
+        and check_target_module_exists(config, f"{name}.linear") in (False, None)
+    ]
+    patterns: dict[str, Any] = {}
+    for attribute, values in dicts.items():
+        inner, renamed = {}, {}
+        for name in outer:
+            layer, key = f"{name}.linear", get_pattern_key(values, name)
+            if key in values and get_pattern_key(values, layer) == layer:
+                inner[layer] = values[key]
+                # PEFT warns of keys that match no target.
+                renamed[key] = f"(?:{key}|{re.escape(layer)})"
+        patterns[attribute] = {renamed.get(key, key): values[key] for key in values} | inner
+    if feedforward:
+        is_feedforward = IA3Model._check_target_module_feedforward
+        layers = [f"{name}.linear" for name in outer if is_feedforward(config, name)]
+        if isinstance(feedforward, str):
+            patterns["feedforward_modules"] = "|".join([feedforward, *map(re.escape, layers)])
+        else:
+            patterns["feedforward_modules"] = {*feedforward, *layers}
+    return patterns
+
+
+def _inner_keys(state: Mapping[str, Any], wrapped: Wrappers) -> dict[str, Any]:
+    """``...q_proj.lora_A.weight`` -> ``...q_proj.linear.lora_A.weight`` for wrapped layers."""
+
+    def inner(key: str) -> str:
+        parts = key.split(".")
+        for end in range(1, len(parts)):
+            name = ".".join(parts[:end])
+            if name in wrapped and parts[end] not in wrapped[name]:
+                return ".".join([name, "linear", *parts[end:]])
         return key
 
-
-def _resolving(tuner: Any, model: Any) -> dict[str, Any]:
-    """What to shadow on a tuner while it looks for its targets in ``model``."""
-    wrappers = _wrappers(model)
-    if not wrappers:
-        return {}
-    check = _InnerCheck(tuner._check_target_module_exists, wrappers)
-    create = tuner._create_and_replace
-
-    @wraps(create)
-    def create_and_replace(
-        config: Any, adapter_name: str, target: Any, target_name: str, parent: Any,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        if _is_wrapper(target):  # a state dict, not a pattern, named the wrapper
-            parent, target, target_name = target, target.linear, "linear"
-        elif "current_key" in kwargs:
-            kwargs["current_key"] = check.pattern_key(config, kwargs["current_key"])
-        return create(config, adapter_name, target, target_name, parent, *args, **kwargs)
-
-    return {"_check_target_module_exists": check, "_create_and_replace": create_and_replace}
-
-
-def _is_wrapper(module: Any) -> bool:
-    """Gemma4ClippableLinear, its copies in sibling models, and subclasses of either."""
-    named = any(cls.__name__.endswith("ClippableLinear") for cls in type(module).__mro__)
-    return named and "linear" in module._modules
-
-
-def _wrappers(model: Any) -> set[str]:
-    return {name for name, module in model.named_modules() if _is_wrapper(module)}
-
-
-def _inner_key(key: str, wrappers: set[str]) -> str:
-    """``...q_proj.lora_A.weight`` -> ``...q_proj.linear.lora_A.weight`` for wrapped layers."""
-    parts = key.split(".")
-    for end in range(1, len(parts)):
-        if ".".join(parts[:end]) in wrappers and parts[end] != "linear":
-            return ".".join([*parts[:end], "linear", *parts[end:]])
-    return key
+    return {inner(key): value for key, value in state.items()}

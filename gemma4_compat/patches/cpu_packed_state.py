@@ -46,9 +46,7 @@ def unpacking_is_lossy() -> Finding:
     )
 
     absmax = torch.full((32,), 1.001)
-    state = QuantState(
-        absmax=absmax, shape=torch.Size((32, 64)), blocksize=64, dtype=torch.float32
-    )
+    state = QuantState(absmax=absmax, shape=torch.Size((32, 64)), blocksize=64, dtype=torch.float32)
     weight = torch.arange(32 * 32, dtype=torch.int32).to(torch.uint8).reshape(-1, 1)
     packed, state = _convert_weight_packed_for_cpu(weight, state)
     unpacked, state = _convert_weight_packed_for_cpu_inverse(packed, state)

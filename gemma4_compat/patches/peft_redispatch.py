@@ -19,17 +19,13 @@ created there.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
-from ._offload import (
-    execution_device,
-    executing_map,
-    is_dispatched,
-    offload_hook,
-    onloaded,
-)
+from ._offload import executing_map, is_dispatched, offload_hook, onloaded
 from ._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -45,7 +41,7 @@ PATCH = Patch(
         "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
         "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
         "offload_buffers given to them are ignored with a warning.  Adapters of offloaded layers "
-        "are created on the layer's execution device."
+        "are created on the layer's execution device, and merged there."
     ),
     ends="not fixed upstream as of peft 0.21.2",
     links=(
@@ -127,6 +123,27 @@ def move_adapter(original: Any) -> Any:
             return original(self, adapter_name, device)
 
     return _move_adapter_to_device_of_base_layer
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
+def onload_layer(original: Any) -> Any:
+    """PEFT brings offloaded weights in for merging, but overlooks a hook inside SequentialHook.
+
+    Its own redispatch never leaves one; a map with an entry for "" does.
+    """
+
+    @contextmanager
+    def onload(layer: Any) -> Iterator[None]:
+        base = getattr(layer, "base_layer", None)
+        hook = offload_hook(base)
+        with nullcontext() if hook is None else shadowed(base, _hf_hook=hook), original(layer):
+            yield
+
+    @wraps(original)
+    def onload_layer(layer: Any) -> Any:
+        return onload(layer)
+
+    return onload_layer
 
 
 def _in_place(original: Any) -> Any:

@@ -96,9 +96,7 @@ def params4bit_to(original: Any) -> Any:
 @PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")
 def linear4bit_save_to_state_dict(original: Any) -> Any:
     @wraps(original)
-    def _save_to_state_dict(
-        self: Any, destination: Any, prefix: str, keep_vars: bool
-    ) -> Any:
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> Any:
         _require_values(self, prefix.rstrip("."))
         return original(self, destination, prefix, keep_vars)
 

@@ -1,0 +1,269 @@
+"""Adapters on a split base model: the base stays where it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, text_inputs
+from tests.support import (
+    adapter_parameters,
+    assert_same,
+    load_model,
+    logits,
+    offloaded,
+    split,
+)
+
+KINDS = pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"], ids=["bf16", "nf4", "nested"])
+
+
+def base_of(model):
+    return model.base_model.model if hasattr(model, "peft_config") else model
+
+
+def fingerprint(model, folder):
+    """Where every tensor of the base model is, its hooks, and the files it was offloaded to."""
+    base = base_of(model)
+    tensors = {}
+    for name, parameter in base.named_parameters():
+        if "lora_" not in name:
+            # A forward puts new parameters on meta, and may repack data in place on the CPU.
+            identity = None if parameter.is_meta else id(parameter)
+            tensors[name.replace(".base_layer.", ".")] = (parameter.device, identity)
+    hooks = {
+        name.replace(".base_layer", ""): id(module._hf_hook)
+        for name, module in base.named_modules()
+        if hasattr(module, "_hf_hook")
+    }
+    files = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    return tensors, hooks, files, dict(base.hf_device_map)
+
+
+def astray(model):
+    """Adapter tensors that are not on the device that their layer executes on."""
+    return {n for n, p in adapter_parameters(base_of(model)).items() if p.device.type != "cpu"}
+
+
+def assert_untouched(model, before, folder, never_loaded=frozenset()):
+    tensors, hooks, files, device_map = fingerprint(model, folder)
+    moved = [name for name in before[0] if before[0][name] != tensors.get(name)]
+    assert not moved, f"offload was undone or the base moved: {len(moved)} tensors, {moved[:2]}"
+    assert hooks == before[1], "hooks were removed, replaced or added"
+    assert files == before[2], "offloaded weights were written anew"
+    assert device_map == before[3]
+    assert astray(model) == never_loaded, "adapter tensors off their execution device"
+
+
+@pytest.mark.regression("peft_redispatch", r"offload was undone")
+def test_offload_survives_an_adapter(model_dir, language_adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    model = split(load_model(model_dir), tmp_path)
+    before = fingerprint(model, tmp_path)
+    model = PeftModel.from_pretrained(model, language_adapter_dir)
+    assert_untouched(model, before, tmp_path)
+
+
+@pytest.mark.regression(
+    "peft_redispatch", r"KeyError: (1|'sliding_attention')$|offload was undone|meta tensor"
+)
+def test_device_map_given_to_peft(model_dir, language_adapter_dir, tmp_path):
+    """The users' way to ``KeyError: 22``: PEFT's dispatch passes no skip_keys."""
+    from peft import PeftModel
+
+    expected = logits(PeftModel.from_pretrained(load_model(model_dir), language_adapter_dir))
+    model = split(load_model(model_dir), tmp_path)
+    before = fingerprint(model, tmp_path)
+    device_map = {**dict.fromkeys(TOWERS, "disk"), "": "cpu"}
+    model = PeftModel.from_pretrained(
+        model, language_adapter_dir, device_map=device_map, offload_dir=str(tmp_path / "again")
+    )
+    assert_same(logits(model), expected)
+    assert_untouched(model, before, tmp_path)
+
+
+@KINDS
+def test_split_model_gives_one_device_logits(
+    model_dir, adapter_dir, second_adapter_dir, kind, tmp_path
+):
+    from peft import PeftModel
+
+    one = PeftModel.from_pretrained(load_model(model_dir, kind), adapter_dir)
+    one.load_adapter(second_adapter_dir, "second")
+    expected = {}
+    for name in ("default", "second"):
+        one.set_adapter(name)
+        expected[name] = logits(one)
+    with one.disable_adapter():
+        expected["base"] = logits(one)
+    assert not torch.equal(expected["default"]["image"], expected["second"]["image"])
+
+    model = split(load_model(model_dir, kind), tmp_path)
+    before = fingerprint(model, tmp_path)
+    model = PeftModel.from_pretrained(model, adapter_dir)
+    assert_untouched(model, before, tmp_path)
+    for _ in range(2):
+        assert_same(logits(model), expected["default"])
+    model.load_adapter(second_adapter_dir, "second")
+    assert_untouched(model, before, tmp_path)
+    model.set_adapter("second")
+    assert_same(logits(model), expected["second"])
+    model.delete_adapter("second")
+    model.set_adapter("default")
+    assert_same(logits(model), expected["default"])
+    with model.disable_adapter():
+        assert_same(logits(model), expected["base"])
+    assert_same(logits(model.unload()), expected["base"])
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_ways_to_load(model_dir, adapter_dir, low_cpu_mem_usage, is_trainable, tmp_path):
+    from peft import PeftModel
+
+    options = {"low_cpu_mem_usage": low_cpu_mem_usage, "is_trainable": is_trainable}
+    one = PeftModel.from_pretrained(load_model(model_dir), adapter_dir, **options).eval()
+    model = split(load_model(model_dir), tmp_path)
+    before = fingerprint(model, tmp_path)
+    model = PeftModel.from_pretrained(model, adapter_dir, **options).eval()
+    # low_cpu_mem_usage leaves on meta what the file lacks: on transformers 5.5 the key and value
+    # projections that KV-shared layers have, but do not use.
+    assert_untouched(model, before, tmp_path, never_loaded=astray(one))
+    assert_same(logits(model), logits(one))
+
+
+def test_adapter_saved_from_a_split_model_loads_again(model_dir, adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(split(load_model(model_dir), tmp_path), adapter_dir)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = PeftModel.from_pretrained(load_model(model_dir), tmp_path / "saved")
+    assert_same(logits(again), expected)
+
+
+def gradients(model, steps=2):
+    """Two training steps; the gradients of the second and the losses."""
+    batch = text_inputs(base_of(model).config)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@KINDS
+def test_training_on_a_split_model(model_dir, kind, tmp_path):
+    """Decoder layers on disk, so that offloaded layers are in the graph."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=BROAD_TARGETS, init_lora_weights=False)
+        return get_peft_model(model, config).train()
+
+    expected_losses, expected = gradients(adapted(load_model(model_dir, kind)))
+    device_map = {f"model.language_model.layers.{i}": "disk" for i in (1, 4)}
+    model = split(load_model(model_dir, kind), tmp_path, {**device_map, "": "cpu"})
+    before = fingerprint(model, tmp_path)
+    model = adapted(model)
+    assert_untouched(model, before, tmp_path)
+    losses, found = gradients(model)
+    assert losses == expected_losses
+    language = {name for name in adapter_parameters(model) if "language_model" in name}
+    used = {name for name in expected if "language_model" in name}
+    assert used <= language
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert_untouched(model, before, tmp_path)
+
+
+@KINDS
+def test_merging_into_a_split_model(model_dir, adapter_dir, kind, tmp_path):
+    from peft import PeftModel
+
+    one = PeftModel.from_pretrained(load_model(model_dir, kind), adapter_dir).merge_and_unload()
+    model = split(load_model(model_dir, kind), tmp_path)
+    model = PeftModel.from_pretrained(model, adapter_dir).merge_and_unload()
+    assert offloaded(model)
+    for _ in range(2):
+        assert_same(logits(model), logits(one))
+
+
+def test_dora_reads_the_offloaded_weight(model_dir, tmp_path):
+    """A magnitude vector is initialised from the base weight, which rests on meta."""
+    from peft import LoraConfig, get_peft_model
+
+    def magnitudes(model):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+        model = get_peft_model(model, config)
+        return {n: p for n, p in model.named_parameters() if "magnitude" in n}
+
+    expected = magnitudes(load_model(model_dir))
+    found = magnitudes(split(load_model(model_dir), tmp_path))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def ours(caplog):
+    return [record for record in caplog.records if record.name.startswith("gemma4_compat")]
+
+
+def test_ignored_arguments_are_said_once_and_nothing_else_is(
+    model_dir, language_adapter_dir, tmp_path, caplog
+):
+    from peft import PeftModel
+
+    model = split(load_model(model_dir), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
+        model = PeftModel.from_pretrained(model, language_adapter_dir)
+        assert not ours(caplog)
+        model.load_adapter(
+            language_adapter_dir, "second", max_memory={"cpu": "1GiB"}, offload_folder="here"
+        )
+    (record,) = ours(caplog)
+    assert "max_memory, offload_folder given to PEFT's load_adapter ignored" in record.message
+    assert "base model's from_pretrained" in record.message
+
+
+def test_device_map_is_restored_after_an_error(model_dir, tmp_path):
+    from peft import PeftModel
+
+    model = split(load_model(model_dir), tmp_path)
+    before = fingerprint(model, tmp_path)
+    device_map = model.hf_device_map
+    with pytest.raises((OSError, ValueError)):
+        PeftModel.from_pretrained(model, str(tmp_path / "no adapter here"))
+    assert model.hf_device_map is device_map
+    assert fingerprint(model, tmp_path) == before
+
+
+def test_models_without_a_device_map_are_loaded_as_ever(language_adapter_dir, model_dir):
+    from peft import PeftModel
+    from transformers import Gemma4ForConditionalGeneration
+
+    plain = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
+    assert not hasattr(plain, "hf_device_map")
+    model = PeftModel.from_pretrained(plain, language_adapter_dir)
+    assert not hasattr(model, "hf_device_map")
+
+
+def test_mixed_models_keep_their_hooks(model_dir, adapter_dir, tmp_path):
+    from peft import PeftMixedModel
+
+    one = PeftMixedModel.from_pretrained(load_model(model_dir), adapter_dir).eval()
+    model = split(load_model(model_dir), tmp_path)
+    before = fingerprint(model, tmp_path)
+    model = PeftMixedModel.from_pretrained(model, adapter_dir).eval()
+    assert_untouched(model, before, tmp_path)
+    assert_same(logits(model), logits(one))
