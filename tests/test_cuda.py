@@ -1,0 +1,275 @@
+"""The users' own device maps, on a real GPU: same logits as on one device, base untouched."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, text_inputs
+from tests.support import INPUTS, adapter_parameters, assert_same, load_model
+
+pytestmark = pytest.mark.cuda
+
+KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
+#: on every stack: what a map keeps on the CPU is not quantised, nor is the head
+OFFLOADED = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
+
+
+def logits(model, kinds=("text", "image", "audio")):
+    config = model.config
+    with torch.no_grad():
+        return {
+            kind: model(**{k: v.to(0) for k, v in INPUTS[kind](config).items()}).logits.float()
+            for kind in kinds
+        }
+
+
+def unquantised(model):
+    """Linear layers that a reference model must leave alone to be the same model."""
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return [name.replace(".base_layer", "") for name in names if "lora_" not in name]
+
+
+def on_one_gpu(model_dir, kind, like):
+    """The same model, with the same layers quantised, all of it on the GPU."""
+    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantised(like))
+    assert unquantised(model) == unquantised(like)
+    return model
+
+
+def kinds_of(model):
+    """The quantised audio tower of transformers < 5.11 cannot run, on any device."""
+    tower = model.get_submodule("model.audio_tower")
+    quantised = any(type(module).__name__ == "Linear4bit" for module in tower.modules())
+    old = hasattr(tower, "layers") and _finfo_of_uint8()
+    return ("text", "image") if quantised and old else ("text", "image", "audio")
+
+
+def _finfo_of_uint8():
+    import transformers
+    from packaging.version import Version
+
+    return Version(transformers.__version__) < Version("5.11")
+
+
+def placement(model):
+    base = model.base_model.model if hasattr(model, "peft_config") else model
+    parameters = {
+        name.replace(".base_layer.", "."): str(parameter.device)
+        for name, parameter in base.named_parameters()
+        if "lora_" not in name
+    }
+    hooks = {
+        name.replace(".base_layer", ""): id(module._hf_hook)
+        for name, module in base.named_modules()
+        if hasattr(module, "_hf_hook")
+    }
+    return parameters, hooks, dict(base.hf_device_map)
+
+
+def adapted(model, adapter_dir, **options):
+    from peft import PeftModel
+
+    before = placement(model)
+    model = PeftModel.from_pretrained(model, adapter_dir, **options).eval()
+    assert placement(model) == before, "loading the adapter moved the base model"
+    devices = {str(parameter.device) for parameter in adapter_parameters(model).values()}
+    assert devices == {"cuda:0"}
+    return model
+
+
+def check(split, model_dir, adapter_dir, kind, **options):
+    """Base, adapter, second forward, generate: all as on one GPU."""
+    from peft import PeftModel
+
+    one = on_one_gpu(model_dir, kind, split)
+    kinds = kinds_of(split)
+    assert_same(logits(split, kinds), logits(one, kinds))
+    one = PeftModel.from_pretrained(one, adapter_dir).eval()
+    expected = logits(one, kinds)
+    allocated = torch.cuda.memory_allocated(0)
+    split = adapted(split, adapter_dir, **options)
+    added = sum(p.numel() * p.element_size() for p in adapter_parameters(split).values())
+    assert torch.cuda.memory_allocated(0) - allocated < 2 * added + 2**20
+    for _ in range(3):
+        assert_same(logits(split, kinds), expected)
+    prompt = {k: v.to(0) for k, v in text_inputs(one.config).items()}
+    tokens = [m.generate(**prompt, max_new_tokens=4, do_sample=False) for m in (one, split)]
+    assert torch.equal(*tokens)
+    return split
+
+
+@pytest.fixture(autouse=True)
+def _empty_gpu():
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@KINDS
+def test_towers_on_the_cpu(model_dir, adapter_dir, kind):
+    split = load_model(model_dir, kind, SPLIT, **OFFLOADED)
+    check(split, model_dir, adapter_dir, kind)
+
+
+@KINDS
+def test_arguments_that_the_users_gave_to_peft(model_dir, adapter_dir, kind, tmp_path):
+    split = load_model(model_dir, kind, SPLIT, **OFFLOADED)
+    check(
+        split,
+        model_dir,
+        adapter_dir,
+        kind,
+        device_map=SPLIT,
+        offload_dir=str(tmp_path),
+        offload_buffers=True,
+        ephemeral_gpu_offload=True,
+        torch_device="cuda:0",
+    )
+
+
+@KINDS
+def test_on_a_full_gpu(model_dir, adapter_dir, kind):
+    """With little memory left, PEFT's map inference offloads what is not offloaded yet."""
+    free, _ = torch.cuda.mem_get_info(0)
+    ballast = torch.empty(free - 2**30, dtype=torch.uint8, device=0)
+    split = load_model(model_dir, kind, SPLIT, **OFFLOADED)
+    check(split, model_dir, adapter_dir, kind)
+    del ballast
+
+
+@KINDS
+def test_decoder_layers_dispatched_to_the_cpu(model_dir, adapter_dir, kind):
+    from accelerate import dispatch_model
+
+    device_map = {f"model.language_model.layers.{i}": "cpu" for i in (1, 2, 4)}
+    model = load_model(model_dir, kind, {"": 0})
+    before = torch.cuda.memory_allocated(0)
+    skip_keys = model._skip_keys_device_placement
+    split = dispatch_model(model, {**device_map, "": 0}, skip_keys=skip_keys)
+    assert torch.cuda.memory_allocated(0) < before, "the device copy is not freed"
+    layer = split.get_submodule("model.language_model.layers.1.mlp.down_proj")
+    for state in (layer.weight.quant_state, layer.quant_state):
+        assert {str(tensor.device) for tensor in tensors(state)} == {"cpu"}
+    check(split, model_dir, adapter_dir, kind)
+
+
+@KINDS
+def test_automatic_map_with_little_memory(model_dir, adapter_dir, kind):
+    split = load_model(model_dir, kind, "auto", max_memory={0: "3MiB", "cpu": "1GiB"}, **OFFLOADED)
+    offloaded = [
+        name
+        for name, module in split.named_modules()
+        if type(module).__name__ == "Linear4bit" and module.weight.is_meta
+    ]
+    assert offloaded, split.hf_device_map
+    check(split, model_dir, adapter_dir, kind)
+
+
+def tensors(state):
+    found = [state.absmax, state.code]
+    if state.nested:
+        found += [state.offset, state.state2.absmax, state.state2.code]
+    return found
+
+
+def device_to_host(model, inputs):
+    """Bytes of the copies from the GPU to the host in one forward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        model(**inputs)
+        torch.cuda.synchronize()
+    return sum("DtoH" in event.name for event in trace.events())
+
+
+@KINDS
+def test_no_weight_or_quant_state_comes_back_from_the_gpu(model_dir, adapter_dir, kind):
+    from accelerate import dispatch_model
+
+    model = load_model(model_dir, kind, {"": 0})
+    inputs = {k: v.to(0) for k, v in text_inputs(model.config).items()}
+    with torch.no_grad():
+        model(**inputs)
+        resident = device_to_host(model, inputs)
+        device_map = {f"model.language_model.layers.{i}": "cpu" for i in (1, 2, 4)}
+        skip_keys = model._skip_keys_device_placement
+        split = dispatch_model(model, {**device_map, "": 0}, skip_keys=skip_keys)
+        split = adapted(split, adapter_dir)
+        split(**inputs)
+        assert device_to_host(split, inputs) == resident
+
+
+@KINDS
+def test_training_on_a_split_model(model_dir, kind):
+    from accelerate import dispatch_model
+    from peft import LoraConfig, get_peft_model
+
+    def gradients(model):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=BROAD_TARGETS, init_lora_weights=False)
+        model = get_peft_model(model, config).train()
+        inputs = {k: v.to(0) for k, v in text_inputs(model.config).items()}
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        loss.backward()
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    one = load_model(model_dir, kind, {"": 0})
+    device_map = {**{f"model.language_model.layers.{i}": "cpu" for i in (1, 4)}, "": 0}
+    split = load_model(model_dir, kind, {"": 0})
+    split = dispatch_model(split, device_map, skip_keys=split._skip_keys_device_placement)
+    expected_loss, expected = gradients(one)
+    loss, found = gradients(split)
+    assert loss == expected_loss
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_int8_with_an_adapter_on_wrappers(model_dir, adapter_dir):
+    from peft import PeftModel
+
+    model = load_model(model_dir, "int8", {"": 0})
+    base = logits(model)
+    model = PeftModel.from_pretrained(model, adapter_dir).eval()
+    assert not torch.equal(logits(model)["image"], base["image"])
+    model = model.unload()
+    assert_same(logits(model), base)
+
+
+def test_int8_with_towers_on_the_cpu(model_dir, adapter_dir):
+    split = load_model(model_dir, "int8", SPLIT, **OFFLOADED)
+    one = load_model(model_dir, "int8", {"": 0}, llm_int8_skip_modules=unquantised(split))
+    expected = logits(adapted(one, adapter_dir))
+    assert_same(logits(adapted(split, adapter_dir)), expected)
+
+
+@pytest.mark.cuda(gpus=2)
+def test_second_gpu_is_not_entered(model_dir, adapter_dir):
+    split = load_model(model_dir, "nf4-nested", SPLIT, **OFFLOADED)
+    torch.cuda.reset_peak_memory_stats(1)
+    adapted(split, adapter_dir)
+    assert torch.cuda.max_memory_allocated(1) == 0
+
+
+@pytest.mark.cuda(gpus=2)
+def test_layers_on_two_gpus_and_the_cpu(model_dir, adapter_dir):
+    from peft import PeftModel
+
+    layers = {f"model.language_model.layers.{i}": int(i > 2) for i in range(6)}
+    device_map = {**dict.fromkeys(TOWERS, "cpu"), **layers, "": 0}
+    split = load_model(model_dir, "nf4-nested", device_map, **OFFLOADED)
+    one = PeftModel.from_pretrained(on_one_gpu(model_dir, "nf4-nested", split), adapter_dir)
+    before = placement(split)
+    split = PeftModel.from_pretrained(split, adapter_dir).eval()
+    assert placement(split) == before
+    for name, parameter in adapter_parameters(split).items():
+        index = int("layers." in name and "language" in name and name.split(".")[6] > "2")
+        assert parameter.device.index in (0, 1), name
+        if "language_model.layers" in name:
+            assert parameter.device.index == index, name
+    assert_same(logits(split), logits(one.eval()))
