@@ -98,9 +98,9 @@ def transplant(split, one):
                 hooks = [h for h in getattr(hook, "hooks", [hook]) if getattr(h, "offload", False)]
                 weight = hooks[0].weights_map["weight"]
             weight = weight.detach().as_subclass(torch.Tensor)
-            one.get_submodule(name).weight = bnb.nn.Params4bit.from_prequantized(
-                weight, state, device="cuda:0"
-            )
+            one.get_submodule(
+                name.replace(".base_layer", "")
+            ).weight = bnb.nn.Params4bit.from_prequantized(weight, state, device="cuda:0")
 
 
 def check(split, model_dir, adapter_dir, kind, quantised_elsewhere=False, **options):

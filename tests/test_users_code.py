@@ -66,7 +66,7 @@ def get_input_embedding_device(model):
             emb = obj.get_input_embeddings()
             if emb is not None and hasattr(emb, "weight"):
                 return emb.weight.device
-        except Exception:  # noqa: PERF203
+        except Exception:
             pass
 
     return torch.device("cuda:0")

@@ -61,8 +61,10 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     executing = {}
     for name, device in base.hf_device_map.items():
         if device in ("cpu", "disk"):
-            inside = (execution_device(module) for module in base.get_submodule(name).modules())
-            device = next((found for found in inside if found is not None), torch.device("cpu"))
+            # Maps may name modules that the model does not have; accelerate ignores those.
+            inside = (m for n, m in base.named_modules() if n == name or n.startswith(f"{name}."))
+            found = (execution_device(module) for module in inside)
+            device = next((d for d in found if d is not None), torch.device("cpu"))
         executing[name] = device
     with shadowed(base, hf_device_map=executing):
         yield executing

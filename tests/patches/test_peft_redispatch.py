@@ -248,6 +248,16 @@ def test_device_map_is_restored_after_an_error(model_dir, tmp_path):
     assert fingerprint(model, tmp_path) == before
 
 
+def test_device_map_with_a_module_that_does_not_exist(model_dir, language_adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    model = split(load_model(model_dir), tmp_path)
+    model.hf_device_map["model.multi_modal_projector"] = "cpu"
+    before = fingerprint(model, tmp_path)
+    model = PeftModel.from_pretrained(model, language_adapter_dir)
+    assert_untouched(model, before, tmp_path)
+
+
 def test_models_without_a_device_map_are_loaded_as_ever(language_adapter_dir, model_dir):
     from peft import PeftModel
     from transformers import Gemma4ForConditionalGeneration
