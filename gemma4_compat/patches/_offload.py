@@ -31,8 +31,11 @@ def execution_device(module: Any) -> Any | None:
 
 
 @contextmanager
-def onloaded(module: Any) -> Iterator[None]:
-    """Have an offloaded module's weights on its execution device, as during its forward."""
+def onloaded(module: Any, *, keep_changes: bool = False) -> Iterator[None]:
+    """Have an offloaded module's weights on its execution device, as during its forward.
+
+    With ``keep_changes``, what the block makes of the weights is what is loaded from now on.
+    """
     hook = offload_hook(module)
     if hook is None:
         yield
@@ -40,6 +43,8 @@ def onloaded(module: Any) -> Iterator[None]:
     hook.pre_forward(module)
     try:
         yield
+        if keep_changes:
+            hook.weights_map = {name: p.detach().cpu() for name, p in module.named_parameters()}
     finally:
         hook.post_forward(module, None)
 

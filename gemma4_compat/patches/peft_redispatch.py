@@ -7,13 +7,14 @@ what the map inference thinks best: offloaded towers go back to the GPU without 
 jump to a second GPU, disk-offloaded weights are rewritten, and on a full GPU the redispatch runs
 into further bugs.
 
-Not redispatching uncovers a second fault: PEFT puts a new adapter where the weight of its base
-layer *rests*, and an offloaded weight rests on meta.
+Not redispatching uncovers a second fault: PEFT takes an offloaded weight for one that rests where
+it is, on meta.  New adapters are put on meta, merging overlooks the weight, and adapters that
+compute with the base weight themselves (DoRA, HRA) fail or are silently wrong.
 
 The fix leaves the base model alone.  While PEFT loads, ``hf_device_map`` names the devices that
-modules execute on, so there is nothing to redispatch; an offloaded base layer is brought to its
-execution device while its adapter is created, as it is in every forward, so the adapter is
-created there.
+modules execute on, so there is nothing to redispatch.  An offloaded base layer is brought to its
+execution device, by its own hook, while its adapter is created or merged, and for the whole of
+the adapter layer's forward.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PATCH = Patch(
         "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
         "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
         "offload_buffers given to them are ignored with a warning.  Adapters of offloaded layers "
-        "are created on the layer's execution device, and merged there."
+        "are created, run and merged on the layer's execution device."
     ),
     ends="not fixed upstream as of peft 0.21.2",
     links=(
@@ -101,11 +102,15 @@ def inject_adapter(original: Any) -> Any:
         def create_and_replace(
             config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            with onloaded(_base_layer(target)):
+            # PiSSA, OLoRA and their like also take their share out of the base weight.
+            method = getattr(config, "init_lora_weights", None)
+            takes_share = isinstance(method, str) and method.lower() not in ("gaussian", "eva")
+            with onloaded(_base_layer(target), keep_changes=takes_share):
                 return create(config, adapter_name, target, *args, **kwargs)
 
         with shadowed(self, _create_and_replace=create_and_replace):
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+        _hold_base_layers(self.model)
 
     return inject_adapter
 
@@ -144,6 +149,38 @@ def onload_layer(original: Any) -> Any:
         return onload(layer)
 
     return onload_layer
+
+
+class _HeldBaseLayer:
+    """Keeps an offloaded base layer in for the whole forward of the adapter layer around it.
+
+    DoRA, HRA and others compute with the base weight outside the base layer's own forward, when
+    it rests on meta.  No additional transfer: the base layer's hook finds its work done.
+    """
+
+    def __init__(self, base: Any, hook: Any) -> None:
+        self.base = base
+        self.hook = hook
+
+    def enter(self, layer: Any, args: Any) -> None:
+        self.hook.offload = True
+        self.hook.pre_forward(self.base)
+        self.hook.offload = False
+
+    def leave(self, layer: Any, args: Any, output: Any) -> None:
+        self.hook.offload = True
+        self.hook.post_forward(self.base, None)
+
+
+def _hold_base_layers(model: Any) -> None:
+    for layer in model.modules():
+        base = _base_layer(layer)
+        hook = None if base is layer else offload_hook(base)
+        held = (getattr(h, "__self__", None) for h in layer._forward_pre_hooks.values())
+        if hook is not None and not any(isinstance(h, _HeldBaseLayer) for h in held):
+            keeper = _HeldBaseLayer(base, hook)
+            layer.register_forward_pre_hook(keeper.enter, prepend=True)
+            layer.register_forward_hook(keeper.leave, always_call=True)
 
 
 def _in_place(original: Any) -> Any:

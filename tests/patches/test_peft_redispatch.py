@@ -17,6 +17,7 @@ from tests.support import (
     split,
 )
 
+SPLIT_TOWERS = dict.fromkeys(TOWERS, "disk")
 KINDS = pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"], ids=["bf16", "nf4", "nested"])
 
 
@@ -198,21 +199,81 @@ def test_merging_into_a_split_model(model_dir, adapter_dir, kind, tmp_path):
         assert_same(logits(model), logits(one))
 
 
-def test_dora_reads_the_offloaded_weight(model_dir, tmp_path):
-    """A magnitude vector is initialised from the base weight, which rests on meta."""
+def tuner_configs():
+    """Adapters that read the base weight when created, when run, or not at all."""
+    from peft import (
+        AdaLoraConfig,
+        BOFTConfig,
+        HRAConfig,
+        IA3Config,
+        LoraConfig,
+        OFTConfig,
+        VeraConfig,
+    )
+
+    targets = {"target_modules": ["q_proj", "down_proj"]}
+    return {
+        "lora": LoraConfig(init_lora_weights=False, **targets),
+        "dora": LoraConfig(use_dora=True, init_lora_weights=False, **targets),
+        "pissa": LoraConfig(init_lora_weights="pissa", **targets),
+        "adalora": AdaLoraConfig(total_step=10, init_lora_weights=False, **targets),
+        "ia3": IA3Config(feedforward_modules=["down_proj"], init_ia3_weights=False, **targets),
+        "oft": OFTConfig(oft_block_size=32, r=0, init_weights=False, **targets),
+        "boft": BOFTConfig(boft_block_size=32, init_weights=False, **targets),
+        "hra": HRAConfig(init_weights=False, **targets),
+        "vera": VeraConfig(init_weights=False, **targets),
+    }
+
+
+@pytest.mark.parametrize("name", list(tuner_configs()))
+def test_every_kind_of_adapter_on_offloaded_layers(model_dir, name, tmp_path):
+    from peft import get_peft_model
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, tuner_configs()[name]).eval()
+
+    one = adapted(load_model(model_dir))
+    layers = {f"model.language_model.layers.{i}": "disk" for i in (1, 4)}
+    model = split(load_model(model_dir), tmp_path, {**layers, **SPLIT_TOWERS, "": "cpu"})
+    before = fingerprint(model, tmp_path)
+    # PiSSA writes its residual to the base weight, by design.
+    model = adapted(model)
+    if name != "pissa":
+        assert_untouched(model, before, tmp_path)
+    for _ in range(2):
+        assert_same(logits(model), logits(one))
+    assert offloaded(model)
+
+
+def test_dora_on_a_quantised_split_model(model_dir, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    def magnitudes(model):
+    def adapted(model):
         torch.manual_seed(0)
-        config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
-        model = get_peft_model(model, config)
-        return {n: p for n, p in model.named_parameters() if "magnitude" in n}
+        config = LoraConfig(target_modules=["v_proj"], use_dora=True, init_lora_weights=False)
+        return get_peft_model(model, config).eval()
 
-    expected = magnitudes(load_model(model_dir))
-    found = magnitudes(split(load_model(model_dir), tmp_path))
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+    one = adapted(load_model(model_dir, "nf4-nested"))
+    layers = {"model.language_model.layers.1": "disk", "": "cpu"}
+    model = adapted(split(load_model(model_dir, "nf4-nested"), tmp_path, layers))
+    assert_same(logits(model), logits(one))
+    assert_same(logits(model), logits(one))
+
+
+def test_layers_are_offloaded_again_after_an_exception(model_dir, language_adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    model = split(
+        load_model(model_dir), tmp_path, {"model.language_model.layers.1": "disk", "": "cpu"}
+    )
+    model = PeftModel.from_pretrained(model, language_adapter_dir)
+    before = offloaded(model)
+    layer = model.base_model.model.model.language_model.layers[1].mlp.down_proj
+    with pytest.raises(RuntimeError):
+        layer(torch.zeros(1, 3, dtype=torch.bfloat16))
+    logits(model, ("text",))
+    assert offloaded(model) == before
 
 
 def ours(caplog):
