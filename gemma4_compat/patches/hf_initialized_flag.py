@@ -47,7 +47,7 @@ def flag_reaches_constructor() -> Finding:
     import torch
     from accelerate.utils.modeling import set_module_tensor_to_device
 
-    class Int8Params(torch.nn.Parameter):
+    class Int8Params(torch.nn.Parameter):  # type: ignore[misc]
         def __new__(cls, data: Any, requires_grad: bool = False) -> Any:
             return torch.Tensor._make_subclass(cls, data, requires_grad)
 

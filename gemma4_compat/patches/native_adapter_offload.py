@@ -2,8 +2,8 @@
 
 ``PeftAdapterMixin.load_adapter`` loads the adapter file under the base model's ``hf_device_map``.
 For a layer that rests on "disk" (or, in some releases, "cpu") the adapter's tensors are treated
-like the layer's own: they are left on disk or written to a module that is not the one in use, and
-the adapter keeps its initial values.  Nothing is raised.
+like the layer's own: they are left on disk, or put on meta, and the adapter keeps its initial
+values or has none.  Nothing is raised.
 
 The fix lets the map name the devices that layers execute on while the file is loaded.
 """
@@ -19,8 +19,8 @@ from ._offload import executing_map
 PATCH = Patch(
     name="native_adapter_offload",
     symptom=(
-        "model.load_adapter on a split model: the adapter's tensors on offloaded layers silently "
-        "keep their initial values"
+        "model.load_adapter on a split model: the adapter's tensors on offloaded layers are not "
+        "loaded, without a word; they keep their initial values or have none"
     ),
     affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
     changes=(

@@ -1,0 +1,290 @@
+"""Plays stories without and with the patches, each in a process of its own; prints a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from .stories import Story
+
+_SIDES = ("without", "with")
+_WORKER = (sys.executable, "-m", f"{__package__}.worker")
+_SECONDS = 180
+#: characters of an exception's message in the table
+_SHORT = 100
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a story went: ``equal``, ``wrong``, ``error`` or ``crash``, and the words for it."""
+
+    outcome: str
+    text: str
+
+    @property
+    def good(self) -> bool:
+        return self.outcome == "equal"
+
+
+def demo(stories: Sequence[Story], *, keep: Path | None = None, as_json: bool = False) -> int:
+    """Build, play and print.
+
+    Returns 0 if every story went well with the patches, 1 if not, 2 if the tiny model could not
+    be built or ``keep`` holds something already.
+    """
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        print(f"gemma4-compat demo: {keep} is not an empty directory", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    progress = _Progress(1 + 2 * len(stories), sys.stderr)
+    with _folder(keep) as folder, closing(progress):
+        with progress.work("build a tiny Gemma 4 and adapters for it"):
+            built = _process(_fresh(with_patches=False), folder, folder / "build")
+        if built.outcome != "built":
+            progress.close()
+            print(f"gemma4-compat demo: cannot build the model: {built.text}", file=sys.stderr)
+            return 2
+        results = play(stories, folder, progress, device=built.text)
+    seconds = time.monotonic() - start
+    good = sum(result["with"].good for result in results)
+    if as_json:
+        print(to_json(stories, results))
+    else:
+        print(table(stories, results, shutil.get_terminal_size().columns))
+        print(f"\n{good} of {len(stories)} stories end well with gemma4_compat ({seconds:.0f} s)")
+        if keep:
+            print(f"checkpoint, adapters and logs are in {keep}")
+    return 0 if good == len(stories) else 1
+
+
+def play(
+    stories: Sequence[Story], folder: Path, progress: _Progress, *, device: str
+) -> list[dict[str, Result]]:
+    """Play each story on both sides, in a process each."""
+
+    def one(start: _Start, side: str, story: Story) -> Result:
+        with progress.work(f"{side:<7}  {story.title}") as done:
+            scratch = folder / side / story.function
+            result = _process(start, folder, scratch, story.module, story.function)
+            done(_short(result.text))
+        return result
+
+    def one_side(side: str) -> list[Result]:
+        with _forking(folder / f"{side}.txt", with_patches=side == "with") as start:
+            return [one(start, side, story) for story in stories]
+
+    # CUDA does not survive a fork, and bitsandbytes starts it on import.
+    forking = sys.platform == "linux" and device == "cpu"
+    with ThreadPoolExecutor(len(_SIDES) if forking else _processes()) as pool:
+        try:
+            if forking:
+                sides = [pool.submit(one_side, side) for side in _SIDES]
+                columns = [side.result() for side in sides]
+            else:
+                running = [
+                    [pool.submit(one, _fresh(with_patches=s == "with"), s, story) for s in _SIDES]
+                    for story in stories
+                ]
+                columns = [[row[i].result() for row in running] for i in range(len(_SIDES))]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [dict(zip(_SIDES, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def table(stories: Sequence[Story], results: Sequence[dict[str, Result]], columns: int = 80) -> str:
+    """Story | without | with, wrapped to the terminal's width."""
+    columns = max(60, min(columns, 120))
+    rows: list[tuple[str, ...]] = [("story", *_SIDES)]
+    for story, result in zip(stories, results, strict=True):
+        rows.append((story.title, *(_short(result[side].text) for side in _SIDES)))
+    # The last column is as wide as it needs to be; usually it says "equal".
+    last = min(max(len(row[2]) for row in rows), columns // 4)
+    first = (columns - last - 6) * 9 // 20
+    widths = (first, columns - last - 6 - first, last)
+    lines = []
+    for index, row in enumerate(rows):
+        cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            parts = [cell[line] if line < len(cell) else "" for cell in cells]
+            padded = (f"{part:<{width}}" for part, width in zip(parts, widths, strict=True))
+            lines.append(" | ".join(padded).rstrip())
+        if index < len(rows) - 1:
+            lines.append("-+-".join("-" * width for width in widths) if index == 0 else "")
+    return "\n".join(lines)
+
+
+def to_json(stories: Sequence[Story], results: Sequence[dict[str, Result]]) -> str:
+    """The table as data, with exceptions in full."""
+    rows = [
+        {"story": story.title, **{side: asdict(result[side]) for side in _SIDES}}
+        for story, result in zip(stories, results, strict=True)
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def _short(text: str) -> str:
+    return textwrap.shorten(text, _SHORT, placeholder="...")
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+#: Runs a worker with these arguments, its output going to a file, and returns the exit code.
+_Start = Callable[[Sequence[str], Path], int]
+
+
+def _process(start: _Start, folder: Path, scratch: Path, *story: str) -> Result:
+    """Run a worker; whatever becomes of it is a result."""
+    scratch.mkdir(parents=True)
+    log = scratch / "log.txt"
+    try:
+        code = start([str(folder), str(scratch), *story], log)
+    except subprocess.TimeoutExpired:
+        return Result("crash", f"no end within {_SECONDS} s")
+    except ChildProcessError as error:
+        return Result("crash", str(error))
+    try:
+        return Result(**json.loads((scratch / "result.json").read_text()))
+    except (OSError, ValueError):
+        said = log.read_text(errors="replace").split("\n") if log.exists() else []
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return Result("crash", f"exit code {code}: {last}" if last else f"exit code {code}")
+
+
+def _fresh(*, with_patches: bool) -> _Start:
+    """Every worker a new Python process."""
+
+    def start(arguments: Sequence[str], log: Path) -> int:
+        with log.open("wb") as output:
+            return subprocess.run(
+                [*_WORKER, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(with_patches),
+                timeout=_SECONDS,
+                check=False,
+            ).returncode
+
+    return start
+
+
+@contextmanager
+def _forking(log: Path, *, with_patches: bool) -> Iterator[_Start]:
+    """Every worker a fork of one process that has imported the libraries."""
+    with log.open("wb") as errors, subprocess.Popen(
+        _WORKER,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=_environment(with_patches),
+        text=True,
+    ) as server:  # fmt: skip
+        assert server.stdin is not None
+        assert server.stdout is not None
+        requests, answers = server.stdin, server.stdout
+
+        def start(arguments: Sequence[str], log: Path) -> int:
+            answer = ""
+            with suppress(BrokenPipeError):
+                requests.write(json.dumps([arguments, str(log), _SECONDS]) + "\n")
+                requests.flush()
+                answer = answers.readline()
+            if not answer:
+                raise ChildProcessError("the process that imports the libraries is gone")
+            code: int | None = json.loads(answer)
+            if code is None:
+                raise subprocess.TimeoutExpired(_WORKER, _SECONDS)
+            return code
+
+        try:
+            yield start
+        except BaseException:
+            server.kill()
+            raise
+
+
+def _processes() -> int:
+    return min(4, max(2, (os.cpu_count() or 1) // 2))
+
+
+def _environment(with_patches: bool) -> dict[str, str]:
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith("GEMMA4_COMPAT")
+    }
+    if not with_patches:
+        variables["GEMMA4_COMPAT"] = "0"
+    variables.update(
+        # The worker sees the packages that we see.
+        PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+        OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // _processes())),
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    return variables
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep.resolve()
+        return
+    # Windows holds on to the memory-mapped files of a killed worker for a moment.
+    with tempfile.TemporaryDirectory(prefix="gemma4-compat-", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+class _Progress:
+    """A line for each piece of work that is done; on a terminal, one line rewritten."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._total = total
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._running: list[str] = []
+        self._done = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def work(self, label: str) -> Iterator[Callable[[str], None]]:
+        """Announce a piece of work; call the result to say how it ended."""
+        ended = [label]
+        with self._lock:
+            self._running.append(label)
+            self._show()
+        yield ended.append
+        with self._lock:
+            self._running.remove(label)
+            self._done += 1
+            if not self._terminal:
+                print(f"[{self._done}/{self._total}] {': '.join(ended)}", file=self._stream)
+            self._show()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _show(self) -> None:
+        if self._terminal and self._running:
+            text = f"[{self._done}/{self._total}] {self._running[-1]} ..."
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\x1b[K{text[:width]}")
+        self._stream.flush()

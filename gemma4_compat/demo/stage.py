@@ -1,0 +1,222 @@
+"""What stories are played on: a tiny model, whole or split, with adapters; and the comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from .checkpoint import (
+    TOWERS,
+    audio_inputs,
+    build_adapter,
+    build_checkpoint,
+    image_inputs,
+    text_inputs,
+)
+
+_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "text": text_inputs,
+    "image": image_inputs,
+    "audio": audio_inputs,
+}
+_FORWARDS = 2
+_NEW_TOKENS = 4
+
+
+class Failure(Exception):
+    """A story went wrong without an exception: the words for the table."""
+
+
+@dataclass
+class Stage:
+    """The files of the demo, and how to put models together from them.
+
+    ``folder`` holds the checkpoint and the adapters, ``scratch`` what one story writes.
+    """
+
+    folder: Path
+    scratch: Path
+
+    def build(self) -> None:
+        """Write the checkpoint and the adapters.
+
+        "broad" is an adapter with the users' targets; "named" and "second" name every target
+        module in full, so that loading them needs no patch.  "named" holds what "broad" holds.
+        """
+        build_checkpoint(self.folder / "model")
+        build_adapter(self.folder / "broad", self.folder / "model")
+        shutil.copytree(self.folder / "broad", self.folder / "named")
+        build_adapter(self.folder / "second", self.folder / "model", rank=8, seed=1)
+        for name in ("named", "second"):
+            _name_targets_in_full(self.folder / name)
+
+    # -- models ---------------------------------------------------------------------------------
+
+    def load(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
+        """The base model in 4 bit on one device."""
+        return self._load({"": self.device}, nested, skip=TOWERS if towers_in_float else ())
+
+    def split(self, *, nested: bool = True) -> Any:
+        """The 4-bit base model with its towers offloaded, in 4 bit themselves."""
+        return self._dispatched(self.load(nested=nested))
+
+    def split_by_map(self) -> Any:
+        """The base model split as by a device map given to ``from_pretrained``.
+
+        The modules that such a map names on the CPU stay in float.
+        """
+        if _cuda():
+            # The modules are named again so that every transformers version leaves the same ones.
+            return self._load(self.device_map, nested=True, skip=TOWERS, cpu_in_float=True)
+        return self._dispatched(self.load(towers_in_float=True))
+
+    @property
+    def device(self) -> Any:
+        """The device that computes."""
+        return _device()
+
+    @property
+    def device_map(self) -> dict[str, Any]:
+        """The towers offloaded: to the CPU beside a GPU; to disk on a machine without one."""
+        return {**dict.fromkeys(TOWERS, "cpu" if _cuda() else "disk"), "": self.device}
+
+    def with_adapter(self, model: Any, name: str, **options: Any) -> Any:
+        """``PeftModel.from_pretrained`` with one of the adapters."""
+        from peft import PeftModel
+
+        placed = offloaded(model)
+        model = PeftModel.from_pretrained(model, self.folder / name, **options)
+        check_placement(model, placed)
+        return model
+
+    def _dispatched(self, model: Any) -> Any:
+        from accelerate import dispatch_model
+
+        return dispatch_model(
+            model,
+            self.device_map,
+            main_device=self.device,
+            offload_dir=str(self.scratch / "offload"),
+            skip_keys=model._skip_keys_device_placement,
+        )
+
+    def _load(
+        self,
+        device_map: dict[str, Any],
+        nested: bool,
+        *,
+        skip: Sequence[str] = (),
+        cpu_in_float: bool = False,
+    ) -> Any:
+        import torch
+        from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
+
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            # On a machine without a GPU this would leave everything in float.
+            llm_int8_enable_fp32_cpu_offload=cpu_in_float,
+            # The audio tower in 4 bit raises before transformers 5.11.
+            llm_int8_skip_modules=["model.audio_tower", "lm_head", *skip],
+        )
+        model = Gemma4ForConditionalGeneration.from_pretrained(
+            self.folder / "model",
+            quantization_config=quantization,
+            device_map=device_map,
+            dtype=torch.bfloat16,
+        )
+        if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
+            raise Failure("nothing was quantised")
+        return model.eval()
+
+
+def _name_targets_in_full(adapter: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        tensors = list(file.keys())
+    modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_modules"] = sorted(modules)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+
+# -- comparing ----------------------------------------------------------------------------------
+
+
+def offloaded(model: Any) -> set[str]:
+    """The base model's parameters that are offloaded, named as without an adapter."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer", "")
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and "lora_" not in name
+    }
+
+
+def check_placement(model: Any, before: set[str]) -> None:
+    """The base model's parameters are still offloaded, and the adapters' are not."""
+    brought_back = before - offloaded(model)
+    if brought_back:
+        raise Failure(f"offload undone ({len(brought_back)} of {len(before)} tensors)")
+    adapters = [(n, p) for n, p in model.named_parameters() if "lora_" in n]
+    empty = [name for name, parameter in adapters if parameter.is_meta]
+    if empty:
+        raise Failure(f"no values in {len(empty)} of {len(adapters)} adapter tensors")
+
+
+def compare(found: Any, expected: Any) -> None:
+    """Same logits for text, image and sound, twice, and the same generated tokens."""
+    import torch
+
+    placed = offloaded(found)
+    prompts = inputs(found)
+    worst = 0.0
+    for _ in range(_FORWARDS):
+        for kind, prompt in prompts.items():
+            logits, wanted = _logits(found, prompt), _logits(expected, prompt)
+            for whose, values in (("the reference's ", wanted), ("", logits)):
+                if not values.isfinite().all():
+                    raise Failure(f"{whose}{kind} logits are not finite")
+            worst = max(worst, (logits - wanted).abs().max().item())
+    if worst:
+        raise Failure(f"wrong by {worst:.2g}")
+    for kind, prompt in prompts.items():
+        if not torch.equal(_generate(found, prompt), _generate(expected, prompt)):
+            raise Failure(f"{kind}: other tokens generated")
+    check_placement(found, placed)
+
+
+def inputs(model: Any) -> dict[str, dict[str, Any]]:
+    """A text, an image and a sound, on the device that computes."""
+    device = _device()
+    return {
+        kind: {name: tensor.to(device) for name, tensor in build(model.config).items()}
+        for kind, build in _INPUTS.items()
+    }
+
+
+def _logits(model: Any, prompt: dict[str, Any]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(**prompt).logits.float().cpu()
+
+
+def _generate(model: Any, prompt: dict[str, Any]) -> Any:
+    return model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False).cpu()
+
+
+def _cuda() -> bool:
+    import torch
+
+    return cast(bool, torch.cuda.is_available())
+
+
+def _device() -> Any:
+    return 0 if _cuda() else "cpu"

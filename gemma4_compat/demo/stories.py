@@ -1,0 +1,146 @@
+"""What users tried, in their words.
+
+A story is a function that gets a :class:`~.stage.Stage` and raises if things go wrong.  It runs
+in a process of its own, once without and once with the patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .stage import Failure, Stage, check_placement, compare, inputs, offloaded
+
+
+@dataclass(frozen=True)
+class Story:
+    """A story's title, and the module and function to find it by in another process."""
+
+    title: str
+    module: str
+    function: str
+
+
+STORIES: list[Story] = []
+
+
+def story(title: str) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
+    """Add the decorated function to the stories."""
+
+    def add(function: Callable[[Stage], None]) -> Callable[[Stage], None]:
+        STORIES.append(Story(title, function.__module__, function.__name__))
+        return function
+
+    return add
+
+
+@story("load an adapter with broad targets")
+def broad_targets(stage: Stage) -> None:
+    expected = stage.with_adapter(stage.load(), "named")
+    compare(stage.with_adapter(stage.load(), "broad"), expected)
+
+
+@story("offload the towers of a 4-bit model, double quant")
+def offload_double_quant(stage: Stage) -> None:
+    compare(stage.split(), stage.load())
+
+
+@story("offload the towers of a 4-bit model, single quant")
+def offload_single_quant(stage: Stage) -> None:
+    compare(stage.split(nested=False), stage.load(nested=False))
+
+
+@story("load an adapter onto a split 4-bit model")
+def adapter_on_split(stage: Stage) -> None:
+    compare(stage.with_adapter(stage.split_by_map(), "named"), _on_one_device(stage))
+
+
+@story("the same, passing device_map and offload_dir to PEFT as well")
+def adapter_with_device_map(stage: Stage) -> None:
+    model = stage.with_adapter(
+        stage.split_by_map(),
+        "named",
+        device_map=stage.device_map,
+        offload_dir=str(stage.scratch / "peft-offload"),
+        offload_buffers=True,
+        ephemeral_gpu_offload=True,
+        torch_device="cpu" if stage.device == "cpu" else "cuda",
+    )
+    compare(model, _on_one_device(stage))
+
+
+@story("model.load_adapter, transformers' own, on a split 4-bit model")
+def native_load_adapter(stage: Stage) -> None:
+    model = stage.split_by_map()
+    placed = offloaded(model)
+    model.load_adapter(str(stage.folder / "named"))
+    check_placement(model, placed)
+    expected = stage.load(towers_in_float=True)
+    expected.load_adapter(str(stage.folder / "named"))
+    compare(model, expected)
+
+
+@story("all at once: towers in 4 bit, offloaded, an adapter with broad targets")
+def all_at_once(stage: Stage) -> None:
+    model = stage.with_adapter(stage.split(), "broad")
+    compare(model, stage.with_adapter(stage.load(), "named"))
+
+
+@story("a second adapter on a split 4-bit model, switching between them")
+def second_adapter(stage: Stage) -> None:
+    model = stage.with_adapter(stage.split_by_map(), "named")
+    placed = offloaded(model)
+    model.load_adapter(str(stage.folder / "second"), adapter_name="second")
+    check_placement(model, placed)
+    expected = _on_one_device(stage)
+    expected.load_adapter(str(stage.folder / "second"), adapter_name="second")
+    for name in ("second", "default"):
+        model.set_adapter(name)
+        expected.set_adapter(name)
+        compare(model, expected)
+
+
+@story("merge an adapter into a split 4-bit model")
+def merge(stage: Stage) -> None:
+    model = stage.with_adapter(stage.split_by_map(), "named")
+    placed = offloaded(model)
+    model = model.merge_and_unload()
+    check_placement(model, placed)
+    compare(model, _on_one_device(stage).merge_and_unload())
+
+
+@story("train an adapter on a split 4-bit model")
+def train(stage: Stage) -> None:
+    model = stage.with_adapter(stage.split_by_map(), "named", is_trainable=True)
+    found = _train(model, steps=3)
+    expected = _train(_on_one_device(stage, is_trainable=True), steps=3)
+    if found != expected:
+        worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        raise Failure(f"losses wrong by {worst:.2g}")
+
+
+def _on_one_device(stage: Stage, **options: Any) -> Any:
+    """What a model split by a device map is to compute."""
+    return stage.with_adapter(stage.load(towers_in_float=True), "named", **options)
+
+
+def _train(model: Any, steps: int) -> list[float]:
+    """The losses of a few steps; every adapter tensor must get a gradient."""
+    import torch
+
+    model.train()
+    adapter = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(adapter.values(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for batch in inputs(model).values():
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            loss.backward()
+            losses.append(loss.item())
+        without = [name for name, p in adapter.items() if p.grad is None or not p.grad.any()]
+        if without:
+            raise Failure(f"no gradient for {len(without)} of {len(adapter)} adapter tensors")
+        optimizer.step()
+    return losses

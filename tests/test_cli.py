@@ -1,0 +1,319 @@
+"""The command line, mostly in processes of its own: it replaces ``__main__`` and ``sys.path``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import cli
+from gemma4_compat.engine import Patch
+from gemma4_compat.engine.core import Engine
+from gemma4_compat.engine.switches import Switches
+from gemma4_compat.patches import load
+
+PATCHES = [patch.name for patch in load()]
+
+
+def python(*arguments, cwd=None, **variables):
+    """Run Python with our path and without our switches."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def compat(*arguments, **options):
+    return python("-m", "gemma4_compat", *arguments, **options)
+
+
+# -- status -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def status():
+    return compat("status", COLUMNS="80")
+
+
+def test_status_table(status):
+    lines = status.stdout.splitlines()
+    assert lines[0] == f"gemma4-compat {gemma4_compat.__version__}"
+    assert max(map(len, lines)) <= 80
+    first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert first_words[1:] == [*cli.LIBRARIES, *PATCHES]
+    assert "armed" not in status.stdout
+    assert status.returncode == 0
+
+
+def test_status_keeps_the_libraries_quiet(status):
+    assert status.stderr == ""
+
+
+def test_status_as_json():
+    ran = compat("status", "--json", GEMMA4_COMPAT_PEFT_REDISPATCH="0")
+    found = json.loads(ran.stdout)
+    assert found["version"] == gemma4_compat.__version__
+    assert list(found["libraries"]) == list(cli.LIBRARIES)
+    assert list(found["patches"]) == PATCHES
+    assert found["patches"]["peft_redispatch"]["state"] == "disabled"
+    assert ran.returncode == 0
+
+
+def test_typo_in_the_environment_is_pointed_out():
+    ran = compat("run", "-h", GEMMA4_COMPAT_PEFT_REDISPACH="0")
+    assert "GEMMA4_COMPAT_PEFT_REDISPACH" in ran.stderr
+    assert "did you mean GEMMA4_COMPAT_PEFT_REDISPATCH?" in ran.stderr
+    for name in PATCHES:
+        assert f"GEMMA4_COMPAT_{name.upper()}" in ran.stderr
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
+    patch = Patch(
+        name="gone", symptom="", affects=(("packaging>=1",),), changes="", ends="", links=()
+    )
+    patch.replaces("json.tool", "no_such_function")(lambda original: original)
+    switches = Switches("TEST_COMPAT", strict=strict)
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    engine = Engine([patch], switches, logging.getLogger("gemma4_compat"))
+    engine.install()
+    monkeypatch.setattr(cli, "_engine", engine)
+    assert cli.main(["status"]) == 1
+    printed = capsys.readouterr()
+    assert "no_such_function" in (printed.err if strict else printed.out)
+
+
+# -- without the libraries ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Runs the command line where only the dependencies of this package are installed."""
+    folder = tmp_path_factory.mktemp("bare")
+    for name in ("wrapt", "packaging", "gemma4_compat"):
+        source = Path(importlib.util.find_spec(name).origin).parent
+        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(*arguments):
+        # -S: without site-packages
+        code = f"import sys; sys.path.append({str(folder)!r}); from gemma4_compat.cli import main; "
+        code += f"sys.exit(main({list(arguments)!r}))"
+        return python("-S", "-c", code, PYTHONPATH="", COLUMNS="80")
+
+    return run
+
+
+def test_help_needs_no_libraries(bare):
+    for arguments in (["--help"], ["run", "--help"], ["demo", "--help"], ["--version"]):
+        ran = bare(*arguments)
+        assert ran.returncode == 0
+        assert ran.stderr == ""
+
+
+def test_help_imports_no_libraries():
+    code = "import sys, atexit; from gemma4_compat import cli; atexit.register(lambda: "
+    code += "print(set(sys.modules) & {*cli.LIBRARIES, 'numpy'})); cli.main(['-h'])"
+    assert python("-c", code).stdout.splitlines()[-1] == "set()"
+
+
+def test_status_without_the_libraries(bare):
+    ran = bare("status")
+    assert ran.returncode == 0
+    assert ran.stdout.count("not installed") >= len(cli.LIBRARIES) + len(PATCHES)
+
+
+def test_demo_without_the_libraries(bare):
+    ran = bare("demo")
+    assert ran.returncode == 2
+    [line] = ran.stderr.splitlines()
+    assert "torch, transformers, accelerate, peft, bitsandbytes" in line
+    assert 'pip install "gemma4-compat[gemma4]"' in line
+
+
+# -- run ----------------------------------------------------------------------------------------
+
+PROGRAM = """
+import atexit, dataclasses, inspect, pickle, sys, threading
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.5
+
+def show():
+    print("argv", sys.argv)
+    print("path", sys.path[0])
+    print("main", __name__, __file__, __package__, getattr(__spec__, "name", None), __doc__)
+    print("cached", __cached__, type(__loader__).__name__)
+    print("modules", sys.modules["__main__"].Config is Config)
+    print("pickle", *(pickle.loads(pickle.dumps(thing)) for thing in (Config(1.0), Config)))
+    print("source", inspect.getsource(Config).count("rate"))
+    print("names", sorted(globals().keys() - {"__annotations__"}))
+
+if __name__ == "__main__":
+    show()
+    atexit.register(lambda: print("at exit", sys.modules["__main__"].Config.__name__))
+    threading.Timer(0.1, lambda: print("thread", sys.modules["__main__"].__file__)).start()
+    sys.exit(len(sys.argv))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A folder with a script, a link to it, and a package with a main module."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "package").mkdir()
+    for name in ("__init__", "train", "__main__"):
+        (tmp_path / "package" / f"{name}.py").write_text(PROGRAM if name != "__init__" else "")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link.py").symlink_to(tmp_path / "train.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.py"],
+        ["train.py", "-m", "--json", "--", "-h"],
+        ["./package/train.py", "x"],
+        ["elsewhere/link.py"],
+        ["package"],
+        ["-m", "package.train", "run", "-m", "--", "x"],
+        ["-m", "package", "--help"],
+        ["-m", "package.missing"],
+    ],
+    ids=" ".join,
+)
+def test_run_is_like_python(program, arguments):
+    plain = python(*arguments, cwd=program)
+    with_us = compat("run", *arguments, cwd=program)
+    assert with_us.stdout == plain.stdout
+    assert with_us.stderr == plain.stderr
+    assert with_us.returncode == plain.returncode
+    assert not (program / "__pycache__").exists()
+
+
+def test_double_dash_before_the_program(program):
+    plain = python("train.py", "--", "-x", cwd=program)
+    assert compat("run", "--", "train.py", "--", "-x", cwd=program).stdout == plain.stdout
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise SystemExit",
+        "raise SystemExit(7)",
+        "raise SystemExit('no good')",
+        "def f():\n    1 / 0\nf()",
+        "try:\n    1 / 0\nexcept Exception as e:\n    raise KeyError('x') from e",
+        "raise KeyboardInterrupt",
+        "x = (",
+        "import no_such_module",
+        "import sys\nsys.excepthook = lambda *error: print('my hook', error[0])\n1 / 0",
+    ],
+)
+def test_exits_and_tracebacks_are_like_pythons(tmp_path, body):
+    (tmp_path / "script.py").write_text(body)
+    plain = python(tmp_path / "script.py")
+    with_us = compat("run", tmp_path / "script.py")
+    assert with_us.stdout == plain.stdout
+    assert with_us.stderr == plain.stderr
+    assert with_us.returncode == plain.returncode
+
+
+def test_the_program_is_patched(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys; import gemma4_compat\n"
+        "print(sorted(status.name for status in gemma4_compat.status()))"
+    )
+    ran = compat("run", tmp_path / "script.py")
+    assert ran.stdout.strip() == str(sorted(PATCHES))
+
+
+def test_run_needs_a_program():
+    ran = compat("run")
+    assert ran.returncode == 2
+    assert "name a script" in ran.stderr
+    ran = compat("run", "missing.py")
+    assert ran.returncode == 2
+    assert ran.stderr.strip() == "gemma4-compat: no such file: missing.py"
+    assert compat("run", "--no-such-option", "script.py").returncode == 2
+
+
+CHILDREN = """
+import sys
+imported_first = "gemma4_compat" in sys.modules
+import multiprocessing as mp, os
+
+class Thing:
+    pass
+
+def child(depth):
+    if depth:
+        return imported_first, *grandchild()
+    return imported_first, Thing()
+
+def grandchild():
+    with mp.get_context(sys.argv[1]).Pool(1) as pool:
+        return pool.apply(child, (0,))
+
+if __name__ == "__main__":
+    os.chdir("/")
+    from concurrent.futures import ProcessPoolExecutor
+    with ProcessPoolExecutor(1, mp_context=mp.get_context(sys.argv[1])) as pool:
+        first, second, thing = pool.submit(child, 1).result()
+    print(imported_first, first, second, type(thing) is Thing)
+"""
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_children_are_patched(tmp_path, method, as_module):
+    (tmp_path / "children.py").write_text(CHILDREN)
+    target = ["-m", "children"] if as_module else ["children.py"]
+    ran = compat("run", *target, method, cwd=tmp_path)
+    assert ran.stderr == ""
+    # The server that forks Python 3.14's children imports the program itself, before us.
+    first = method == "forkserver" and sys.version_info >= (3, 14)
+    assert ran.stdout.split() == ["True", *["False" if first else "True"] * 2, "True"]
+
+
+DISTRIBUTED = """
+import gemma4_compat, os, sys
+import torch, torch.distributed as dist
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(os.environ["RANK"]) + 1)
+    dist.all_reduce(total)
+    print("rank", os.environ["RANK"], total.item(), sys.argv[1:], sys.path[0])
+    dist.destroy_process_group()
+"""
+
+
+def test_under_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ["-m", "gemma4_compat", "run", tmp_path / "train.py", "--epochs", "3"]
+    ran = python(*launch, *program, OMP_NUM_THREADS="1")
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == [
+        f"rank {rank} 3.0 ['--epochs', '3'] {tmp_path}" for rank in (0, 1)
+    ]
