@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import wraps
-from types import MappingProxyType
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
+from ._clippable import inner_keys, resolving, searched, wrappers
 from ._shadow import shadowed
 
 PATCH = Patch(
@@ -37,11 +34,6 @@ PATCH = Patch(
     ends="not fixed upstream as of peft 0.21.2; the maintainers advise to target the inner module",
     links=("https://github.com/huggingface/peft/issues/3129",),
 )
-
-Wrappers = Mapping[str, frozenset[str]]  # by name, each with the names of its own parts
-
-#: the wrappers of the model that PEFT is looking for targets in
-_wrapped: ContextVar[Wrappers] = ContextVar("_wrapped", default=MappingProxyType({}))
 
 
 @PATCH.probe
@@ -62,7 +54,7 @@ def wrapper_is_unknown() -> Finding:
 def check_target_module_exists(original: Any) -> Any:
     @wraps(original)
     def check_target_module_exists(config: Any, key: str) -> Any:
-        wrapped = _wrapped.get()
+        wrapped = searched.get()
         # LN tuning multiplies the output of modules of any kind: it takes the wrapper as it is.
         if not wrapped or config.peft_type == "LN_TUNING":
             return original(config, key)
@@ -83,7 +75,7 @@ def tuner_init(original: Any) -> Any:
     @wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         # Some tuners (VeRA, RandLora, ...) size shared tensors by their targets before injection.
-        with _resolving(model):
+        with resolving(model):
             original(self, model, *args, **kwargs)
 
     return __init__
@@ -93,9 +85,9 @@ def tuner_init(original: Any) -> Any:
 def inject_adapter(original: Any) -> Any:
     @wraps(original)
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        with _resolving(model, self.peft_config[adapter_name]) as wrapped:
+        with resolving(model, self.peft_config[adapter_name]) as wrapped:
             if wrapped and kwargs.get("state_dict"):  # names the targets in place of the config
-                kwargs["state_dict"] = _inner_keys(kwargs["state_dict"], wrapped)
+                kwargs["state_dict"] = inner_keys(kwargs["state_dict"], wrapped)
             return original(self, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
@@ -105,30 +97,10 @@ def inject_adapter(original: Any) -> Any:
 def inspect_matched_modules(original: Any) -> Any:
     @wraps(original)
     def inspect_matched_modules(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        with _resolving(tuner.model):
+        with resolving(tuner.model):
             return original(tuner, *args, **kwargs)
 
     return inspect_matched_modules
-
-
-@PATCH.replaces("peft.tuners.lora.eva", "get_eva_state_dict")
-def get_eva_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def get_eva_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _resolving(model):
-            return original(model, *args, **kwargs)
-
-    return get_eva_state_dict
-
-
-@PATCH.replaces("peft.tuners.lora.loraga", "preprocess_loraga", when="peft>=0.19")
-def preprocess_loraga(original: Any) -> Any:
-    @wraps(original)
-    def preprocess_loraga(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _resolving(model):
-            return original(model, *args, **kwargs)
-
-    return preprocess_loraga
 
 
 @PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
@@ -137,9 +109,9 @@ def set_peft_model_state_dict(original: Any) -> Any:
     def set_peft_model_state_dict(
         model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        wrapped = _wrappers(model)
+        wrapped = wrappers(model)
         if wrapped:
-            peft_model_state_dict = _inner_keys(peft_model_state_dict, wrapped)
+            peft_model_state_dict = inner_keys(peft_model_state_dict, wrapped)
         return original(model, peft_model_state_dict, *args, **kwargs)
 
     return set_peft_model_state_dict
@@ -149,7 +121,7 @@ def set_peft_model_state_dict(original: Any) -> Any:
 def load_adapter(original: Any) -> Any:
     @wraps(original)
     def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wrapped = _wrappers(self)
+        wrapped = wrappers(self)
         if not wrapped:
             return original(self, *args, **kwargs)
         load = self._load_pretrained_model
@@ -169,85 +141,3 @@ def load_adapter(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return load_adapter
-
-
-@contextmanager
-def _resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
-    """While PEFT looks for targets in ``model``, names of wrappers stand for the layers inside."""
-    wrapped = _wrappers(model)
-    token = _wrapped.set({})  # what the patterns match by themselves
-    try:
-        patterns = _inner_patterns(config, wrapped) if wrapped and config is not None else {}
-        _wrapped.set(wrapped)
-        with shadowed(config, **patterns) if patterns else nullcontext():
-            yield wrapped
-    finally:
-        _wrapped.reset(token)
-
-
-def _wrappers(model: Any) -> Wrappers:
-    """Gemma4ClippableLinear, its copies in sibling models, and subclasses of either."""
-    return {
-        name: frozenset((*module._modules, *module._parameters, *module._buffers))
-        for name, module in model.named_modules()
-        if "linear" in module._modules
-        and any(cls.__name__.endswith("ClippableLinear") for cls in type(module).__mro__)
-    }
-
-
-def _inner_patterns(config: Any, wrapped: Iterable[str]) -> dict[str, Any]:
-    """``rank_pattern``, ``feedforward_modules`` and the like, in terms of the layers inside.
-
-    Only for layers that the targets name by the wrapper, and only where no key matches the inner
-    name: all else is as without this patch.
-    """
-    from peft.tuners.ia3 import IA3Model
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.other import get_pattern_key
-
-    dicts = {
-        name: value
-        for name, value in vars(config).items()
-        if value and isinstance(value, dict) and name.endswith("_pattern")
-    }
-    feedforward = getattr(config, "feedforward_modules", None)
-    if getattr(config, "target_modules", None) is None or not (dicts or feedforward):
-        return {}
-    outer = [
-        name
-        for name in wrapped
-        if check_target_module_exists(config, name)
-        and check_target_module_exists(config, f"{name}.linear") in (False, None)
-    ]
-    patterns: dict[str, Any] = {}
-    for attribute, values in dicts.items():
-        inner, renamed = {}, {}
-        for name in outer:
-            layer, key = f"{name}.linear", get_pattern_key(values, name)
-            if key in values and get_pattern_key(values, layer) == layer:
-                inner[layer] = values[key]
-                # PEFT warns of keys that match no target.
-                renamed[key] = f"(?:{key}|{re.escape(layer)})"
-        patterns[attribute] = {renamed.get(key, key): values[key] for key in values} | inner
-    if feedforward:
-        is_feedforward = IA3Model._check_target_module_feedforward
-        layers = [f"{name}.linear" for name in outer if is_feedforward(config, name)]
-        if isinstance(feedforward, str):
-            patterns["feedforward_modules"] = "|".join([feedforward, *map(re.escape, layers)])
-        else:
-            patterns["feedforward_modules"] = {*feedforward, *layers}
-    return patterns
-
-
-def _inner_keys(state: Mapping[str, Any], wrapped: Wrappers) -> dict[str, Any]:
-    """``...q_proj.lora_A.weight`` -> ``...q_proj.linear.lora_A.weight`` for wrapped layers."""
-
-    def inner(key: str) -> str:
-        parts = key.split(".")
-        for end in range(1, len(parts)):
-            name = ".".join(parts[:end])
-            if name in wrapped and parts[end] not in wrapped[name]:
-                return ".".join([name, "linear", *parts[end:]])
-        return key
-
-    return {inner(key): value for key, value in state.items()}
