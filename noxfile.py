@@ -55,7 +55,7 @@ def run_nox(arguments: list[str]) -> int:
 if __name__ == "__main__":
     sys.exit(run_nox(sys.argv[1:]))
 
-import nox
+import nox  # noqa: E402
 
 nox.options.sessions = ["lint", "tests", "package"]
 nox.options.reuse_existing_virtualenvs = True

@@ -7,9 +7,11 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import wrapt
 
@@ -19,6 +21,14 @@ from .journal import Entry
 from .patch import Patch, Replacement, Verdict, broken
 from .status import PatchStatus, State, Status
 from .switches import Switch, Switches
+
+#: Seconds that an import, or a fork, waits for another thread's use of the engine.  It may not
+#: wait for ever: that thread may be waiting for the lock of a module that this one is importing.
+_PATIENCE = 5.0
+
+#: The engine of each prefix.  Here it outlives this package's being dropped from sys.modules; the
+#: engine of the next import takes over from it.
+_ENGINES: dict[str, Engine] = vars(sys).setdefault("_version_gated_patch_engines", {})
 
 
 class PatchError(RuntimeError):
@@ -31,20 +41,38 @@ class _Record:
 
     patch: Patch
     state: State = State.DISABLED
-    reason: str = ""
+    reason: str = "not installed yet"
+    #: what is in place
     entries: list[Entry] = field(default_factory=list)
+    #: what was in place in a module that was reloaded since: its old classes live on in objects
+    former: list[Entry] = field(default_factory=list)
+    said: str = ""
 
     @property
     def replacements(self) -> list[Replacement]:
         """The replacements that exist on the installed versions."""
         return [r for r in self.patch.replacements if r.when is None or gate.holds(r.when)]
 
-    def in_place(self) -> bool:
-        return all(entry.in_place() for entry in self.entries)
+    @property
+    def functions(self) -> set[int]:
+        """The identities of the functions it replaced and put in place.
+
+        Two applied patches that have one in common are stacked on a slot.
+        """
+        return {id(f) for entry in self.entries for f in (entry.original, entry.replacement)}
+
+    def covered(self, patches: Iterable[_Record]) -> list[Entry]:
+        """What is neither in place nor under a replacement of one of ``patches``."""
+        ours = {id(entry.after) for record in patches for entry in record.entries}
+        return [entry for entry in self.entries if id(entry.now()) not in ours]
 
 
 class Engine:
-    """Arms, applies and takes back a fixed set of patches in this process."""
+    """Arms, applies and takes back a fixed set of patches in this process.
+
+    Patches of one slot are stacked in the order in which they are given here, in whatever order
+    they are applied.
+    """
 
     def __init__(
         self, patches: Iterable[Patch], switches: Switches, logger: logging.Logger
@@ -52,14 +80,24 @@ class Engine:
         self._records = {patch.name: _Record(patch) for patch in patches}
         self._switches = switches
         self._logger = logger
-        self._applied: list[_Record] = []
         self._hooked: set[str] = set()
-        self._complete: set[str] = set()
+        self._complete: dict[str, Any] = {}
         self._warned: set[tuple[str, str]] = set()
+        self._failures: list[str] = []
         self._lock = threading.RLock()
+        self._busy = False
+        self._stale = False
         if hasattr(os, "register_at_fork"):
-            # Another thread may hold the lock while this one forks.
-            os.register_at_fork(after_in_child=self._renew_lock)
+            # A child must neither inherit a lock that nobody holds nor half a patch.
+            os.register_at_fork(
+                before=lambda: self._lock.acquire(timeout=_PATIENCE),
+                after_in_parent=self._after_fork,
+                after_in_child=lambda: self._after_fork(child=True),
+            )
+        predecessor = _ENGINES.get(switches.prefix)
+        _ENGINES[switches.prefix] = self
+        if predecessor is not None:
+            predecessor.retire()
 
     @property
     def names(self) -> list[str]:
@@ -75,6 +113,7 @@ class Engine:
             for record in records:
                 if record.state is not State.APPLIED:
                     self._arm(record)
+        self._settle()
         for record in records:
             for module in self._waiting(record):
                 self._hook(module)
@@ -84,33 +123,36 @@ class Engine:
         """Take the named patches back (all without names), to the last descriptor."""
         records = self._select(names)
         with self._lock:
-            # Patches stacked later on a slot of these come off first and go back on afterwards.
-            slots = {entry.slot for record in records for entry in record.entries}
-            first = min((self._applied.index(r) for r in records if r in self._applied), default=0)
-            stacked = [
-                record
-                for record in self._applied[first:]
-                if record in records or any(entry.slot in slots for entry in record.entries)
-            ]
-            for record in reversed(stacked):
-                self._take_back(record)
+            ours = [[weakref.ref(entry.replacement) for entry in r.entries] for r in records]
+            self._lift(records)
             for record in records:
-                if record.state is not State.APPLIED:
+                if record.entries:
+                    self._warn(record, f"not taken back, for {self._changed(record)}")
+                elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
-            for record in stacked:
-                if record not in records and record.state is not State.APPLIED:
-                    self._apply(record)
+            for record in reversed(self._records.values()):
+                if record.state is State.DISABLED:
+                    for entry in reversed(record.former):
+                        entry.restore()
+            self._stale = True
+            self._settle()
+            for record, functions in zip(records, ours, strict=True):
+                alive = list(filter(None, (function() for function in functions)))
+                kept = len(journal.holders(alive))
+                if kept and record.state is State.DISABLED:
+                    record.reason = f"uninstalled; {kept} reference(s) taken before keep the patch"
         return self.status()
 
     def status(self) -> Status:
         """The states of all patches now; applies again where a target module was reloaded."""
+        self._stale = True
+        self._settle()
         with self._lock:
-            self._refresh()
             return Status([self._describe(record) for record in self._records.values()])
 
     def import_targets(self) -> Status:
         """Import what armed patches wait for, so that their states are final."""
-        for record in self._records.values():
+        for record in list(self._records.values()):
             for module in self._waiting(record):
                 try:
                     importlib.import_module(module)
@@ -132,6 +174,11 @@ class Engine:
             if changing:
                 undo(*changing)
 
+    def retire(self) -> None:
+        """Take everything back and do nothing any more."""
+        self.uninstall()
+        self._records = {}
+
     # -- the life of one patch ----------------------------------------------------------------
 
     def _arm(self, record: _Record) -> None:
@@ -141,88 +188,130 @@ class Engine:
             return self._set(record, State.DISABLED, f"{self._switches.prefix}=0")
         if switch is Switch.OFF:
             return self._set(record, State.DISABLED, f"{self._switches.variable(name)}=0")
-        verdict = gate.evaluate(record.patch.affects)
-        if verdict.outcome is Outcome.MISSING:
-            return self._set(record, State.NOT_INSTALLED, verdict.reason)
-        if verdict.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
-            return self._set(record, State.UNAFFECTED, verdict.reason)
-        self._set(record, State.ARMED, "")
-        self._advance(record)
+        found = gate.evaluate(record.patch.affects)
+        if found.outcome is Outcome.MISSING:
+            return self._set(record, State.NOT_INSTALLED, found.reason)
+        if found.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
+            return self._set(record, State.UNAFFECTED, found.reason)
+        record.said = ""
+        self._stale = True
+        return self._set(record, State.ARMED, "")
 
-    def _advance(self, record: _Record) -> None:
-        """Apply the patch if all its targets are imported, else say what it waits for."""
-        waiting = self._waiting(record)
-        if waiting:
-            self._set(record, State.ARMED, f"waits for the import of {', '.join(waiting)}")
-        else:
-            self._apply(record)
+    def _settle(self, timeout: float = -1) -> None:
+        """Bring all patches as far as they can go; again, if modules were imported meanwhile.
+
+        With a timeout this may leave the work to the thread that has the lock.
+        """
+        while self._stale and self._lock.acquire(timeout=timeout):
+            try:
+                if self._busy:  # called by a probe or a factory, or by an import in one
+                    return
+                self._busy, self._stale = True, False
+                try:
+                    self._advance()
+                finally:
+                    self._busy = False
+                failures, self._failures = self._failures, []
+            finally:
+                self._lock.release()
+            if failures:
+                raise PatchError("; ".join(failures))
+
+    def _advance(self) -> None:
+        ready = []
+        for record in self._records.values():
+            if record.state is State.APPLIED and self._reloaded(record):
+                record.former += record.entries
+                record.entries, record.state = [], State.ARMED
+            if record.state is State.ARMED:
+                waiting = ", ".join(self._waiting(record))
+                if waiting:
+                    self._set(record, State.ARMED, f"waits for the import of {waiting}")
+                else:
+                    ready.append(record)
+        # Only where we came late: what happens between two imports of the libraries themselves
+        # is not worth a scan of all objects in each.
+        targets = [
+            r for record in ready for r in record.replacements if r.module not in self._hooked
+        ]
+        holders = journal.holders(_originals(targets))
+        for record in self._records.values():
+            if record.state is State.ARMED and not self._waiting(record):
+                self._apply(record)
+        for record in self._records.values():
+            if record in ready and record.state is State.APPLIED:
+                held = journal.count_held(holders, record.entries)
+                text = f"{held} reference(s) taken before the patch keep the original"
+                self._set(record, State.APPLIED, text if held else "")
 
     def _apply(self, record: _Record) -> None:
-        patch = record.patch
+        """Ask the probe, then put all replacements in place, or none."""
         written: list[Entry] = []
-        held = 0
         try:
-            found = patch.find() if patch.find else broken()
+            self._lift([record], map(id, _originals(record.replacements)))
+            found = record.patch.find() if record.patch.find else broken()
             if found.verdict is not Verdict.BROKEN:
                 state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, found.reason)
-            # One target after the other, so that two replacements of one slot stack.
+            # One after the other, so that two replacements of one slot stack.
             for replacement in record.replacements:
-                entries = journal.prepare(replacement)
-                for entry in entries:
-                    entry.write()
-                    written.append(entry)
-                if replacement.module not in self._hooked:
-                    held += journal.unreachable(entries)
-        except Exception as error:
+                entry = journal.prepare(replacement)
+                written.append(entry)
+                entry.write()
+        except BaseException as error:
             for entry in reversed(written):
                 entry.restore()
+            if not isinstance(error, Exception):
+                raise
             if isinstance(error, journal.Missing):
                 return self._set(record, State.DRIFTED, str(error))
-            self._logger.debug("%s failed", patch.name, exc_info=True)
+            self._logger.debug("%s failed", record.patch.name, exc_info=True)
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
-        # After a reload the classes of before live on in the user's objects, patched.
-        record.entries = [entry for entry in record.entries if entry.in_place()] + written
-        if record not in self._applied:
-            self._applied.append(record)
-        said = f"{held} reference(s) taken before the patch keep the original" if held else ""
-        self._set(record, State.APPLIED, said)
+        record.entries, record.state = written, State.APPLIED
 
-    def _take_back(self, record: _Record) -> None:
-        """Undo all of a patch, or none of it where somebody patched over it."""
-        covered = [entry for entry in record.entries if not entry.captured and not entry.in_place()]
-        if covered:
-            names = ", ".join(map(str, covered))
-            self._set(record, State.APPLIED, f"not taken back: somebody changed {names} after us")
-            return self._warn(record, record.reason)
-        for entry in reversed(record.entries):
-            entry.restore()
-        record.entries = []
-        self._applied.remove(record)
-        record.state = State.DISABLED
+    def _lift(self, records: Sequence[_Record], functions: Iterable[int] = ()) -> None:
+        """Take patches back, and those stacked on them, which are then armed again.
 
-    def _refresh(self) -> None:
-        for record in self._records.values():
-            if record.state is State.ARMED:
-                self._advance(record)
-            elif record.state is State.APPLIED and not record.in_place():
-                if any(journal.reloaded(entry, record.replacements) for entry in record.entries):
-                    self._apply(record)
+        A patch that somebody else has patched over stays, and with it what is below.
+        """
+        everything = list(self._records.values())
+        lowest = min(map(everything.index, records), default=0)
+        shared = set(functions).union(*(record.functions for record in records))
+        stack: list[_Record] = []
+        more = list(records)
+        while more:
+            stack += more
+            shared.update(*(record.functions for record in more))
+            above = (record for record in everything[lowest:] if record not in stack)
+            more = [record for record in above if not shared.isdisjoint(record.functions)]
+        stack.sort(key=everything.index)
+        for record in reversed(stack):
+            if record.entries and not record.covered([record]):
+                for entry in reversed(record.entries):
+                    entry.restore()
+                record.entries, record.state = [], State.ARMED
+
+    def _reloaded(self, record: _Record) -> bool:
+        return any(journal.reloaded(each, record.entries) for each in record.replacements)
+
+    def _changed(self, record: _Record) -> str:
+        names = ", ".join(map(str, record.covered(self._records.values())))
+        return f"somebody else changed {names} afterwards" if names else ""
 
     def _set(self, record: _Record, state: State, reason: str) -> None:
-        changed = (record.state, record.reason) != (state, reason)
         record.state, record.reason = state, reason
-        if not changed:
+        said = f"{state} ({reason})" if reason else str(state)
+        if said == record.said:
             return
-        name = record.patch.name
-        if state is State.APPLIED:
-            self._logger.info("%s: applied%s", name, f" ({reason})" if reason else "")
-        elif state in (State.DRIFTED, State.FAILED):
+        record.said = said
+        if state in (State.DRIFTED, State.FAILED):
             if self._switches.strict:
-                raise PatchError(f"{name} {state}: {reason}")
-            self._warn(record, f"{state}: {reason}; stepping aside")
+                self._failures.append(f"{record.patch.name} {state}: {reason}")
+            else:
+                self._warn(record, f"{state}: {reason}; stepping aside")
         else:
-            self._logger.debug("%s: %s (%s)", name, state, reason)
+            level = logging.INFO if state is State.APPLIED else logging.DEBUG
+            self._logger.log(level, "%s: %s", record.patch.name, said)
 
     def _warn(self, record: _Record, text: str) -> None:
         if (record.patch.name, text) not in self._warned:
@@ -233,32 +322,32 @@ class Engine:
 
     def _hook(self, name: str) -> None:
         """Apply waiting patches as soon as module ``name`` is imported."""
-        with self._lock:
-            if name in self._hooked:
-                return
-            self._hooked.add(name)
+        if name in self._hooked:
+            return
+        self._hooked.add(name)
         registering: int | None = threading.get_ident()
 
         def imported(module: object) -> None:
             # wrapt calls at once, from within the registration, where the module is in
             # sys.modules: perhaps in the middle of its import, with half its names.
             if registering != threading.get_ident():
-                self._complete.add(name)
+                self._complete[name] = sys.modules.get(name)
             self._after_import()
 
         wrapt.register_post_import_hook(imported, name)
         registering = None
-        if name in sys.modules and not self._is_imported(name):
+        if sys.modules.get(name) is not None and not self._is_imported(name):
             # Another thread is importing it: wait for that.  (In the middle of our own thread's
             # import this returns at once, and the patch stays armed until the next occasion.)
-            importlib.import_module(name)
+            with suppress(Exception):
+                importlib.import_module(name)
             self._after_import()
 
     def _after_import(self) -> None:
         """Runs inside the user's import, which an exception would break."""
         try:
-            with self._lock:
-                self._refresh()
+            self._stale = True
+            self._settle(_PATIENCE)
         except PatchError:
             raise
         except Exception:
@@ -270,7 +359,7 @@ class Engine:
         if module is None:
             return False
         initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        return name in self._complete or not initializing
+        return not initializing or self._complete.get(name) is module
 
     def _waiting(self, record: _Record) -> list[str]:
         if record.state is not State.ARMED:
@@ -285,12 +374,27 @@ class Engine:
         if unknown:
             valid = ", ".join(self._records)
             raise ValueError(f"no patch named {', '.join(unknown)}; there are: {valid}")
-        return [self._records[name] for name in names or self._records]
+        return [record for name, record in self._records.items() if name in names or not names]
 
     def _describe(self, record: _Record) -> PatchStatus:
         patch = record.patch
         versions = gate.evaluate(patch.affects).versions
-        return PatchStatus(patch.name, record.state, record.reason, patch.symptom, versions)
+        changed = self._changed(record)
+        reason = "; ".join(filter(None, (record.reason, changed)))
+        return PatchStatus(patch.name, record.state, reason, patch.symptom, versions)
 
-    def _renew_lock(self) -> None:
-        self._lock = threading.RLock()
+    def _after_fork(self, child: bool = False) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:  # the wait for it took too long: another thread has it
+            if child:
+                self._lock, self._busy = threading.RLock(), False
+
+
+def _originals(replacements: Iterable[Replacement]) -> list[Any]:
+    """The functions that are to be replaced, as far as they are there."""
+    functions = []
+    for replacement in replacements:
+        with suppress(Exception):  # is met, and told, where the patch is applied
+            functions.append(journal.resolve(replacement).function)
+    return functions

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
@@ -34,19 +34,19 @@ class Gate:
     reason: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def installed_version(distribution: str) -> str | None:
-    """The installed version, or ``None`` where the package is there without metadata.
+    """The installed version, or ``None`` where the package is there without usable metadata.
 
     Raises:
         importlib.metadata.PackageNotFoundError: the package is not there at all.
     """
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # none, or broken
         # Frozen applications ship packages without their metadata.
-        if importlib.util.find_spec(distribution.replace("-", "_")) is None:
-            raise
+        if not _importable(distribution.replace("-", "_")):
+            raise importlib.metadata.PackageNotFoundError(distribution) from None
         return None
 
 
@@ -54,20 +54,17 @@ def evaluate(alternatives: Sequence[Sequence[str]]) -> Gate:
     """Check alternatives (any) of requirements (all) against the installed distributions."""
     versions: dict[str, str | None] = {}
     missing: set[str] = set()
-    undecided = False
+    outcomes = set() if alternatives else {Outcome.OUTSIDE}
     for alternative in alternatives:
-        outcomes = {_check(Requirement(text), versions, missing) for text in alternative}
-        if outcomes == {Outcome.INSIDE}:
-            return Gate(Outcome.INSIDE, versions, _describe(alternatives, versions))
-        if Outcome.OUTSIDE not in outcomes and Outcome.MISSING not in outcomes:
-            undecided = True
-    description = _describe(alternatives, versions)
-    if undecided:
-        return Gate(Outcome.UNDECIDED, versions, description)
-    if missing:
-        names = ", ".join(sorted(missing))
-        return Gate(Outcome.MISSING, versions, f"{names} not installed")
-    return Gate(Outcome.OUTSIDE, versions, description)
+        found = {_check(Requirement(text), versions, missing) for text in alternative}
+        outcomes.add(_first(found, Outcome.MISSING, Outcome.OUTSIDE, Outcome.UNDECIDED))
+    outcome = _first(outcomes, Outcome.INSIDE, Outcome.UNDECIDED, Outcome.OUTSIDE, Outcome.MISSING)
+    if outcome is Outcome.MISSING:
+        return Gate(outcome, versions, f"{', '.join(sorted(missing))} not installed")
+    wanted = " or ".join(" and ".join(alternative) for alternative in alternatives)
+    there = [f"{name} {version or '(unknown)'}" for name, version in versions.items()]
+    there += [f"no {name}" for name in sorted(missing)]
+    return Gate(outcome, versions, f"affects {wanted}; found {', '.join(there)}")
 
 
 def holds(requirement: str) -> bool:
@@ -76,29 +73,34 @@ def holds(requirement: str) -> bool:
     return outcome in (Outcome.INSIDE, Outcome.UNDECIDED)
 
 
-def _check(
-    requirement: Requirement, versions: dict[str, str | None], missing: set[str]
-) -> Outcome:
+def _check(requirement: Requirement, versions: dict[str, str | None], missing: set[str]) -> Outcome:
     name = requirement.name
     try:
         found = versions[name] = installed_version(name)
     except importlib.metadata.PackageNotFoundError:
         missing.add(name)
         return Outcome.MISSING
-    if found is None:
-        return Outcome.UNDECIDED
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return Outcome.OUTSIDE
     try:
-        version = Version(found)
+        version = Version(found or "")
     except InvalidVersion:
         return Outcome.UNDECIDED
     if version.is_prerelease:
         # "5.23.0.dev0" lies outside ">=5.23" and outside "<5.23": only the code itself can tell.
         return Outcome.UNDECIDED
-    inside = requirement.specifier.contains(version)
-    return Outcome.INSIDE if inside else Outcome.OUTSIDE
+    return Outcome.INSIDE if requirement.specifier.contains(version) else Outcome.OUTSIDE
 
 
-def _describe(alternatives: Sequence[Sequence[str]], versions: dict[str, str | None]) -> str:
-    wanted = " or ".join(" and ".join(alternative) for alternative in alternatives)
-    found = ", ".join(f"{name} {version or '(unknown)'}" for name, version in versions.items())
-    return f"affects {wanted}; found {found}"
+def _first(found: set[Outcome], *order: Outcome) -> Outcome:
+    """The first of these outcomes that was found."""
+    return next((outcome for outcome in order if outcome in found), Outcome.INSIDE)
+
+
+def _importable(name: str) -> bool:
+    """Whether a regular package is there; a mere folder of that name is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a stand-in in sys.modules
+        return True
+    return spec is not None and spec.origin is not None

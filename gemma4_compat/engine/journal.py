@@ -2,154 +2,179 @@
 
 from __future__ import annotations
 
-import functools
 import gc
+import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 
 from .patch import Replacement
 
 _ABSENT = object()
-_MARK = "__patch_mark__"
-#: tells our own replacements from those of a copy of this package that was thrown away
-_COPY = object()
-
-
-class _Mark:
-    """Left on every replacement function: who installed it, and over what."""
-
-    def __init__(self, function: types.FunctionType, before: Any) -> None:
-        self.copy = _COPY
-        self.function = function
-        self.before = before
 
 
 class Missing(AttributeError):
     """A target that a patch names is not there."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One changed slot: whose it is, what was there, what we put there.
-
-    ``captured`` marks a name that another module had taken by ``from x import f``.
-    """
+class Target(NamedTuple):
+    """Where a replacement goes, and what is found there now (on a class, perhaps inherited)."""
 
     owner: Any
     name: str
-    before: Any
-    after: Any
-    captured: bool = False
+    raw: Any
 
     @property
-    def slot(self) -> tuple[int, str]:
-        return id(self.owner), self.name
+    def function(self) -> Any:
+        """The function behind the attribute."""
+        return _unwrap(self.raw)[0]
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One changed slot: whose it is, what was there, what we put there."""
+
+    target: Target
+    before: Any
+    after: Any
+
+    @property
+    def original(self) -> Any:
+        """The function that was replaced."""
+        return self.target.function
+
+    @property
+    def replacement(self) -> Any:
+        """The function that replaced it."""
+        return _unwrap(self.after)[0]
+
+    def now(self) -> Any:
+        """What is in the slot."""
+        return vars(self.target.owner).get(self.target.name, _ABSENT)
 
     def in_place(self) -> bool:
         """Whether our object is still the one in the slot."""
-        return vars(self.owner).get(self.name, _ABSENT) is self.after
+        return self.now() is self.after
 
     def write(self) -> None:
-        setattr(self.owner, self.name, self.after)
+        owner, name, raw = self.target
+        setattr(owner, name, self.after)
+        if isinstance(owner, types.ModuleType):
+            _rebind(raw, self.after)
 
-    def restore(self) -> bool:
-        """Put back what was there; ``False`` (and no change) if somebody changed it since."""
-        if not self.in_place():
-            return False
-        if self.before is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
-        return True
+    def restore(self) -> None:
+        """Put back what was there, wherever nobody changed it since."""
+        owner, name, raw = self.target
+        if self.in_place():
+            if self.before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, self.before)
+        if isinstance(owner, types.ModuleType):
+            _rebind(self.after, raw)
+
+    def keepers(self) -> set[int]:
+        """The identities of what goes on to hold the original by right.
+
+        That is the staticmethod or classmethod around it, and the class it is inherited from.
+        """
+        owner, _, raw = self.target
+        inherited = owner.__mro__ if isinstance(owner, type) and self.before is _ABSENT else ()
+        namespaces = (each for cls in inherited for each in gc.get_referents(vars(cls)))
+        return {id(raw), *map(id, namespaces)}
 
     def __str__(self) -> str:
-        owner = self.owner.__name__
-        if isinstance(self.owner, type):
-            owner = f"{self.owner.__module__}.{self.owner.__qualname__}"
-        return f"{owner}.{self.name}"
+        owner = self.target.owner
+        name = owner.__name__
+        if isinstance(owner, type):
+            name = f"{owner.__module__}.{owner.__qualname__}"
+        return f"{name}.{self.target.name}"
 
 
-def prepare(replacement: Replacement) -> list[Entry]:
-    """The slots that a replacement changes: its target, and every module that captured it.
-
-    Nothing is written yet.
+def resolve(replacement: Replacement) -> Target:
+    """Find what a replacement names.
 
     Raises:
-        Missing: the target, or a part of its path, does not exist or is no function.
+        Missing: the target, or a part of its path, does not exist.
     """
-    module = sys.modules[replacement.module]
     try:
-        owner, name, raw = wrapt.resolve_path(module, replacement.attribute)
-    except AttributeError as error:
+        return Target(*wrapt.resolve_path(sys.modules[replacement.module], replacement.attribute))
+    except (AttributeError, KeyError) as error:
         raise Missing(f"{replacement} does not exist") from error
-    raw = _unmarked(raw)
-    function, rewrap = _unwrap(raw)
+
+
+def prepare(replacement: Replacement) -> Entry:
+    """The change that a replacement makes.  Nothing is written yet.
+
+    Raises:
+        Missing: the target does not exist, or is no function.
+    """
+    target = resolve(replacement)
+    function, rewrap = _unwrap(target.raw)
     if not isinstance(function, types.FunctionType):
         raise Missing(f"{replacement} is a {type(function).__name__}, not a function")
     new = replacement.factory(function)
-    setattr(new, _MARK, _Mark(new, raw))
-    after = rewrap(new)
-    entries = [Entry(owner, name, _before(owner, name), after)]
-    if isinstance(owner, types.ModuleType):
-        captured = _captures(function, besides=owner, name=name)
-        entries += [Entry(other, key, function, after, captured=True) for other, key in captured]
-    return entries
+    # A wrapt proxy claims to be a function; torch.compile would leave it out.
+    if type(new) is not types.FunctionType:
+        raise TypeError(f"the factory of {replacement} made no plain function: {type(new)}")
+    before = vars(target.owner).get(target.name, _ABSENT)
+    if before is _ABSENT and isinstance(target.owner, type):
+        # Pickled by reference, it must be found under this class, not under the one it is from.
+        new.__module__ = target.owner.__module__
+        new.__qualname__ = f"{target.owner.__qualname__}.{target.name}"
+    return Entry(target, before, rewrap(new))
 
 
-def reloaded(entry: Entry, replacements: list[Replacement]) -> bool:
-    """Whether the module of an entry was reloaded: its target is the original anew."""
-    before, _ = _unwrap(entry.before)
-    for replacement in replacements:
-        try:
-            _, _, raw = wrapt.resolve_path(
-                sys.modules[replacement.module], replacement.attribute
-            )
-        except (AttributeError, KeyError):
-            continue
-        now, _ = _unwrap(raw)
-        if now is not before and getattr(now, "__code__", None) == before.__code__:
-            return True
-    return False
+def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
+    """Whether the module was executed again since: the same code, but not the function we know.
 
-
-def unreachable(entries: list[Entry]) -> int:
-    """How many live objects still hold the function that the first entry replaced.
-
-    Bound methods, partials, closures, containers and subclasses that took it before the patch
-    keep calling the original; nothing can be done about them except to say so.
+    What others put over or in place of our function is not that.
     """
-    function, _ = _unwrap(entries[0].before)
-    new, _ = _unwrap(entries[0].after)
-    if not isinstance(function, types.FunctionType):
-        return 0
-    ours = {id(cell) for cell in new.__closure__ or ()}
-    ours |= {id(vars(new)), id(vars(getattr(new, _MARK)))}
-    ours |= {id(vars(entry)) for entry in entries}
-    holders = (types.MethodType, functools.partial, types.CellType, dict, list, tuple)
+    try:
+        now = inspect.unwrap(resolve(replacement).function)
+        known = [inspect.unwrap(entry.original) for entry in entries]
+    except (Missing, ValueError):
+        return False
+    code = getattr(now, "__code__", None)
+    return all(now is not each for each in known) and any(code == each.__code__ for each in known)
+
+
+def holders(functions: Sequence[Any]) -> list[Any]:
+    """What refers to these functions: bound methods, partials, closures, containers, classes.
+
+    A scan of all objects, some 40 ms in a process with the usual libraries.
+    """
+    if not functions:
+        return []
+    arguments = tuple(functions)
+    ours = (types.FrameType, Target, Entry)
+    found = gc.get_referrers(*arguments)
+    ignored = (id(functions), id(arguments))
+    return [each for each in found if id(each) not in ignored and not isinstance(each, ours)]
+
+
+def count_held(holders: Iterable[Any], entries: Iterable[Entry]) -> int:
+    """How many references to the originals are left in what held them before the change."""
+    rightful = {id(entry.original): entry.keepers() for entry in entries}
     return sum(
-        isinstance(holder, holders) and id(holder) not in ours
-        for holder in gc.get_referrers(function)
+        id(holder) not in rightful[id(held)]
+        for holder in holders
+        for held in gc.get_referents(holder)
+        if id(held) in rightful
     )
 
 
-def _before(owner: Any, name: str) -> Any:
-    before = vars(owner).get(name, _ABSENT)
-    return before if before is _ABSENT else _unmarked(before)
-
-
-def _unmarked(raw: Any) -> Any:
-    """What was there before a copy of this engine that was dropped without an uninstall."""
-    function, _ = _unwrap(raw)
-    mark = getattr(function, _MARK, None)
-    # functools.wraps copies the mark to wrappers that others put around our function.
-    if mark is None or mark.function is not function or mark.copy is _COPY:
-        return raw
-    return mark.before
+def _rebind(old: Any, new: Any) -> None:
+    """Rebind every module attribute that is ``old`` itself: ``from x import f`` captured it."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                if value is old:
+                    vars(module)[key] = new
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -157,15 +182,3 @@ def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__, type(raw)
     return raw, lambda function: function
-
-
-def _captures(
-    function: Callable[..., Any], besides: types.ModuleType, name: str
-) -> Iterator[tuple[types.ModuleType, str]]:
-    """Every module attribute that is ``function`` itself (``from x import f``)."""
-    for module in list(sys.modules.values()):
-        if not isinstance(module, types.ModuleType):
-            continue
-        for key, value in list(vars(module).items()):
-            if value is function and (module is not besides or key != name):
-                yield module, key

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, overload
 
 
 class State(str, Enum):
@@ -53,7 +53,13 @@ class Status(Sequence[PatchStatus]):
     def __init__(self, entries: Sequence[PatchStatus]) -> None:
         self._entries = tuple(entries)
 
-    def __getitem__(self, key: Any) -> Any:
+    @overload
+    def __getitem__(self, key: int | str) -> PatchStatus: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> Sequence[PatchStatus]: ...
+
+    def __getitem__(self, key: int | str | slice) -> PatchStatus | Sequence[PatchStatus]:
         if isinstance(key, str):
             for entry in self._entries:
                 if entry.name == key:

@@ -1,0 +1,494 @@
+"""Applying patches and taking them back: targets, orders, stacks, honesty."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import itertools
+import logging
+import pickle
+import sys
+import types
+from contextlib import suppress
+
+import pytest
+
+from gemma4_compat.engine import Patch, broken, drifted, fixed
+from gemma4_compat.engine.core import PatchError
+from gemma4_compat.engine.status import State
+from gemma4_compat.engine.switches import Switch
+
+from .conftest import ALWAYS, NEVER, logged, snapshot, tagging
+
+
+def test_before_the_import(lib, make, caplog):
+    engine = make(lib.patch("p", "m:f"))
+    assert engine.status()["p"].state is State.ARMED
+    assert lib.name in engine.status()["p"].reason
+    assert logged(caplog, logging.INFO) == []
+    assert lib.load("m").f() == "p>f"
+    assert engine.status()["p"].state is State.APPLIED
+    assert lib.load("n").captured() == "p>f"
+    assert logged(caplog, logging.INFO) == ["p: applied"]
+
+
+def test_after_the_import_with_captures(lib, make, caplog):
+    m, n = lib.load("m"), lib.load("n")
+    before = snapshot(m, n)
+    engine = make(lib.patch("p", "m:f"))
+    assert (m.f(), n.captured()) == ("p>f", "p>f")
+    assert engine.status()["p"].reason == ""
+    assert snapshot(m, n) != before
+    engine.uninstall()
+    assert snapshot(m, n) == before
+    assert (m.f(), n.captured()) == ("f", "f")
+    assert logged(caplog, logging.WARNING) == []
+
+
+def test_captures_taken_from_the_patched_module_are_undone_too(lib, make):
+    engine = make(lib.patch("p", "m:f"))
+    m, n = lib.load("m"), lib.load("n")
+    assert n.captured is m.f
+    engine.uninstall()
+    assert n.captured is m.f
+    assert n.captured() == "f"
+
+
+def test_waits_for_all_targets(lib, make):
+    engine = make(lib.patch("p", "m:f", "n:h"))
+    m = lib.load("m")
+    assert m.f() == "f"
+    assert engine.status()["p"].reason == f"waits for the import of {lib.name}.n"
+    assert (lib.load("n").h(), lib.load("n").captured()) == ("p>h", "p>f")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("target", "call", "expected"),
+    [
+        ("m:Base.method", lambda m: m.Base().method(), "p>method"),
+        ("m:Base.method", lambda m: m.Sub().method(), "p>method"),
+        ("m:Base.static", lambda m: (m.Base.static(), m.Sub().static())[1], "p>static"),
+        ("m:Base.of", lambda m: m.Sub.of(), "p>Sub"),
+        ("m:Sub.method", lambda m: m.Sub().method() + m.Base().method(), "p>methodmethod"),
+        ("m:Sub.static", lambda m: m.Sub.static() + m.Base.static(), "p>staticstatic"),
+        ("m:Sub.of", lambda m: m.Sub.of() + m.Base.of(), "p>SubBase"),
+    ],
+)
+def test_descriptors(lib, make, late, target, call, expected):
+    m = lib.load("m") if late else None
+    before = snapshot(m.Base, m.Sub) if late else None
+    engine = make(lib.patch("p", target))
+    m = lib.load("m")
+    assert call(m) == expected
+    assert engine.status()["p"].reason == ""
+    engine.uninstall()
+    assert call(m) == expected.replace("p>", "")
+    assert before in (None, snapshot(m.Base, m.Sub))
+    assert not {"method", "static", "of"} & set(vars(m.Sub))
+
+
+def test_inherited_methods_pickle_by_reference(lib, make):
+    m = lib.load("m")
+    make(lib.patch("p", "m:Sub.method", "m:Sub.static"))
+    assert pickle.loads(pickle.dumps(m.Sub.method)) is m.Sub.method
+    assert pickle.loads(pickle.dumps(m.Sub.static)) is m.Sub.static
+
+
+def test_plain_functions_that_look_like_the_originals(lib, make):
+    m = lib.load("m")
+    signature = inspect.signature(m.Base.method)
+    make(lib.patch("p", "m:Base.method", "m:f", "m:Sub.of"))
+    assert pickle.loads(pickle.dumps(m.Sub.of)) == m.Sub.of
+    assert m.Sub.of.__qualname__ == "Sub.of"
+    assert type(m.f) is type(m.Base.method) is types.FunctionType
+    assert inspect.signature(m.Base.method) == signature
+    assert pickle.loads(pickle.dumps(m.f)) is m.f
+    assert pickle.loads(pickle.dumps(m.Base.method)) is m.Base.method
+
+
+def test_install_twice(lib, make, caplog):
+    m = lib.load("m")
+    engine = make(lib.patch("p", "m:f"))
+    function = m.f
+    engine.install()
+    engine.install("p")
+    assert m.f is function
+    assert logged(caplog, logging.INFO) == ["p: applied"]
+    engine.uninstall()
+    engine.uninstall()
+    engine.install()
+    assert m.f() == "p>f"
+
+
+def test_what_is_out_of_reach_is_said(lib, make):
+    m = lib.load("m")
+    kept = [
+        functools.partial(m.f),
+        m.Base().method,
+        {"f": m.f},
+        (m.Base.method, 1),
+        lambda function=m.f: function,
+        types.SimpleNamespace(function=m.f),
+        type("Taken", (), {"f": m.f}),
+    ]
+    engine = make(lib.patch("p", "m:f", "m:Base.method"), lib.patch("q", "m:g"))
+    held = f"{len(kept)} reference(s) taken before the patch keep the original"
+    assert engine.status()["p"].reason == held
+    assert engine.status()["q"].reason == ""
+    late = [functools.partial(m.f), m.Base().method]
+    kept.clear()
+    assert (
+        engine.uninstall()["p"].reason == "uninstalled; 2 reference(s) taken before keep the patch"
+    )
+    late.clear()
+    gc.collect()  # a class is garbage in a cycle
+    assert engine.install()["p"].reason == ""
+    assert engine.uninstall()["p"].reason == "uninstalled"
+
+
+def test_stacked_patches_claim_nothing_of_each_other(lib, make):
+    m = lib.load("m")
+    targets = ("m:f", "m:Base.method", "m:Base.static", "m:Base.of", "m:Sub.of")
+    engine = make(*(lib.patch(name, *targets) for name in "abc"))
+    assert m.f() == "c>b>a>f"
+    assert [entry.reason for entry in engine.status()] == ["", "", ""]
+    assert [entry.reason for entry in engine.uninstall()] == ["uninstalled"] * 3
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
+def test_stack_order_is_the_given_one(lib, make, order):
+    """Whatever is imported, switched off and on again first."""
+    lib.write("a", "")
+    lib.write("b", "")
+    lib.write("c", "")
+    patches = []
+    for name in "abc":
+        patch = lib.patch(name, "m:Base.method", "m:f")
+        patch.replacements[1:1] = lib.patch(name, f"{name}:f").replacements
+        lib.write(name, "def f(): pass")
+        patches.append(patch)
+    engine = make(*patches)
+    m = lib.load("m")
+    for name in order:
+        lib.load(name)
+    assert m.Base().method() == "c>b>a>method"
+    for name in order:
+        engine.uninstall(name)
+        rest = [other for other in "cba" if other != name]
+        assert m.Base().method() == "".join(f"{other}>" for other in rest) + "method"
+        engine.install(name)
+        assert (m.Base().method(), m.f()) == ("c>b>a>method", "c>b>a>f")
+
+
+def test_uninstall_in_a_chain_of_shared_slots(lib, make, caplog):
+    """c shares a slot with b, b another with a: a comes off all the same."""
+    m = lib.load("m")
+    before = snapshot(m, m.Base)
+    engine = make(
+        lib.patch("a", "m:f"), lib.patch("b", "m:f", "m:g"), lib.patch("c", "m:g", "m:Base.method")
+    )
+    assert engine.uninstall("a")["a"].state is State.DISABLED
+    assert (m.f(), m.g(), m.Base().method()) == ("b>f", "c>b>g", "c>method")
+    assert engine.uninstall("c", "b")["b"].state is State.DISABLED
+    assert snapshot(m, m.Base) == before
+    assert logged(caplog, logging.WARNING) == []
+
+
+def test_two_replacements_of_one_slot_in_one_patch(lib, make):
+    m = lib.load("m")
+    before = snapshot(m, lib.load("n"))
+    engine = make(lib.patch("p", "m:f", "m:f", "n:captured"))
+    assert m.f() == lib.load("n").captured() == "p>p>p>f"
+    engine.uninstall()
+    assert snapshot(m, lib.load("n")) == before
+
+
+def test_inherited_and_own_slots_stack(lib, make):
+    m = lib.load("m")
+    before = snapshot(m.Base, m.Sub)
+    engine = make(lib.patch("a", "m:Base.method"), lib.patch("b", "m:Sub.method"))
+    assert m.Sub().method() == "b>a>method"
+    engine.uninstall("a")
+    assert (m.Sub().method(), m.Base().method()) == ("b>method", "method")
+    engine.uninstall("b")
+    assert snapshot(m.Base, m.Sub) == before
+
+
+def test_somebody_patched_over(lib, make, caplog):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:Base.method", "m:g"), lib.patch("b", "m:Base.method", "m:f"))
+    ours = m.Base.method
+    m.Base.method = tagging("foreign")(ours)
+    status = engine.uninstall("a")
+    engine.uninstall("a")
+    assert status["a"].state is State.APPLIED
+    assert m.Base().method() == "foreign>b>a>method"
+    assert m.g() == "a>g", "the whole patch stays"
+    assert f"somebody else changed {lib.name}.m.Base.method" in status["a"].reason
+    assert len(logged(caplog, logging.WARNING)) == 1
+    m.Base.method = ours
+    assert engine.status()["a"].reason == ""
+    assert [entry.state for entry in engine.uninstall()] == [State.DISABLED] * 2
+    assert (m.Base().method(), m.f(), m.g()) == ("method", "f", "g")
+
+
+def test_somebody_put_the_original_back(lib, make):
+    m = lib.load("m")
+    original = m.Base.method
+    engine = make(lib.patch("p", "m:Base.method"), lib.patch("q", "m:f"))
+    m.Base.method = original
+    assert "somebody else changed" in engine.status()["p"].reason
+    assert engine.uninstall("q")["q"].state is State.DISABLED
+    assert m.Base.method is original
+
+
+def test_a_subclass_put_in_place_of_the_class_is_not_patched_again(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("p", "m:Base.method"))
+    m.Base = type("Base", (m.Base,), {})
+    engine.status()
+    engine.install()
+    assert m.Base().method() == "p>method"
+
+
+def test_all_or_nothing(lib, make, caplog):
+    m, n = lib.load("m"), lib.load("n")
+    before = snapshot(m, m.Base, m.Sub, n)
+    patch = lib.patch("p", "m:f", "m:Base.static", "m:Sub.method")
+
+    @patch.replaces(f"{lib.name}.m", "g")
+    def factory(original):
+        raise RuntimeError("no")
+
+    engine = make(patch, lib.patch("q", "n:h"))
+    engine.install()
+    assert engine.status()["p"].state is State.FAILED
+    assert engine.status()["p"].reason == "RuntimeError: no"
+    assert not engine.status().healthy
+    assert logged(caplog, logging.WARNING) == ["p: failed: RuntimeError: no; stepping aside"]
+    engine.uninstall("q")
+    assert snapshot(m, m.Base, m.Sub, n) == before
+
+
+def test_failure_in_the_middle_of_a_stack_leaves_the_others(lib, make):
+    m = lib.load("m")
+    patch = lib.patch("b", "m:f")
+    patch.replaces(f"{lib.name}.m", "g")(lambda original: None)
+    engine = make(lib.patch("a", "m:f"), patch, lib.patch("c", "m:f"))
+    assert m.f() == "c>a>f"
+    assert "made no plain function" in engine.status()["b"].reason
+    engine.install("b")
+    assert m.f() == "c>a>f"
+
+
+def test_interrupt_leaves_nothing_half_done(lib, make):
+    m = lib.load("m")
+    before = snapshot(m)
+    patch = lib.patch("p", "m:f")
+
+    @patch.replaces(f"{lib.name}.m", "g")
+    def factory(original):
+        if interrupts:
+            raise interrupts.pop()
+        return tagging("p")(original)
+
+    interrupts = [KeyboardInterrupt()]
+    engine = make(patch, install=False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.install()
+    assert snapshot(m) == before
+    assert engine.status()["p"].state is State.APPLIED
+    assert (m.f(), m.g()) == ("p>f", "p>g")
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("m:nothing", "does not exist"),
+        ("m:Base.nothing", "does not exist"),
+        ("m:Base", "is a type, not a function"),
+        ("m:__name__", "is a str, not a function"),
+    ],
+)
+def test_drifted_targets(lib, make, caplog, target, reason):
+    engine = make(lib.patch("p", "m:f", target))
+    assert lib.load("m").f() == "f"
+    assert engine.status()["p"].state is State.DRIFTED
+    assert reason in engine.status()["p"].reason
+    assert len(logged(caplog, logging.WARNING)) == 1
+
+
+@pytest.mark.parametrize(
+    ("probe", "state", "reason"),
+    [
+        (broken, State.APPLIED, ""),
+        (lambda: fixed("done"), State.FIXED, "done"),
+        (lambda: drifted("moved"), State.DRIFTED, "moved"),
+        (lambda: 1 / 0, State.FAILED, "ZeroDivisionError: division by zero"),
+        (lambda: None, State.FAILED, "AttributeError: 'NoneType' object has no attribute"),
+    ],
+)
+def test_probe_decides(lib, make, probe, state, reason):
+    engine = make(lib.patch("p", "m:f", probe=probe))
+    assert engine.status()["p"].state is State.ARMED, "not asked before the import"
+    assert lib.load("m").f() == ("p>f" if state is State.APPLIED else "f")
+    assert engine.status()["p"].state is state
+    assert engine.status()["p"].reason.startswith(reason)
+
+
+def test_probe_may_find_a_vanished_target_fixed(lib, make):
+    engine = make(lib.patch("p", "m:gone", probe=lambda: fixed("gone")))
+    lib.load("m")
+    assert engine.status()["p"].state is State.FIXED
+
+
+def test_probe_that_imports_a_target_of_its_own_engine(lib, make):
+    """The hook of that import must not apply anything inside the work in hand."""
+    patches = [
+        lib.patch("a", "m:f", probe=lambda: lib.load("n") and broken()),
+        lib.patch("b", "m:f", "n:h"),
+        lib.patch("c", "n:h"),
+    ]
+    engine = make(*patches)
+    assert lib.load("m").f() == "b>a>f"
+    assert lib.load("n").h() == "c>b>h"
+    assert {entry.state for entry in engine.status()} == {State.APPLIED}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("probe", [lambda: drifted("moved"), lambda: 1 / 0])
+def test_strict_raises_and_the_rest_is_applied(lib, make, late, probe):
+    patches = lib.patch("a", "m:f", probe=probe), lib.patch("b", "m:f")
+    if late:
+        lib.load("m")
+    engine = make(*patches, install=False, strict=True)
+    with pytest.raises(PatchError, match=r"a (drifted: moved|failed: ZeroDivisionError)"):
+        engine.install() if late else (engine.install(), lib.load("m"))
+    assert engine.status()["b"].state is State.APPLIED
+    assert engine.status()["a"].state in (State.DRIFTED, State.FAILED)
+
+
+def test_gates_and_switches(lib, make):
+    lib.load("m")
+    both = {"everything": False}
+    for state, reason, affects, switches in [
+        (State.UNAFFECTED, "affects packaging<1; found packaging ", NEVER, {}),
+        (State.NOT_INSTALLED, "no_such_thing not installed", (("no_such_thing<1",),), {}),
+        (State.DISABLED, "=0", ALWAYS, both),
+        (State.DISABLED, "_P=0", ALWAYS, {"patches": {"p": Switch.OFF}}),
+        (State.APPLIED, "", NEVER, {"patches": {"p": Switch.FORCE}}),
+        (State.NOT_INSTALLED, "", (("nono<1",),), {"patches": {"p": Switch.FORCE}}),
+    ]:
+        engine = make(lib.patch("p", "m:f", affects=affects), **switches)
+        status = engine.status()["p"]
+        assert status.state is state, switches
+        assert reason in status.reason
+        assert lib.load("m").f() == ("p>f" if state is State.APPLIED else "f")
+        with engine.switched((), on=True):
+            assert engine.status()["p"] == status
+        assert engine.status()["p"] == status
+        engine.retire()
+
+
+def test_switched_restores_and_nests(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f"))
+    with suppress(ZeroDivisionError), engine.switched(("a",), on=False) as status:
+        assert status["a"].state is State.DISABLED
+        assert m.f() == "b>f"
+        with engine.switched((), on=False):
+            assert m.f() == "f"
+            with engine.switched(("a",), on=True):
+                assert m.f() == "a>f"
+            assert m.f() == "f"
+        assert m.f() == "b>f"
+        1 / 0  # noqa: B018
+    assert m.f() == "b>a>f"
+    with pytest.raises(ValueError, match="no patch named z; there are: a, b"):
+        engine.switched(("z",), on=True).__enter__()
+
+
+def test_target_by_version(lib, make):
+    lib.load("m")
+    patch = lib.patch("p", "m:f")
+    patch.replaces("no.such.module", "gone", when="packaging<1")(tagging("p"))
+    patch.replaces(f"{lib.name}.m", "g", when="packaging>=1")(tagging("p"))
+    make(patch)
+    assert lib.load("m").g() == "p>g"
+
+
+def test_reload_of_a_target(lib, make, caplog):
+    m, n = lib.load("m"), lib.load("n")
+    engine = make(lib.patch("a", "m:f", "m:Base.method"), lib.patch("b", "m:f", "m:Base.method"))
+    old = m.Base()
+    importlib.reload(m)
+    assert m.f() == "f"
+    assert {entry.state for entry in engine.status()} == {State.APPLIED}
+    assert (m.f(), m.Base().method()) == ("b>a>f", "b>a>method")
+    assert (old.method(), n.captured()) == ("b>a>method", "b>a>f")
+    engine.status()
+    assert m.f() == "b>a>f"
+    engine.uninstall("a")
+    assert m.f() == "b>f"
+    engine.uninstall("b")
+    assert (m.f(), m.Base().method(), old.method(), n.captured()) == ("f", "method", "method", "f")
+    assert logged(caplog, logging.WARNING) == []
+
+
+def test_module_imported_anew(lib, make):
+    engine = make(lib.patch("p", "m:f", "m:Base.method"))
+    old = lib.load("m")
+    del sys.modules[old.__name__]
+    new = lib.load("m")
+    engine.status()
+    assert (new.f(), new.Base().method(), old.f()) == ("p>f", "p>method", "p>f")
+
+
+def test_odd_things_in_sys_modules(lib, make, monkeypatch):
+    class Hostile(types.ModuleType):
+        def __setattr__(self, name, value):
+            raise RuntimeError("read-only")
+
+        def __getattribute__(self, name):
+            if name != "__dict__":
+                raise RuntimeError("lazy")
+            return super().__getattribute__(name)
+
+    m = lib.load("m")
+    hostile = Hostile("hostile")
+    vars(hostile)["f"] = m.f
+    monkeypatch.setitem(sys.modules, "hostile", hostile)
+    monkeypatch.setitem(sys.modules, "an object", object())
+    monkeypatch.setitem(sys.modules, f"{lib.name}.blocked", None)
+    engine = make(lib.patch("p", "m:f"), lib.patch("q", "blocked:f"))
+    assert vars(hostile)["f"]() == "p>f"
+    assert engine.status()["q"].state is State.ARMED
+    engine.uninstall()
+    assert vars(hostile)["f"]() == "f"
+
+
+def test_the_engine_of_a_second_import_takes_over(lib, make):
+    m, n = lib.load("m"), lib.load("n")
+    before = snapshot(m, m.Sub, n)
+    patches = [lib.patch(name, "m:f", "m:Sub.method") for name in "ab"] + [lib.patch("c", "o:f")]
+    lib.write("o", "def f(): return 'f'")
+    old = make(*patches, prefix="SAME")
+    new = make(*patches, prefix="SAME")
+    other = make(lib.patch("d", "m:f"), prefix="OTHER")
+    assert m.f() == "d>b>a>f"
+    assert lib.load("o").f() == "c>f"
+    assert len(old.install()) == 0
+    other.uninstall()
+    new.uninstall()
+    assert snapshot(m, m.Sub, n) == before
+
+
+def test_patch_definitions_are_checked():
+    for bad in ("Upper", "two words", "", "9", "a__b"):
+        with pytest.raises(ValueError, match="slug"):
+            Patch(bad, symptom="", affects=ALWAYS, changes="", ends="")
+    with pytest.raises(ValueError, match="bad"):
+        Patch("p", symptom="", affects=(("bad ~~ requirement",),), changes="", ends="")

@@ -1,0 +1,271 @@
+"""Gates, switches and the journal under whatever hypothesis thinks of."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import logging
+import sys
+import types
+from contextlib import contextmanager
+
+import pytest
+from packaging.requirements import Requirement
+
+from gemma4_compat.engine import Patch, gate
+from gemma4_compat.engine.core import Engine
+from gemma4_compat.engine.gate import Outcome
+from gemma4_compat.engine.status import State, Status
+from gemma4_compat.engine.switches import Switch, Switches, read
+
+from .conftest import ALWAYS, snapshot, tagging
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+COMMON = settings(deadline=None, max_examples=300)
+_numbers = itertools.count()
+
+
+@contextmanager
+def installed(versions):
+    """Distributions as these versions; ``None``: not installed, "": without metadata."""
+
+    def installed_version(name):
+        if versions.get(name) is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name] or None
+
+    original, gate.installed_version = gate.installed_version, installed_version
+    try:
+        yield
+    finally:
+        gate.installed_version = original
+
+
+# -- gates --------------------------------------------------------------------------------------
+
+NAMES = ["aa", "bb", "cc"]
+RELEASES = st.sampled_from(["1.0", "1.9.9", "2.0", "2.0.post1", "2.0+cu121", "3.1"])
+UNCERTAIN = st.sampled_from(["2.0.dev0", "2.0rc1", "3.0a1+git1", "unknown", "no version", ""])
+REQUIREMENTS = st.builds(
+    "{}{}2.0".format, st.sampled_from(NAMES), st.sampled_from(["<", ">=", "==", ">", "<=", "!="])
+)
+
+
+@COMMON
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.none() | RELEASES | UNCERTAIN),
+    st.lists(st.lists(REQUIREMENTS, max_size=3), max_size=3),
+)
+def test_gate(versions, alternatives):
+    """Any of all, in three-valued logic; only a certain outcome goes without a probe."""
+
+    def one(text):
+        requirement = Requirement(text)
+        version = versions.get(requirement.name)
+        if version is None:
+            return "missing"
+        if any(mark in version for mark in ("dev", "rc", "a1", "no", "un")) or not version:
+            return "undecided"
+        return "inside" if requirement.specifier.contains(version) else "outside"
+
+    found = []
+    for alternative in alternatives:
+        outcomes = [one(text) for text in alternative]
+        worst = ("missing", "outside", "undecided")
+        found.append(next((outcome for outcome in worst if outcome in outcomes), "inside"))
+    best = ("inside", "undecided", "outside")
+    expected = next((o for o in best if o in found), "missing" if found else "outside")
+    with installed(versions):
+        result = gate.evaluate(alternatives)
+        assert result.outcome.value == expected
+        for name, version in result.versions.items():
+            assert versions[name] == (version or "")
+        if expected == "missing":
+            assert result.reason.endswith("not installed")
+        else:
+            for name, version in result.versions.items():
+                assert f"{name} {version or '(unknown)'}" in result.reason
+        for text in itertools.chain(*alternatives):
+            assert gate.holds(text) is (one(text) in ("inside", "undecided"))
+
+
+def test_development_build_far_outside_is_for_the_probe():
+    with installed({"aa": "9.0.dev0", "bb": "1"}):
+        assert gate.evaluate((("aa<2",),)).outcome is Outcome.UNDECIDED
+        assert gate.evaluate((("aa<2", "bb>=2"),)).outcome is Outcome.OUTSIDE
+        assert gate.evaluate((("aa<2", "cc>=2"),)).outcome is Outcome.MISSING
+
+
+def test_marker_that_does_not_hold():
+    with installed({"aa": "1"}):
+        assert gate.evaluate((("aa<2; python_version<'3'",),)).outcome is Outcome.OUTSIDE
+        assert gate.evaluate((("aa<2; python_version>='3'",),)).outcome is Outcome.INSIDE
+
+
+def test_versions_of_packages_without_metadata(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "frozen_thing").mkdir()
+    (tmp_path / "frozen_thing" / "__init__.py").touch()
+    (tmp_path / "clone_of_thing").mkdir()  # what git clone leaves, no package
+    (tmp_path / "broken_thing.py").touch()
+    (tmp_path / "broken_thing-1.dist-info").mkdir()
+    (tmp_path / "broken_thing-1.dist-info" / "METADATA").write_text("Name: broken-thing\n")
+    monkeypatch.setitem(sys.modules, "stand_in", types.ModuleType("stand_in"))
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    gate.installed_version.cache_clear()
+    for name in ("frozen-thing", "broken-thing", "stand-in"):
+        assert gate.installed_version(name) is None
+    for name in ("clone-of-thing", "blocked", "no-such-thing"):
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            gate.installed_version(name)
+
+
+# -- switches ------------------------------------------------------------------------------------
+
+VARIABLES = st.sampled_from(
+    ["P", "P_STRICT", "P_ONE", "P_TWO_THREE", "P_TWO", "p_one", "P_STRIKT", "P_", "PX", "X_ONE"]
+)
+VALUES = st.sampled_from(["0", "1", "", " off ", "ON", "force", "False", "yes", "maybe", "2"])
+MEANING = {"0": False, "off": False, "false": False, "1": True, "on": True, "yes": True}
+
+
+@COMMON
+@given(st.dictionaries(VARIABLES, VALUES | st.text(max_size=5)))
+def test_switches(environ):
+    messages = []
+    logger = logging.Logger("switches")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    switches = read("P", ["one", "two_three"], logger, environ)
+
+    expected = []
+    for variable, value in environ.items():
+        meaning = value.strip().lower()
+        if variable not in ("P", "P_STRICT", "P_ONE", "P_TWO_THREE"):
+            if variable not in ("PX", "X_ONE"):
+                expected.append(variable)
+        elif meaning in ("no", "true", ""):
+            pass
+        elif meaning not in MEANING and not (
+            meaning == "force" and variable in ("P_ONE", "P_TWO_THREE")
+        ):
+            expected.append(variable)
+    assert len(messages) == len(expected)
+    for variable in expected:
+        assert any(variable in message and "valid" in message for message in messages)
+
+    def truth(variable, default):
+        meaning = environ.get(variable, "").strip().lower()
+        return {"no": False, "true": True, **MEANING}.get(meaning, default)
+
+    assert switches.everything is truth("P", True)
+    assert switches.strict is truth("P_STRICT", False)
+    for name, variable in (("one", "P_ONE"), ("two_three", "P_TWO_THREE")):
+        assert switches.variable(name) == variable
+        if environ.get(variable, "").strip().lower() == "force":
+            assert switches.of(name) is Switch.FORCE
+        else:
+            assert switches.of(name) is (Switch.AUTO if truth(variable, True) else Switch.OFF)
+
+
+def test_unknown_variable_names_the_near_one(caplog):
+    read("P", ["quant_state"], logging.getLogger("s"), {"P_QUANT_STAT": "0"})
+    assert "did you mean P_QUANT_STATE?" in caplog.text
+
+
+# -- the journal ----------------------------------------------------------------------------------
+
+TARGETS = ["f", "g", "Base.m", "Base.s", "Base.c", "Sub.m", "Sub.s", "Sub.c"]
+SOURCE = """
+def f(): return "f"
+def g(): return "g"
+alias = f
+class Base:
+    def m(self): return "m"
+    @staticmethod
+    def s(): return "s"
+    @classmethod
+    def c(cls): return cls.__name__
+class Sub(Base):
+    pass
+"""
+
+
+@settings(deadline=None, max_examples=250)
+@given(
+    st.lists(st.lists(st.sampled_from(TARGETS), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(["install", "uninstall"]), st.sets(st.integers(0, 3)))),
+)
+def test_any_order_of_installs_and_uninstalls(targets, actions):
+    """What is on is a function of what is switched on; nothing is left when all is off."""
+    name = f"journal{next(_numbers)}"
+    module, other = types.ModuleType(name), types.ModuleType(f"{name}.other")
+    sys.modules.update({name: module, other.__name__: other})
+    try:
+        exec(SOURCE, vars(module))
+        other.captured = module.f
+        owners = (module, other, module.Base, module.Sub)
+        before = snapshot(*owners)
+        patches = []
+        for index, attributes in enumerate(targets):
+            patch = Patch(f"p{index}", symptom="", affects=ALWAYS, changes="", ends="")
+            for attribute in attributes:
+                patch.replaces(name, attribute)(tagging(str(index)))
+            patches.append(patch)
+        engine = Engine(patches, Switches("JOURNAL"), logging.getLogger("journal"))
+        on = set()
+        for action, indices in actions:
+            indices = {index for index in indices if index < len(patches)}
+            getattr(engine, action)(*(f"p{index}" for index in indices))
+            indices = indices or set(range(len(patches)))
+            on = on | indices if action == "install" else on - indices
+            check(engine, module, other, targets, on)
+        engine.uninstall()
+        assert snapshot(*owners) == before
+    finally:
+        del sys.modules[name], sys.modules[other.__name__]
+
+
+def check(engine, module, other, targets, on):
+    states = {entry.name: entry.state for entry in engine.status()}
+    for index in range(len(targets)):
+        expected = State.APPLIED if index in on else State.DISABLED
+        assert states[f"p{index}"] is expected
+
+    def tags(*attributes):
+        stack = [str(i) for i in sorted(on) for each in targets[i] if each in attributes]
+        return "".join(f"{tag}>" for tag in reversed(stack))
+
+    assert module.f() == module.alias() == other.captured() == tags("f") + "f"
+    assert module.g() == tags("g") + "g"
+    for attribute, value in (("m", "m"), ("s", "s"), ("c", "Base")):
+        found = getattr(module.Base(), attribute)()
+        assert found == tags(f"Base.{attribute}") + value
+        if not any(f"Sub.{attribute}" in targets[index] for index in on):
+            found = getattr(module.Sub(), attribute)()
+            assert found == tags(f"Base.{attribute}") + value.replace("Base", "Sub")
+
+
+# -- the status -----------------------------------------------------------------------------------
+
+
+def test_status_is_typed_printable_and_json():
+    patch = Patch("a_patch", symptom="it breaks", affects=ALWAYS, changes="", ends="")
+    engine = Engine([patch], Switches("STATUS", everything=False), logging.getLogger("s"))
+    status = engine.install()
+    assert isinstance(status, Status)
+    assert status[0] is status["a_patch"] is next(iter(status))
+    assert status["a_patch"].versions.keys() == {"packaging"}
+    assert str(status) == repr(status) == "a_patch  disabled  STATUS=0"
+    assert json.loads(status.to_json()) == status.as_dict()
+    assert json.loads(status.to_json())["a_patch"]["state"] == "disabled"
+    assert str(Status([])) == "no patches"
+    assert status.healthy
+    with pytest.raises(KeyError):
+        status["b"]
+    assert {str(state) for state in State} == {state.value for state in State}

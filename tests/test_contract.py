@@ -1,0 +1,439 @@
+"""What every patch owes to the libraries it changes; with the real ones, in fresh processes.
+
+Each worker below runs in a process of its own, once for all patches, and prints what it found.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+NAMES = sorted(p.stem for p in (ROOT / "gemma4_compat" / "patches").glob("[a-z]*.py"))
+ENVIRONMENT = {name: f"GEMMA4_COMPAT_{name.upper()}" for name in NAMES}
+
+
+# -- workers: nothing of gemma4_compat is imported at the top of this file -------------------------
+
+
+def load_libraries():
+    """The libraries and all target modules that these releases have."""
+    for name in (*LIBRARIES, *json.loads(os.environ["CONTRACT_TARGETS"])):
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def states():
+    import gemma4_compat
+
+    return {s.name: [s.state.value, s.reason] for s in gemma4_compat.status()}
+
+
+def namespaces():
+    """The objects in every module and class of the libraries, by owner and in order."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in LIBRARIES or not inspect.ismodule(module):
+            continue
+        found[name] = dict(vars(module))
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == name:
+                found[f"{name}:{value.__qualname__}"] = dict(vars(value))
+    return found
+
+
+def snapshot():
+    """Identities only: a reference kept here would be one that a patch does not reach."""
+    return {
+        owner: {name: id(value) for name, value in attributes.items()}
+        for owner, attributes in namespaces().items()
+    }
+
+
+def changes(before):
+    """What differs now, other than what the import of further modules adds."""
+    found = []
+    after = namespaces()
+    for owner, attributes in before.items():
+        for name, identity in attributes.items():
+            if id(after[owner].get(name)) != identity and not name.startswith("__"):
+                found.append(f"{owner}.{name}")
+        new = [name for name in after[owner] if name not in attributes]
+        found += [f"{owner}.{name}" for name in new if not inspect.ismodule(after[owner][name])]
+        kept = [name for name in after[owner] if name in attributes]
+        if kept != list(attributes):
+            found.append(f"{owner} (order)")
+    return found
+
+
+def leftovers():
+    """Everything of ours in the libraries."""
+    ours = str(ROOT / "gemma4_compat")
+    found = []
+    for owner, attributes in namespaces().items():
+        for name, value in attributes.items():
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            if type(value) is type(leftovers) and value.__code__.co_filename.startswith(ours):
+                found.append(f"{owner}.{name}")
+    return found
+
+
+def functions(engine):
+    import pickle
+
+    found = {}
+    for name, record in engine._records.items():
+        for entry in record.entries:
+            owner, attribute, _ = entry.target
+            new = getattr(owner, attribute)
+            static = inspect.getattr_static(owner, attribute)
+            bound = inspect.ismethod(new)
+            original = entry.target.raw.__get__(None, owner) if bound else entry.original
+            where = original.__module__, original.__qualname__
+            if entry.before is not entry.target.raw:  # inherited: now the class's own
+                where = owner.__module__, f"{owner.__qualname__}.{attribute}"
+            found.setdefault(name, []).append(
+                {
+                    "target": str(entry),
+                    "signature": inspect.signature(new) == inspect.signature(original),
+                    "name": (new.__name__, new.__doc__) == (original.__name__, original.__doc__),
+                    "where": (new.__module__, new.__qualname__) == where,
+                    "descriptor": type(static) is type(entry.target.raw),
+                    "plain": type(entry.replacement) is type(functions),
+                    "pickle": pickle.loads(pickle.dumps(new)) == new,
+                }
+            )
+    return found
+
+
+def shim_first():
+    import logging
+
+    import gemma4_compat
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logging.getLogger("gemma4_compat").addHandler(handler)
+    logging.getLogger("gemma4_compat").setLevel(logging.INFO)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gemma4_compat._engine.import_targets()
+    found = {"states": states(), "patched": leftovers()}
+    gemma4_compat.install()
+    gemma4_compat.install()
+    found["twice"] = leftovers()
+    found["functions"] = functions(gemma4_compat._engine)
+    found["log"] = records
+    found["replacements"] = {
+        name: len(record.replacements) for name, record in gemma4_compat._engine._records.items()
+    }
+    gemma4_compat.uninstall()
+    found["uninstalled"] = states()
+    found["leftovers"] = leftovers()
+    return found
+
+
+def libraries_first():
+    load_libraries()
+    before = snapshot()
+    import gemma4_compat
+
+    found = {"states": states(), "patched": leftovers(), "alone": {}}
+    gemma4_compat.uninstall()
+    found["changes"] = changes(before)
+    for name in gemma4_compat._engine.names:
+        gemma4_compat.install(name)
+        gemma4_compat.uninstall(name)
+        found["alone"][name] = changes(before)
+    gemma4_compat.install()
+    for name in gemma4_compat._engine.names:  # the lower ones of each stack first
+        gemma4_compat.uninstall(name)
+    found["one by one"] = changes(before)
+    gemma4_compat.install()
+    found["again"] = [states(), leftovers()]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gemma4_compat"]:
+        del sys.modules[name]
+    importlib.import_module("gemma4_compat")
+    found["imported anew"] = [states(), leftovers()]
+    sys.modules["gemma4_compat"].uninstall()
+    found["all gone"] = changes(before)
+    return found
+
+
+def switched_off():
+    import gemma4_compat
+
+    load_libraries()
+    gemma4_compat.install()
+    return {"states": states(), "leftovers": leftovers()}
+
+
+def behaviours():
+    """Ordinary use of the patched classes, with and without the patches: the outcomes."""
+    import gemma4_compat
+
+    load_libraries()
+    found = {}
+    for mode in ("patched", "unpatched"):
+        gemma4_compat.install() if mode == "patched" else gemma4_compat.uninstall()
+        for name, function in USES.items():
+            try:
+                outcome = function()
+            except Exception as error:
+                outcome = f"{type(error).__name__}: {error}"
+            found.setdefault(name, {})[mode] = str(outcome)
+    return found
+
+
+def _linear4bit():
+    import bitsandbytes
+    import torch
+
+    torch.manual_seed(0)
+    module = bitsandbytes.nn.Linear4bit(128, 128, bias=False, quant_type="nf4")
+    module.weight.data.copy_(torch.randn(128, 128))
+    return module.to("cpu")
+
+
+def _lora(layer):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(), torch.nn.Linear(128, 4))
+    config = LoraConfig(target_modules=["0"], init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+def _linear():
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Linear(128, 128)
+
+
+def _x():
+    import torch
+
+    return torch.linspace(-1, 1, 256).reshape(2, 128)
+
+
+def _copies(make, use):
+    """deepcopy and pickle keep the class, and what it computes."""
+    import copy
+    import pickle
+
+    original = make()
+    found = []
+    for way in (copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))):
+        try:
+            again = way(original)
+            found.append(f"{type(again).__qualname__} {use(again)}")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _forward(module):
+    import torch
+
+    with torch.no_grad():
+        return [round(value, 4) for value in module(_x()).flatten()[:8].tolist()]
+
+
+def _quant_state(weight):
+    state = weight.quant_state
+    return [type(state).__qualname__, tuple(state.shape), float(state.absmax.float().sum())]
+
+
+def _hooked():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    hook = AlignDevicesHook(execution_device="cpu", offload=True)
+    return add_hook_to_module(_linear(), hook)
+
+
+def _compiled(make):
+    """Compiled without a graph break equals eager."""
+    import torch
+
+    torch._dynamo.reset()
+    module = make()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        return f"equals eager: {torch.equal(compiled(_x()), module(_x()))} {_forward(module)}"
+
+
+USES = {
+    "Params4bit copies": lambda: _copies(lambda: _linear4bit().weight, _quant_state),
+    "Linear4bit copies": lambda: _copies(_linear4bit, _forward),
+    "hook copies": lambda: _copies(lambda: _hooked()._hf_hook, lambda h: h.execution_device),
+    "hooked module copies": lambda: _copies(_hooked, _forward),
+    "LoRA copies": lambda: _copies(lambda: _lora(_linear()), _forward),
+    "4-bit LoRA copies": lambda: _copies(lambda: _lora(_linear4bit()), _forward),
+    "Linear4bit compiled": lambda: _compiled(_linear4bit),
+    "LoRA compiled": lambda: _compiled(lambda: _lora(_linear())),
+    "4-bit LoRA compiled": lambda: _compiled(lambda: _lora(_linear4bit())),
+    "4-bit state dict": lambda: sorted(_linear4bit().state_dict()),
+}
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+def worker(name, **environ):
+    """The findings of a worker, run once."""
+    found = _run(name, **environ)
+    assert isinstance(found, dict), found
+    return found
+
+
+@functools.cache
+def _run(name, **environ):
+    targets = {r.module: 0 for patch in _patches().values() for r in patch.replacements}
+    environ["CONTRACT_TARGETS"] = json.dumps([*targets])
+    found = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    code = (
+        f"import json, tests.test_contract as contract\nfound = contract.{name}()\n"
+        "print(json.dumps(found))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
+        timeout=600, cwd=ROOT, env={**found, **environ}, check=False,
+    )  # fmt: skip
+    return result.stderr if result.returncode else json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    for name in LIBRARIES:
+        pytest.importorskip(name)
+
+
+@pytest.fixture(params=NAMES)
+def affected(request, libraries):
+    """The name of a patch whose gate the installed releases are in."""
+    from gemma4_compat.engine.gate import Outcome, evaluate
+
+    gate = evaluate(_patches()[request.param].affects)
+    if gate.outcome not in (Outcome.INSIDE, Outcome.UNDECIDED):
+        pytest.skip(f"{gate.outcome.value}: {gate.reason}")
+    return request.param
+
+
+@functools.cache
+def _patches():
+    from gemma4_compat.patches import load
+
+    return {patch.name: patch for patch in load()}
+
+
+def test_registry():
+    assert list(_patches()) == NAMES
+    assert "strict" not in NAMES, "GEMMA4_COMPAT_STRICT means something else"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_definition(name):
+    from gemma4_compat.engine.switches import Switches
+
+    patch = _patches()[name]
+    module = importlib.import_module(f"gemma4_compat.patches.{name}")
+    assert patch.find is not None, "no probe"
+    assert patch.replacements
+    assert len(module.__doc__.strip().splitlines()) > 3
+    assert all((patch.symptom, patch.changes, patch.ends))
+    assert Switches("GEMMA4_COMPAT").variable(name) == ENVIRONMENT[name]
+    tests = (ROOT / "tests" / "patches" / f"test_{name}.py").read_text()
+    assert re.search(rf'\.regression\(\s*"{name}"', tests), "no regression test"
+
+
+def test_canary(affected):
+    """Inside its gate, every patch finds the targets it was written for."""
+    state, reason = worker("shim_first")["states"][affected]
+    assert state in ("applied", "fixed upstream"), f"{affected} {state}: {reason}"
+    if state == "applied":
+        assert reason == "", "nothing takes references before the libraries are patched"
+        found = len(worker("shim_first")["functions"][affected])
+        assert found == worker("shim_first")["replacements"][affected]
+
+
+def test_import_order_does_not_matter(affected):
+    early, late = worker("shim_first"), worker("libraries_first")
+    assert early["states"][affected] == late["states"][affected]
+
+
+def test_the_same_is_patched_in_either_order(libraries):
+    early, late = worker("shim_first"), worker("libraries_first")
+    assert sorted(early["patched"]) == sorted(late["patched"])
+
+
+def test_unaffected_patches_change_nothing(libraries):
+    found = worker("shim_first")
+    applied = {name for name, (state, _) in found["states"].items() if state == "applied"}
+    assert set(found["functions"]) == applied
+    assert bool(found["patched"]) == bool(applied)
+
+
+def test_installed_twice(libraries):
+    found = worker("shim_first")
+    assert found["twice"] == found["patched"]
+
+
+def test_one_line_a_patch_and_no_warning(libraries):
+    found = worker("shim_first")
+    applied = [name for name, (state, _) in found["states"].items() if state == "applied"]
+    assert sorted(found["log"]) == sorted(["INFO", f"{name}: applied"] for name in applied)
+
+
+def test_functions_look_like_the_originals(affected):
+    for found in worker("shim_first")["functions"].get(affected, []):
+        assert all(found.values()), found
+
+
+def test_uninstalled(affected):
+    assert worker("shim_first")["uninstalled"][affected] == ["disabled", "uninstalled"]
+    assert worker("libraries_first")["alone"][affected] == []
+
+
+def test_nothing_is_left(libraries):
+    assert worker("shim_first")["leftovers"] == []
+    found = worker("libraries_first")
+    assert found["changes"] == found["one by one"] == found["all gone"] == []
+
+
+def test_installed_again(libraries):
+    found = worker("libraries_first")
+    assert found["again"] == [found["states"], found["patched"]]
+    assert found["imported anew"] == [found["states"], found["patched"]]
+
+
+@pytest.mark.parametrize("variables", [("GEMMA4_COMPAT",), tuple(ENVIRONMENT.values())])
+def test_switched_off(libraries, variables):
+    found = worker("switched_off", **dict.fromkeys(variables, "0"))
+    assert found["leftovers"] == []
+    for name, (state, reason) in found["states"].items():
+        assert state == "disabled"
+        assert reason in ("GEMMA4_COMPAT=0", f"{ENVIRONMENT[name]}=0")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_ordinary_use_is_as_without_patches(libraries, use):
+    outcome = worker("behaviours")[use]
+    assert outcome["patched"] == outcome["unpatched"]
+    if "compiled" in use:
+        assert "equals eager: False" not in outcome["patched"]

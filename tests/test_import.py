@@ -1,0 +1,171 @@
+"""Importing the package: what it loads, and what it needs, in fresh processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+REPORT = """
+import gemma4_compat, json, sys
+print(json.dumps({
+    "loaded": sorted(sys.modules),
+    "patches": {s.name: [s.state.value, s.reason] for s in gemma4_compat.status()},
+}))
+"""
+
+
+def python(*arguments, path=(), drop=(), **environ):
+    """Run this interpreter on the package, the libraries of this process in reach."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
+    inherited = [] if "PYTHONPATH" in drop else [found.get("PYTHONPATH", "")]
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, path), str(ROOT), *inherited]))
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        env={**found, **environ}, check=False,
+    )  # fmt: skip
+
+
+def report(*flags, **options):
+    result = python(*flags, "-c", REPORT, **options)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout), result.stderr
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A folder with what the package depends on, and nothing else."""
+    for name in ("wrapt", "packaging"):
+        package = Path(importlib.util.find_spec(name).origin).parent
+        (tmp_path / name).symlink_to(package)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("-O",),
+        ("-OO",),
+        ("-W", "error"),
+        ("-X", "dev"),
+        ("-X", "importtime"),
+        ("-bb",),
+        ("-P",),
+    ],
+    ids=" ".join,
+)
+def test_loads_no_library_and_says_nothing(flags):
+    if flags == ("-P",) and sys.version_info < (3, 11):
+        pytest.skip("no such option")
+    found, stderr = report(*flags)
+    assert not set(LIBRARIES) & set(found["loaded"])
+    assert found["patches"]
+    assert "importtime" in flags or stderr == ""
+
+
+def test_without_any_library(bare):
+    found, stderr = report("-S", path=[bare], drop=["PYTHONPATH"])
+    for state, reason in found["patches"].values():
+        assert state == "not installed"
+        assert reason.endswith(" not installed")
+        assert "transformers" in reason
+    assert stderr == ""
+
+
+def test_without_the_libraries_of_this_process():
+    found, _ = report(drop=["PYTHONPATH"])
+    for state, reason in found["patches"].values():
+        assert state in ("not installed", "unaffected", "armed")
+        assert reason
+
+
+def test_states_say_why():
+    from gemma4_compat.engine.gate import Outcome, evaluate
+    from gemma4_compat.patches import load
+
+    found, _ = report()
+    expected = {
+        Outcome.INSIDE: ("armed", "waits for the import of "),
+        Outcome.UNDECIDED: ("armed", "waits for the import of "),
+        Outcome.OUTSIDE: ("unaffected", "affects "),
+        Outcome.MISSING: ("not installed", ""),
+    }
+    for patch in load():
+        state, reason = found["patches"][patch.name]
+        wanted, start = expected[evaluate(patch.affects).outcome]
+        assert state == wanted
+        assert reason.startswith(start)
+
+
+def test_half_installed_library(tmp_path, bare):
+    """The ImportError that the user sees is the library's own."""
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("from . import peft_model")
+    (tmp_path / "peft" / "peft_model.py").write_text("raise ImportError('libsomething.so')")
+    code = (
+        "import gemma4_compat\ntry:\n    import peft\nfinally:\n    print(gemma4_compat.status())"
+    )
+    for flags, options in ((), {}), (("-S",), {"drop": ["PYTHONPATH"]}):
+        result = python(*flags, "-c", code, path=[tmp_path], **options)
+        assert result.returncode == 1
+        assert result.stderr.strip().endswith("ImportError: libsomething.so")
+        assert result.stderr.count("Traceback") == 1
+        assert "failed" not in result.stdout
+
+
+def test_library_folder_that_is_no_package(tmp_path, bare):
+    """A clone of the repository in the working directory."""
+    for name in LIBRARIES:
+        (tmp_path / name / "src").mkdir(parents=True)
+    found, _ = report("-S", path=[bare], drop=["PYTHONPATH"])
+    assert {state for state, _ in found["patches"].values()} == {"not installed"}
+
+
+def test_stand_ins_in_sys_modules():
+    code = (
+        "import sys, types\n"
+        f"for name in {LIBRARIES!r}: sys.modules[name] = types.ModuleType(name)\n"
+        "import gemma4_compat; print(len(gemma4_compat.status()))"
+    )
+    for flags in ((), ("-W", "error")):
+        result = python(*flags, "-c", code)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_switches():
+    result = python("-c", REPORT, GEMMA4_COMPAT="0", GEMMA4_COMPAT_STRIKT="1")
+    found = json.loads(result.stdout)
+    assert {tuple(each) for each in found["patches"].values()} == {("disabled", "GEMMA4_COMPAT=0")}
+    assert "unknown environment variable GEMMA4_COMPAT_STRIKT" in result.stderr
+    assert "did you mean GEMMA4_COMPAT_STRICT?" in result.stderr
+
+
+def test_imported_anew_reloaded_and_in_threads():
+    code = """
+import importlib, sys, threading
+def load():
+    import gemma4_compat
+    gemma4_compat.status()
+threads = [threading.Thread(target=load) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+import gemma4_compat
+engine = gemma4_compat._engine
+assert importlib.reload(gemma4_compat)._engine is engine
+for name in [name for name in sys.modules if name.partition(".")[0] == "gemma4_compat"]:
+    del sys.modules[name]
+import gemma4_compat as anew
+assert anew._engine is not engine
+assert len(engine.status()) == 0
+assert len(anew.status()) > 0
+"""
+    result = python("-W", "error", "-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
