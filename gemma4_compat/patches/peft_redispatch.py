@@ -57,9 +57,11 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 @PATCH.probe
 def load_adapter_dispatches() -> Finding:
     """Look whether load_adapter still reaches for dispatch_model."""
+    import inspect
+
     from peft.peft_model import PeftModel
 
-    code = getattr(PeftModel.load_adapter, "__code__", None)
+    code = getattr(inspect.unwrap(PeftModel.load_adapter), "__code__", None)
     if code is None:
         return drifted("PeftModel.load_adapter is not a plain function")
     if "dispatch_model" in code.co_names:
