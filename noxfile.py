@@ -102,7 +102,7 @@ def docs(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """Build, check, and use the wheel in an empty environment, from outside the checkout."""
     session.install("build", "twine")
-    out = Path(session.create_tmp()) / "dist"
+    out = Path(session.create_tmp()).resolve() / "dist"
     session.run("python", "-m", "build", "--outdir", str(out), silent=True)
     built = sorted(map(str, out.iterdir()))
     session.run("twine", "check", "--strict", *built)
