@@ -58,10 +58,14 @@ def unpacking_is_lossy() -> Finding:
 
 @PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu")
 def convert_weight_packed_for_cpu(original: Any) -> Any:
+    import torch
+
     @wraps(original)
     def _convert_weight_packed_for_cpu(
         qweight: Any, quant_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile cannot always follow what is below
+            return original(qweight, quant_state, *args, **kwargs)
         before = dict(vars(quant_state))
         packed, quant_state = original(qweight, quant_state, *args, **kwargs)
         setattr(quant_state, _UNPACKED, before)
