@@ -41,7 +41,7 @@ def _start() -> Engine:
     found = _patches.load()
     switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in found], _logger)
     engine = Engine(found, switches, _logger)
-    engine.install()
+    engine.start()
     return engine
 
 

@@ -4,7 +4,6 @@ It knows nothing of Gemma. A patch is a module that builds one :class:`Patch`; e
 patch needs is exported here, and nothing else of the engine is its business.
 """
 
-from .gate import Requirement
 from .patch import Finding, Patch, Replacement, broken, drifted, fixed
 
-__all__ = ["Finding", "Patch", "Replacement", "Requirement", "broken", "drifted", "fixed"]
+__all__ = ["Finding", "Patch", "Replacement", "broken", "drifted", "fixed"]

@@ -47,6 +47,7 @@ class _Record:
     #: what was in place in a module that was reloaded since: its old classes live on in objects
     former: list[Entry] = field(default_factory=list)
     said: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def replacements(self) -> list[Replacement]:
@@ -87,6 +88,7 @@ class Engine:
         self._lock = threading.RLock()
         self._busy = False
         self._stale = False
+        self._undecided = False
         if hasattr(os, "register_at_fork"):
             # A child must neither inherit a lock that nobody holds nor half a patch.
             os.register_at_fork(
@@ -106,10 +108,24 @@ class Engine:
 
     # -- public verbs -----------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Arm everything, at the least cost: gates are asked when a target is imported.
+
+        Or at once, if one is already, and whenever somebody wants to know.
+        """
+        self._undecided = True
+        modules = {r.module for record in self._records.values() for r in record.patch.replacements}
+        if any(module.partition(".")[0] in sys.modules for module in modules):
+            self.install()
+        else:
+            for module in sorted(modules):
+                self._hook(module)
+
     def install(self, *names: str) -> Status:
         """Arm or apply the named patches (all without names).  Idempotent."""
         records = self._select(names)
         with self._lock:
+            self._decide()
             for record in records:
                 if record.state is not State.APPLIED:
                     self._arm(record)
@@ -123,6 +139,7 @@ class Engine:
         """Take the named patches back (all without names), to the last descriptor."""
         records = self._select(names)
         with self._lock:
+            self._decide()
             ours = [[weakref.ref(entry.replacement) for entry in r.entries] for r in records]
             self._lift(records)
             for record in records:
@@ -152,6 +169,7 @@ class Engine:
 
     def import_targets(self) -> Status:
         """Import what armed patches wait for, so that their states are final."""
+        self.status()
         for record in list(self._records.values()):
             for module in self._waiting(record):
                 try:
@@ -166,6 +184,7 @@ class Engine:
     def switched(self, names: Sequence[str], *, on: bool) -> Iterator[Status]:
         """Switch patches on or off inside a ``with`` block, and back afterwards."""
         records = self._select(names)
+        self.status()
         change, undo = (self.install, self.uninstall) if on else (self.uninstall, self.install)
         changing = [r.patch.name for r in records if (r.state is State.DISABLED) is on]
         try:
@@ -181,14 +200,26 @@ class Engine:
 
     # -- the life of one patch ----------------------------------------------------------------
 
+    def _decide(self) -> None:
+        """Ask the gates that ``start`` left alone."""
+        if self._undecided:
+            self._undecided = False
+            for record in self._records.values():
+                self._arm(record)
+
     def _arm(self, record: _Record) -> None:
         name = record.patch.name
         switch = self._switches.of(name)
+        try:
+            found = gate.evaluate(record.patch.affects)
+            record.versions = found.versions
+            record.replacements  # noqa: B018  (reads the gates of the single replacements)
+        except ValueError as error:
+            return self._set(record, State.FAILED, f"cannot read its gate: {error}")
         if not self._switches.everything:
             return self._set(record, State.DISABLED, f"{self._switches.prefix}=0")
         if switch is Switch.OFF:
             return self._set(record, State.DISABLED, f"{self._switches.variable(name)}=0")
-        found = gate.evaluate(record.patch.affects)
         if found.outcome is Outcome.MISSING:
             return self._set(record, State.NOT_INSTALLED, found.reason)
         if found.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
@@ -218,6 +249,7 @@ class Engine:
                 raise PatchError("; ".join(failures))
 
     def _advance(self) -> None:
+        self._decide()
         ready = []
         for record in self._records.values():
             if record.state is State.APPLIED and self._reloaded(record):
@@ -378,10 +410,9 @@ class Engine:
 
     def _describe(self, record: _Record) -> PatchStatus:
         patch = record.patch
-        versions = gate.evaluate(patch.affects).versions
         changed = self._changed(record)
         reason = "; ".join(filter(None, (record.reason, changed)))
-        return PatchStatus(patch.name, record.state, reason, patch.symptom, versions)
+        return PatchStatus(patch.name, record.state, reason, patch.symptom, record.versions)
 
     def _after_fork(self, child: bool = False) -> None:
         try:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
-
-__all__ = ["Gate", "Outcome", "Requirement", "evaluate", "installed_version"]
+if TYPE_CHECKING:  # a third of this package's import time, and not needed before a gate is asked
+    from packaging.requirements import Requirement
 
 
 class Outcome(Enum):
@@ -41,6 +38,8 @@ def installed_version(distribution: str) -> str | None:
     Raises:
         importlib.metadata.PackageNotFoundError: the package is not there at all.
     """
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(distribution)
     except Exception:  # none, or broken
@@ -52,6 +51,8 @@ def installed_version(distribution: str) -> str | None:
 
 def evaluate(alternatives: Sequence[Sequence[str]]) -> Gate:
     """Check alternatives (any) of requirements (all) against the installed distributions."""
+    from packaging.requirements import Requirement
+
     versions: dict[str, str | None] = {}
     missing: set[str] = set()
     outcomes = set() if alternatives else {Outcome.OUTSIDE}
@@ -69,11 +70,17 @@ def evaluate(alternatives: Sequence[Sequence[str]]) -> Gate:
 
 def holds(requirement: str) -> bool:
     """Whether one requirement is met; unknown versions count as met."""
+    from packaging.requirements import Requirement
+
     outcome = _check(Requirement(requirement), {}, set())
     return outcome in (Outcome.INSIDE, Outcome.UNDECIDED)
 
 
 def _check(requirement: Requirement, versions: dict[str, str | None], missing: set[str]) -> Outcome:
+    import importlib.metadata
+
+    from packaging.version import InvalidVersion, Version
+
     name = requirement.name
     try:
         found = versions[name] = installed_version(name)
@@ -99,6 +106,8 @@ def _first(found: set[Outcome], *order: Outcome) -> Outcome:
 
 def _importable(name: str) -> bool:
     """Whether a regular package is there; a mere folder of that name is none."""
+    import importlib.util
+
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # a stand-in in sys.modules

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from packaging.requirements import Requirement
-
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 _SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -95,9 +93,6 @@ class Patch:
     def __post_init__(self) -> None:
         if not _SLUG.fullmatch(self.name):
             raise ValueError(f"a patch name is a lower_snake_case slug, got {self.name!r}")
-        for alternative in self.affects:
-            for text in alternative:
-                Requirement(text)
 
     def replaces(
         self, module: str, attribute: str, *, when: str | None = None

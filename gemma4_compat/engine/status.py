@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -86,6 +85,8 @@ class Status(Sequence[PatchStatus]):
 
     def to_json(self) -> str:
         """``as_dict()`` as indented JSON."""
+        import json
+
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -66,6 +65,8 @@ def read(
             elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
                 switches[names[variable]] = Switch.OFF
         else:
+            import difflib
+
             valid = [prefix, f"{prefix}_STRICT", *names]
             near = difflib.get_close_matches(variable.upper(), valid, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""

@@ -490,5 +490,28 @@ def test_patch_definitions_are_checked():
     for bad in ("Upper", "two words", "", "9", "a__b"):
         with pytest.raises(ValueError, match="slug"):
             Patch(bad, symptom="", affects=ALWAYS, changes="", ends="")
-    with pytest.raises(ValueError, match="bad"):
-        Patch("p", symptom="", affects=(("bad ~~ requirement",),), changes="", ends="")
+
+
+def test_unreadable_gates_fail_their_patch_alone(lib, make):
+    bad = lib.patch("bad", "m:f", affects=(("bad ~~ requirement",),))
+    worse = lib.patch("worse")
+    worse.replaces(f"{lib.name}.m", "f", when="no way")(tagging("worse"))
+    engine = make(bad, worse, lib.patch("good", "m:g"))
+    assert (lib.load("m").f(), lib.load("m").g()) == ("f", "good>g")
+    status = engine.status()
+    assert [entry.state for entry in status] == [State.FAILED, State.FAILED, State.APPLIED]
+    assert "cannot read its gate" in status["bad"].reason
+
+
+def test_started_engines_ask_the_gates_when_needed(lib, make):
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:g", affects=NEVER), install=False)
+    engine.start()
+    assert lib.load("m").f() == "a>f"
+    assert [entry.state for entry in engine.status()] == [State.APPLIED, State.UNAFFECTED]
+    late = make(lib.patch("c", "n:h"), lib.patch("d", "m:g", affects=NEVER), install=False)
+    late.start()
+    assert late.status()["d"].state is State.UNAFFECTED
+    with late.switched(["c"], on=False) as status:
+        assert status["c"].state is State.DISABLED
+        assert lib.load("n").h() == "h"
+    assert lib.load("n").h() == "c>h"
