@@ -121,9 +121,14 @@ def test_state_dict_of_an_offloaded_model_has_real_quant_states(nested, offload,
         model(batch())
     found = model.state_dict()
     assert found.keys() == expected.keys()
+    checked = 0
     for key in expected:
-        if ".weight." in key:  # the quant states; offloaded weights are on meta by design
+        layer, _, part = key.partition(".weight.")
+        # Layers that stay on the CPU are left to bitsandbytes, which may change their dtype.
+        if part and model.get_submodule(layer).weight.is_meta:
             assert torch.equal(found[key], expected[key]), key
+            checked += 1
+    assert checked
 
 
 @NESTED
