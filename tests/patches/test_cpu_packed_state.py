@@ -59,6 +59,7 @@ def test_state_dict_is_that_of_the_checkpoint(nested):
     assert module.weight.quant_state.nested is nested
 
 
+@pytest.mark.skipif(not functional.has_avx512bf16(), reason="on this CPU nothing is repacked")
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
 def test_forward_serialise_forward(nested):
     module, x = layer(nested), torch.randn(3, 256, dtype=torch.bfloat16)
