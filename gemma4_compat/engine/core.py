@@ -113,11 +113,11 @@ class Engine:
 
         Or at once, if one is already, and whenever somebody wants to know.
         """
-        self._undecided = True
         modules = {r.module for record in self._records.values() for r in record.patch.replacements}
         if any(module.partition(".")[0] in sys.modules for module in modules):
             self.install()
         else:
+            self._undecided = True
             for module in sorted(modules):
                 self._hook(module)
 

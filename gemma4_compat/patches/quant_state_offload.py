@@ -76,11 +76,7 @@ def params4bit_to(original: Any) -> Any:
         elif host is state:
             state = _copied_to(state, device)
         elif _lost(state):
-            raise RuntimeError(
-                f"the quant state of a 4-bit weight of shape {tuple(state.shape or ())} has no "
-                f"values: it was moved to the meta device before gemma4_compat was imported, or "
-                f"was never loaded.  Import gemma4_compat first, then load the model again."
-            )
+            raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
         else:
             return original(self, *args, **kwargs)
         # The original would move the state in place, so it gets a weight that has none.
@@ -104,25 +100,15 @@ def linear4bit_save_to_state_dict(original: Any) -> Any:
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def init_hook(original: Any) -> Any:
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        _share_state_with_modules(self, module)
-        return module
-
-    return init_hook
-
-
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.detach_hook")
-def detach_hook(original: Any) -> Any:
+def init_or_detach_hook(original: Any) -> Any:
     @wraps(original)
-    def detach_hook(self: Any, module: Any) -> Any:
+    def init_or_detach_hook(self: Any, module: Any) -> Any:
         module = original(self, module)
         _share_state_with_modules(self, module)
         return module
 
-    return detach_hook
+    return init_or_detach_hook
 
 
 def _as_host(state: Any) -> Any:
@@ -150,11 +136,15 @@ def _lost(state: Any) -> bool:
 def _require_values(module: Any, name: str) -> None:
     state = getattr(module.weight, "quant_state", None)
     if state is not None and _lost(state):
-        raise RuntimeError(
-            f"the quant state of {name or module} has no values: it was moved to the meta device "
-            f"before gemma4_compat was imported, or was never loaded.  Import gemma4_compat "
-            f"first, then load the model again."
-        )
+        raise _lost_values(name or module)
+
+
+def _lost_values(of: Any) -> RuntimeError:
+    return RuntimeError(
+        f"the quant state of {of} has no values: it was moved to the meta device before "
+        f"gemma4_compat was imported, or was never loaded.  Import gemma4_compat first, then load "
+        f"the model again."
+    )
 
 
 def _share_state_with_modules(hook: Any, module: Any) -> None:
