@@ -87,3 +87,23 @@ def offloaded(model):
 
 def adapter_parameters(model):
     return {n: p for n, p in model.named_parameters() if "lora_" in n}
+
+
+def dequantized(module):
+    """The module with bitsandbytes' layers replaced by bfloat16 ones of the very same values.
+
+    To be called before the first forward: on some CPUs that one repacks the weights.
+    """
+    import bitsandbytes as bnb
+
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, bnb.nn.Linear4bit):
+            values = bnb.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+        elif isinstance(layer, bnb.nn.Linear8bitLt):
+            values = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+        else:
+            continue
+        linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+        linear.weight.data, linear.bias = values.to(torch.bfloat16), layer.bias
+        module.set_submodule(name, linear)
+    return module

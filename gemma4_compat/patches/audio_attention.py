@@ -48,25 +48,32 @@ def tower_refuses_sdpa() -> Finding:
 
 @PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
 def check_and_adjust_attn_implementation(original: Any) -> Any:
-    @wraps(original)
-    def _check_and_adjust_attn_implementation(
-        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if attn_implementation is not None and not _supported(self, attn_implementation):
-            logger.info(
-                "the audio tower does not support %s attention and uses eager", attn_implementation
-            )
-            attn_implementation = "eager"
-        return original(self, attn_implementation, *args, **kwargs)
+    """Asked when the model is built."""
+    return _fall_back(original)
 
-    return _check_and_adjust_attn_implementation
+
+@PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
+def get_correct_attn_implementation(original: Any) -> Any:
+    """Asked by ``set_attn_implementation`` of the whole model."""
+    return _fall_back(original)
+
+
+def _fall_back(original: Any) -> Any:
+    @wraps(original)
+    def with_fallback(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested is not None and not _supported(self, requested):
+            logger.info("the audio tower does not support %s attention and uses eager", requested)
+            requested = "eager"
+        return original(self, requested, *args, **kwargs)
+
+    return with_fallback
 
 
 def _supported(model: Any, implementation: str) -> bool:
-    if "eager" in implementation:
-        return True
-    if "sdpa" in implementation:
-        return bool(model._supports_sdpa)
+    if "flash" in implementation:
+        return bool(model._supports_flash_attn)
     if "flex" in implementation:
         return bool(model._supports_flex_attn)
-    return bool(model._supports_flash_attn)
+    if "sdpa" in implementation:
+        return bool(model._supports_sdpa)
+    return True

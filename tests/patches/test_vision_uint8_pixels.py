@@ -1,0 +1,98 @@
+"""Images in a model whose vision tower is quantised as well."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from packaging.version import Version
+
+from gemma4_compat.demo.checkpoint import image_inputs
+from tests.support import assert_same, dequantized, load_model, logits, split
+
+KINDS = ["nf4", "nf4-nested", "int8"]
+#: bitsandbytes quantises all of the vision tower; the audio tower has a patch of its own
+VISION_TOO = {"llm_int8_skip_modules": ["model.audio_tower", "lm_head"]}
+
+
+def quantized(model_dir, kind):
+    model = load_model(model_dir, kind, **VISION_TOO)
+    assert not embedder(model).input_proj.weight.dtype.is_floating_point
+    return model
+
+
+def embedder(model):
+    return model.model.vision_tower.patch_embedder
+
+
+def features(model, dtype=torch.bfloat16):
+    """(tokens, hidden) image features of the tower, float32."""
+    inputs = image_inputs(model.config)
+    with torch.no_grad():
+        found = model.model.vision_tower(
+            inputs["pixel_values"].to(dtype), inputs["image_position_ids"]
+        )
+    return found.last_hidden_state.float()
+
+
+def given_float_pixels(model):
+    """The same model, whose patch embedder is told to project floating-point pixels."""
+    module = embedder(model)
+
+    def forward(pixel_values, pixel_position_ids, padding_positions):
+        pixels = (2 * (pixel_values - 0.5)).to(torch.bfloat16)
+        positions = module._position_embeddings(pixel_position_ids, padding_positions)
+        return module.input_proj(pixels) + positions
+
+    module.forward = forward
+    return model
+
+
+@pytest.mark.regression("vision_uint8_pixels", r"image features differ")
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_those_of_floating_point_pixels(model_dir, kind):
+    model = quantized(model_dir, kind)
+    found = features(model)
+    again = features(model)
+    expected = features(given_float_pixels(model))
+    assert torch.equal(found, expected), "image features differ"
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.regression("vision_uint8_pixels", r"image logits differ")
+def test_logits_of_float32_pixels(model_dir):
+    """Processors return float32 pixels."""
+    import transformers
+
+    if Version(transformers.__version__) >= Version("5.13"):
+        pytest.skip("there the tower computes with the dtype of the pixels")
+    model = quantized(model_dir, "nf4")
+    assert image_inputs(model.config)["pixel_values"].dtype == torch.float32
+    found = logits(model, ["image"])
+    assert_same(found, logits(given_float_pixels(model), ["image"]))
+
+
+@pytest.mark.regression("vision_uint8_pixels", r"the images are lost")
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
+    """Against the same weights, dequantised: the roundings of the activations are between, to
+    bfloat16 (2 ** -8) or to int8 (2 ** -7), through two layers."""
+    found = features(quantized(model_dir, kind))
+    expected = features(dequantized(quantized(model_dir, kind)))
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < 0.1, f"the images are lost: features are off by {error:.0%}"
+
+
+def test_offloaded_quantized_tower(model_dir, tmp_path):
+    expected = features(given_float_pixels(quantized(model_dir, "nf4")))
+    model = split(quantized(model_dir, "nf4"), tmp_path)
+    assert embedder(model).input_proj.weight.is_meta
+    for _ in range(2):
+        assert torch.equal(features(model), expected), "image features differ"
+
+
+def test_unquantized_tower_is_untouched(model_dir):
+    model = load_model(model_dir)
+    expected = features(model)
+    assert torch.equal(features(given_float_pixels(copy.deepcopy(model))), expected)
