@@ -20,6 +20,7 @@ from ._version import __version__
 from .engine.core import Engine, PatchError
 from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
+from .placement import input_device
 
 __all__ = [
     "PatchError",
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "disabled",
     "enabled",
+    "input_device",
     "install",
     "status",
     "uninstall",

@@ -1,0 +1,82 @@
+"""Where tensors belong that are given to a model, whatever has been done to its placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that token tensors (``input_ids``, ``attention_mask``, labels) belong on.
+
+    That is where the token embeddings *compute*, which is not always where their weight rests: an
+    offloaded weight is on meta, and comes to the execution device of its accelerate hook for each
+    forward.  With ``{"": 0, "model.language_model.embed_tokens": "cpu"}`` tokens belong on GPU 0.
+
+    A dispatched model takes tokens from any device, but it sends its outputs back to the device
+    that the inputs came from: tokens left on the CPU cost a copy of all logits in every forward.
+    On the device returned here they cost none, unless another GPU computes the logits.
+
+    Args:
+        model: a transformers model, split or not, or a wrapper around one: ``PeftModel``,
+            ``torch.compile``, ``DataParallel``, ``DistributedDataParallel``, FSDP.
+
+    Raises:
+        TypeError: ``model`` has no token embeddings.
+        ValueError: the embeddings are on meta and no hook loads them: no weights were loaded.
+    """
+    embedding = _token_embedding(model)
+    for module in _outwards(model, embedding):
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):  # SequentialHook: several on one module
+            device = getattr(each, "execution_device", None)
+            if device is not None:
+                return _as_device(device)
+    device = embedding.weight.device
+    if device.type == "meta":
+        raise ValueError(
+            f"the token embeddings of this {type(model).__name__} are on the meta device, and no "
+            f"accelerate hook brings them in: the model has no weights loaded"
+        )
+    return _as_device(device)
+
+
+def _token_embedding(model: Any) -> Any:
+    """The embedding module itself, inside whatever PEFT has put around it."""
+    from torch import nn
+
+    inner = model
+    while isinstance(inner, nn.Module) and not hasattr(inner, "get_input_embeddings"):
+        inner = getattr(inner, "module", None)  # DataParallel and its like
+    try:
+        embedding = inner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    if isinstance(embedding, nn.Module):
+        # PEFT's wrappers hold the original first, which is the one with the hook.
+        found = (each for each in embedding.modules() if isinstance(each, nn.Embedding))
+        embedding = next(found, embedding)
+    if getattr(embedding, "weight", None) is None:
+        raise TypeError(f"{type(model).__name__} has no token embeddings (get_input_embeddings)")
+    return embedding
+
+
+def _outwards(model: Any, module: Any) -> Iterator[Any]:
+    """The module, and what it is inside of, up to the model."""
+    path = next((name for name, each in model.named_modules() if each is module), None)
+    if path is None:
+        yield module
+        return
+    while path:
+        yield model.get_submodule(path)
+        path = path.rpartition(".")[0]
+    yield model
+
+
+def _as_device(device: Any) -> torch.device:
+    import torch
+
+    return torch.device(device)
