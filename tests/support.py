@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+import gemma4_compat
 from gemma4_compat.demo.checkpoint import TOWERS, audio_inputs, image_inputs, text_inputs
+from gemma4_compat.patches._offload import offload_hook
 
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 #: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
@@ -61,8 +64,7 @@ def split(model, offload_dir, device_map=None):
 
 def logits(model, kinds=("text", "image", "audio")):
     """float32 logits on the CPU for each kind of input."""
-    device = model.get_input_embeddings().weight.device
-    device = "cpu" if device.type == "meta" else device
+    device = gemma4_compat.input_device(model)
     result = {}
     with torch.no_grad():
         for kind in kinds:
@@ -103,7 +105,46 @@ def dequantized(module):
             values = bnb.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
         else:
             continue
-        linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=False)
         linear.weight.data, linear.bias = values.to(torch.bfloat16), layer.bias
         module.set_submodule(name, linear)
     return module
+
+
+def unquantised(model):
+    """Linear layers that a reference model must leave alone to be the same model."""
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return [name.replace(".base_layer", "") for name in names if "lora_" not in name]
+
+
+def on_one_gpu(model_dir, kind, like):
+    """The same model, with the same layers quantised, all of it on the GPU."""
+    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantised(like))
+    assert unquantised(model) == unquantised(like)
+    return model
+
+
+def transplant(split, one):
+    """Give ``one`` the quantised weights of ``split``.
+
+    Layers that a map puts on the CPU are quantised there, and the CPU's and the GPU's quantisation
+    kernels do not round alike.
+    """
+    import bitsandbytes as bnb
+
+    for name, module in split.named_modules():
+        if not isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            continue
+        hook = offload_hook(module)
+        weight = hook.weights_map["weight"] if module.weight.is_meta else module.weight
+        weight = weight.detach().as_subclass(torch.Tensor)
+        target = one.get_submodule(name.replace(".base_layer", ""))
+        if isinstance(module, bnb.nn.Linear4bit):
+            state = module.weight.quant_state.as_dict(packed=True)
+            target.weight = bnb.nn.Params4bit.from_prequantized(weight, state, device="cuda:0")
+        else:
+            scale = hook.weights_map["SCB"] if module.weight.is_meta else module.weight.SCB
+            target.weight = bnb.nn.Int8Params(
+                weight.to(0), requires_grad=False, CB=weight.to(0), SCB=scale.to(0)
+            )
+            target.init_8bit_state()

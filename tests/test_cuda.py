@@ -6,10 +6,16 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, text_inputs
-from tests.support import INPUTS, adapter_parameters, assert_same, load_model
+from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, image_inputs, text_inputs
+from tests.support import (
+    adapter_parameters,
+    assert_same,
+    load_model,
+    logits,
+    on_one_gpu,
+    transplant,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -17,43 +23,6 @@ KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 #: on every stack: what a map keeps on the CPU is not quantised, nor is the head
 OFFLOADED = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
-
-
-def logits(model, kinds=("text", "image", "audio")):
-    config = model.config
-    with torch.no_grad():
-        return {
-            kind: model(**{k: v.to(0) for k, v in INPUTS[kind](config).items()}).logits.float()
-            for kind in kinds
-        }
-
-
-def unquantised(model):
-    """Linear layers that a reference model must leave alone to be the same model."""
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    return [name.replace(".base_layer", "") for name in names if "lora_" not in name]
-
-
-def on_one_gpu(model_dir, kind, like):
-    """The same model, with the same layers quantised, all of it on the GPU."""
-    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantised(like))
-    assert unquantised(model) == unquantised(like)
-    return model
-
-
-def kinds_of(model):
-    """The quantised audio tower of transformers < 5.11 cannot run, on any device."""
-    tower = model.get_submodule("model.audio_tower")
-    quantised = any(type(module).__name__ == "Linear4bit" for module in tower.modules())
-    old = hasattr(tower, "layers") and _finfo_of_uint8()
-    return ("text", "image") if quantised and old else ("text", "image", "audio")
-
-
-def _finfo_of_uint8():
-    import transformers
-    from packaging.version import Version
-
-    return Version(transformers.__version__) < Version("5.11")
 
 
 def placement(model):
@@ -82,27 +51,6 @@ def adapted(model, adapter_dir, **options):
     return model
 
 
-def transplant(split, one):
-    """Give ``one`` the quantised weights of ``split``.
-
-    Layers that a map puts on the CPU are quantised there, and the CPU's and the GPU's quantisation
-    kernels do not round alike.
-    """
-    import bitsandbytes as bnb
-
-    for name, module in split.named_modules():
-        if type(module) is bnb.nn.Linear4bit:
-            weight, state = module.weight, module.weight.quant_state.as_dict(packed=True)
-            if weight.is_meta:
-                hook = module._hf_hook
-                hooks = [h for h in getattr(hook, "hooks", [hook]) if getattr(h, "offload", False)]
-                weight = hooks[0].weights_map["weight"]
-            weight = weight.detach().as_subclass(torch.Tensor)
-            one.get_submodule(
-                name.replace(".base_layer", "")
-            ).weight = bnb.nn.Params4bit.from_prequantized(weight, state, device="cuda:0")
-
-
 def check(split, model_dir, adapter_dir, kind, quantised_elsewhere=False, **options):
     """Base, adapter, second forward, generate: all as on one GPU."""
     from peft import PeftModel
@@ -110,16 +58,15 @@ def check(split, model_dir, adapter_dir, kind, quantised_elsewhere=False, **opti
     one = on_one_gpu(model_dir, kind, split)
     if quantised_elsewhere:
         transplant(split, one)
-    kinds = kinds_of(split)
-    assert_same(logits(split, kinds), logits(one, kinds))
+    assert_same(logits(split), logits(one))
     one = PeftModel.from_pretrained(one, adapter_dir).eval()
-    expected = logits(one, kinds)
+    expected = logits(one)
     allocated = torch.cuda.memory_allocated(0)
     split = adapted(split, adapter_dir, **options)
     added = sum(p.numel() * p.element_size() for p in adapter_parameters(split).values())
     assert torch.cuda.memory_allocated(0) - allocated < 2 * added + 2**20
     for _ in range(3):
-        assert_same(logits(split, kinds), expected)
+        assert_same(logits(split), expected)
     prompt = {k: v.to(0) for k, v in text_inputs(one.config).items()}
     tokens = [m.generate(**prompt, max_new_tokens=4, do_sample=False) for m in (one, split)]
     assert torch.equal(*tokens)
@@ -278,12 +225,54 @@ def test_int8_with_an_adapter_on_wrappers(model_dir, adapter_dir):
 
 
 def test_int8_with_towers_on_the_cpu(model_dir, adapter_dir):
-    from peft import PeftModel
-
     split = load_model(model_dir, "int8", SPLIT, **OFFLOADED)
-    one = load_model(model_dir, "int8", {"": 0}, llm_int8_skip_modules=unquantised(split))
-    expected = logits(PeftModel.from_pretrained(one, adapter_dir).eval())
-    assert_same(logits(adapted(split, adapter_dir)), expected)
+    check(split, model_dir, adapter_dir, "int8")
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_int8_decoder_layers_offloaded(model_dir, adapter_dir, where, tmp_path):
+    from accelerate import dispatch_model
+
+    model = load_model(model_dir, "int8", {"": 0})
+    split = dispatch_model(
+        model,
+        {**{f"model.language_model.layers.{i}": where for i in (1, 2, 4)}, "": 0},
+        offload_dir=str(tmp_path),
+        skip_keys=model._skip_keys_device_placement,
+    )
+    layer = split.get_submodule("model.language_model.layers.1.mlp.down_proj")
+    assert layer.weight.is_meta
+    check(split, model_dir, adapter_dir, "int8")
+
+
+@pytest.mark.regression("peft_redispatch", r"Expected a cuda device, but got: cpu|meta|device")
+def test_int8_with_an_automatic_map(model_dir, language_adapter_dir):
+    footprint = load_model(model_dir, "int8", {"": 0}).get_memory_footprint()
+    limits = {0: footprint // 2, "cpu": "1GiB"}
+    split = load_model(model_dir, "int8", "auto", max_memory=limits, **OFFLOADED)
+    names = [n for n, m in split.named_modules() if type(m).__name__ == "Linear8bitLt"]
+    assert any(split.get_submodule(name).weight.is_meta for name in names)
+    check(split, model_dir, language_adapter_dir, "int8", quantised_elsewhere=True)
+
+
+@pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
+def test_quantised_towers_see_and_hear(model_dir, kind):
+    """What the users kept unquantised, for a GiB of memory, may be quantised."""
+    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=["lm_head"])
+    float_towers = load_model(
+        model_dir, kind, {"": 0}, llm_int8_skip_modules=[*TOWERS, "embed_vision", "lm_head"]
+    )
+    assert model.get_memory_footprint() < float_towers.get_memory_footprint()
+    inputs = {k: v.to(0) for k, v in image_inputs(model.config).items()}
+    features = []
+    for each in (model, float_towers):
+        with torch.no_grad():
+            tower = each.model.vision_tower
+            found = tower(inputs["pixel_values"], inputs["image_position_ids"])
+        features.append(found.last_hidden_state.float().flatten())
+    similarity = torch.cosine_similarity(*features, dim=0).item()
+    assert similarity > 0.9, f"quantised and float features: cosine {similarity:.2f}"
+    assert all(values.isfinite().all() for values in logits(model).values())
 
 
 @pytest.mark.cuda(gpus=2)

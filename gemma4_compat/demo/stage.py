@@ -122,8 +122,7 @@ class Stage:
             bnb_4bit_compute_dtype=torch.bfloat16,
             # On a machine without a GPU this would leave everything in float.
             llm_int8_enable_fp32_cpu_offload=cpu_in_float,
-            # The audio tower in 4 bit raises before transformers 5.11.
-            llm_int8_skip_modules=["model.audio_tower", "lm_head", *skip],
+            llm_int8_skip_modules=["lm_head", *skip],
         )
         model = Gemma4ForConditionalGeneration.from_pretrained(
             self.folder / "model",

@@ -51,6 +51,24 @@ def offload_single_quant(stage: Stage) -> None:
     compare(stage.split(nested=False), stage.load(nested=False))
 
 
+@story("look at an image with the vision tower in 4 bit")
+def quantised_vision(stage: Stage) -> None:
+    import torch
+
+    model = stage.load()
+    image = inputs(model)["image"]
+    pixels, positions = image["pixel_values"].bfloat16(), image["image_position_ids"]
+    padding = (positions == -1).all(-1)
+    patches = model.model.vision_tower.patch_embedder
+    with torch.no_grad():
+        seen = patches(pixels, positions, padding)
+        shown = patches.input_proj(2 * (pixels - 0.5))
+        shown = shown + patches._position_embeddings(positions, padding)
+    if not torch.equal(seen, shown):
+        both = torch.stack([seen.float().flatten(), shown.float().flatten()])
+        raise Failure(f"what is seen correlates {both.corrcoef()[0, 1]:.2f} with what is shown")
+
+
 @story("load an adapter onto a split 4-bit model")
 def adapter_on_split(stage: Stage) -> None:
     compare(stage.with_adapter(stage.split_by_map(), "named"), _on_one_device(stage))
