@@ -41,7 +41,8 @@ PATCH = Patch(
     changes=(
         "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
         "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
-        "offload_buffers given to them are ignored with a warning.  Adapters of offloaded layers "
+        "offload_buffers given to them are ignored with a warning (PEFT itself ignores them, "
+        "without one, for a base model that has no device map).  Adapters of offloaded layers "
         "are created, run and merged on the layer's execution device."
     ),
     ends="not fixed upstream as of peft 0.21.2",
@@ -84,6 +85,10 @@ def peft_load_adapter(original: Any) -> Any:
     @wraps(original)
     def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_dispatched(self):
+            _warn_of_placement(
+                "load_adapter", kwargs,
+                "without effect: PEFT places a model only if it has a device map already.",
+            )  # fmt: skip
             return original(self, model_id, *args, **kwargs)
         with executing_map(self) as devices:
             kwargs = _without_placement("load_adapter", kwargs)
@@ -200,16 +205,22 @@ def _in_place(original: Any) -> Any:
 
 
 def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    ignored = [name for name in _PLACEMENT if kwargs.get(name) is not None]
-    if ignored:
-        logger.warning(
-            "%s given to PEFT's %s ignored: the base model has a device map already and stays "
-            "where it is, and the adapter goes to the devices that its layers execute on. To "
-            "place the model differently, pass device_map (and max_memory, offload_folder) to "
-            "the base model's from_pretrained.",
-            ", ".join(ignored), caller,
-        )  # fmt: skip
+    _warn_of_placement(
+        caller, kwargs,
+        "ignored: the base model has a device map already and stays where it is, and the adapter "
+        "goes to the devices that its layers execute on.",
+    )  # fmt: skip
     return {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
+
+
+def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
+    given = [name for name in _PLACEMENT if kwargs.get(name) is not None]
+    if given:
+        logger.warning(
+            "%s given to PEFT's %s %s To place the model differently, pass device_map (and "
+            "max_memory, offload_folder) to the base model's from_pretrained.",
+            ", ".join(given), caller, why,
+        )  # fmt: skip
 
 
 def _main_device(devices: dict[str, Any]) -> str:

@@ -36,15 +36,16 @@ PATCH = Patch(
 @PATCH.probe
 def quantizer_keeps_its_list_to_itself() -> Finding:
     """Look whether the quantiser extends its list by the map's modules, and only its own."""
+    import dis
     import inspect
 
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    prepare = Bnb4BitHfQuantizer._process_model_before_weight_loading
-    source = inspect.getsource(inspect.unwrap(prepare))
-    if "modules_to_not_convert.extend" not in source:
+    prepare = inspect.unwrap(Bnb4BitHfQuantizer._process_model_before_weight_loading)
+    if not {"modules_to_not_convert", "extend"} <= set(prepare.__code__.co_names):
         return drifted("the quantiser no longer extends modules_to_not_convert")
-    if "llm_int8_skip_modules =" in source:
+    written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
+    if "llm_int8_skip_modules" in written:
         return fixed("the quantiser writes its list to the config")
     return broken()
 

@@ -297,6 +297,26 @@ def test_ignored_arguments_are_said_once_and_nothing_else_is(
     assert "base model's from_pretrained" in record.message
 
 
+@pytest.mark.parametrize("spelling", ["offload_dir", "offload_folder"])
+def test_base_without_a_device_map_stays_where_it_is(
+    model_dir, language_adapter_dir, tmp_path, caplog, spelling
+):
+    from peft import PeftModel
+    from transformers import Gemma4ForConditionalGeneration
+
+    def plain():
+        return Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
+
+    expected = logits(PeftModel.from_pretrained(plain(), language_adapter_dir).eval())
+    options = {"device_map": {TOWERS[0]: "disk", "": "cpu"}, spelling: str(tmp_path / "offload")}
+    with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
+        model = PeftModel.from_pretrained(plain(), language_adapter_dir, **options).eval()
+    (record,) = ours(caplog)
+    assert f"device_map, {spelling} given to PEFT's load_adapter without effect" in record.message
+    assert not offloaded(model)
+    assert_same(logits(model), expected)
+
+
 def test_device_map_is_restored_after_an_error(model_dir, tmp_path):
     from peft import PeftModel
 
