@@ -193,7 +193,9 @@ def behaviours():
             try:
                 outcome = function()
             except Exception as error:
-                outcome = f"{type(error).__name__}: {error}"
+                # Not the traceback that torch.compile adds: our functions are in it.
+                message = str(error).partition("\n\nfrom user code")[0]
+                outcome = f"{type(error).__name__}: {message}"
             found.setdefault(name, {})[mode] = str(outcome)
     return found
 

@@ -1,0 +1,121 @@
+"""Reading a 4-bit weight that bitsandbytes has repacked for the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gemma4_compat
+from tests.support import assert_same, load_model, logits
+
+functional = pytest.importorskip("bitsandbytes.functional")
+if not hasattr(functional, "_convert_weight_packed_for_cpu"):
+    pytest.skip("this bitsandbytes does not repack", allow_module_level=True)
+
+repacks = pytest.mark.skipif(
+    not functional.has_avx512bf16(), reason="on this CPU nothing is repacked"
+)
+WRONG = r"differ"
+
+
+def layer(nested, storage=torch.uint8):
+    import bitsandbytes as bnb
+
+    generator = torch.Generator().manual_seed(0)
+    module = bnb.nn.Linear4bit(
+        256,
+        128,
+        bias=False,
+        compress_statistics=nested,
+        quant_type="nf4",
+        quant_storage=storage,
+    )
+    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
+    return module.to("cpu").eval()
+
+
+def dequantised(module):
+    return functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+
+
+@pytest.mark.regression("cpu_packed_dequantize", WRONG)
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+def test_dequantised_values(nested, storage):
+    module = layer(nested, storage)
+    expected = dequantised(module)
+    weight = module.weight
+    weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
+        weight.data, weight.quant_state
+    )
+    packed, state = weight.data.clone(), dict(vars(weight.quant_state))
+    for _ in range(2):
+        assert torch.equal(dequantised(module), expected), "dequantised values differ"
+    assert torch.equal(weight.data, packed)
+    assert vars(weight.quant_state).keys() == state.keys()
+    assert all(vars(weight.quant_state)[key] is value for key, value in state.items())
+
+
+@repacks
+@pytest.mark.regression("cpu_packed_dequantize", WRONG)
+def test_merge_after_a_forward(model_dir, language_adapter_dir):
+    from peft import PeftModel
+
+    def merged(*, run_before):
+        model = PeftModel.from_pretrained(load_model(model_dir, "nf4"), language_adapter_dir)
+        if run_before:
+            logits(model.eval(), ["text"])
+        return logits(model.merge_and_unload().eval())
+
+    assert_same(merged(run_before=True), merged(run_before=False))
+
+
+@repacks
+@pytest.mark.regression("cpu_packed_dequantize", WRONG)
+def test_dequantize_after_a_forward(model_dir):
+    expected = load_model(model_dir, "nf4-nested")
+    expected.dequantize()
+    model = load_model(model_dir, "nf4-nested")
+    logits(model)
+    model.dequantize()
+    assert_same(logits(model), logits(expected))
+
+
+@repacks
+@pytest.mark.regression("cpu_packed_dequantize", WRONG)
+def test_dora(model_dir, monkeypatch):
+    """DoRA reads the base weight in every forward, after the base layer has repacked it."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = r".*\.language_model\..*\.mlp\.(up|down)_proj"
+
+    def found():
+        model = load_model(model_dir, "nf4")
+        config = LoraConfig(target_modules=targets, use_dora=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = get_peft_model(model, config)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.05)
+        return logits(model.eval(), ["text"])["text"]
+
+    packed = found()
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+    never_packed = found()
+    # The two kernels round differently: 0.02 in a model without DoRA, too.
+    relative = ((packed - never_packed).norm() / never_packed.norm()).item()
+    assert relative <= 0.05, f"logits differ by {relative:.2g}, relatively"
+
+
+def test_without_the_other_patch():
+    """The way back is then an approximation: the scales have been rounded to bfloat16."""
+    module = layer(False)
+    expected = dequantised(module)
+    with gemma4_compat.disabled("cpu_packed_state"):
+        weight = module.weight
+        weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
+            weight.data, weight.quant_state
+        )
+        found = dequantised(module)
+    assert torch.allclose(found.float(), expected.float(), rtol=2**-7)
