@@ -35,6 +35,16 @@ STACKS = {
     ),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
+# what the libraries' own tests import beyond that
+UPSTREAM_TOOLS = (
+    "pytest-timeout",
+    "parameterized",
+    "scipy",
+    "scikit-learn",
+    "datasets",
+    "diffusers",
+    "einops",
+)
 
 
 def run_nox(arguments: list[str]) -> int:
@@ -82,6 +92,20 @@ def tests(session: nox.Session, stack: str) -> None:
     if not session.posargs:
         session.log("the users' failures, with the patches switched off:")
         session.run("pytest", "-m", "regression", "-n", "0", env={"GEMMA4_COMPAT": "0"})
+
+
+@nox.session
+@nox.parametrize("stack", list(STACKS))
+def upstream(session: nox.Session, stack: str) -> None:
+    """The libraries' own tests, without and with the patches: none may fare worse.
+
+    Takes hours; names of libraries after ``--`` select some.
+    """
+    session.install(TORCH, *STACKS[stack], *TEST_TOOLS, *UPSTREAM_TOOLS)
+    session.install(".", "--no-deps", "--force-reinstall", silent=True)
+    session.install("wrapt", "packaging")
+    out = ROOT / ".nox" / f"upstream-{stack}"
+    session.run("python", "tests/upstream.py", f"--out={out}", *session.posargs)
 
 
 @nox.session

@@ -279,8 +279,9 @@ def test_quantised_towers_see_and_hear(model_dir, kind):
 def test_second_gpu_is_not_entered(model_dir, adapter_dir):
     split = load_model(model_dir, "nf4-nested", SPLIT, **OFFLOADED)
     torch.cuda.reset_peak_memory_stats(1)
+    before = torch.cuda.memory_allocated(1)
     adapted(split, adapter_dir)
-    assert torch.cuda.max_memory_allocated(1) == 0
+    assert torch.cuda.max_memory_allocated(1) == before
 
 
 @pytest.mark.cuda(gpus=2)

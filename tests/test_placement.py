@@ -270,5 +270,8 @@ def test_embeddings_on_the_host_of_a_gpu(text_dir):
 
 @pytest.mark.cuda(gpus=2)
 def test_second_gpu(model_dir):
-    device_map = {"model.language_model": 1, "lm_head": 1, "": 0}
+    # Spelt out: with an entry for "", accelerate gives modules on GPU 1 hooks for GPU 0.
+    parts = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    device_map = {f"model.{part}": 0 for part in parts}
+    device_map |= {"model.language_model": 1, "lm_head": 1}
     assert input_device(load_model(model_dir, device_map=device_map)) == torch.device("cuda:1")

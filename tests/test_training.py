@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS
-from tests.support import adapter_parameters, load_model, offloaded, split
+from tests.support import adapter_parameters, load_model, offloaded, on_one_gpu, split
 
 STEPS = 10
 CHECKPOINTING = pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_towers_on_disk(make, checkpointing, model_dir, tmp_path):
 @CHECKPOINTING
 @pytest.mark.cuda
 def test_towers_on_the_cpu(make, checkpointing, model_dir, tmp_path):
-    one = load_model(model_dir, "nf4-nested", {"": 0})
-    expected = train(make, one, tmp_path, "cuda", gradient_checkpointing=False)
     device_map = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
     model = load_model(model_dir, "nf4-nested", device_map, llm_int8_enable_fp32_cpu_offload=True)
+    one = on_one_gpu(model_dir, "nf4-nested", model)
+    expected = train(make, one, tmp_path, "cuda", gradient_checkpointing=False)
     check(train(make, model, tmp_path, "cuda", **checkpointing), expected)

@@ -74,6 +74,27 @@ class Stage:
             return self._load(self.device_map, nested=True, skip=TOWERS, cpu_in_float=True)
         return self._dispatched(self.load(towers_in_float=True))
 
+    def unquantised(self) -> Any:
+        """The base model in bfloat16 on one device."""
+        return self._from_pretrained(self.folder / "model", {"": self.device})
+
+    def dispatched_plainly(self) -> Any:
+        """The same with decoder layers offloaded by a user's own ``dispatch_model``."""
+        from accelerate import dispatch_model
+
+        model = self.unquantised()
+        layers = {f"model.language_model.layers.{i}": self._elsewhere for i in (1, 2, 4)}
+        return dispatch_model(
+            model,
+            {**layers, "": self.device},
+            main_device=self.device,
+            offload_dir=str(self.scratch / "offload"),
+        )
+
+    def reload(self, path: Path) -> Any:
+        """A checkpoint that was saved quantised, on one device."""
+        return self._from_pretrained(path, {"": self.device})
+
     @property
     def device(self) -> Any:
         """The device that computes."""
@@ -82,7 +103,11 @@ class Stage:
     @property
     def device_map(self) -> dict[str, Any]:
         """The towers offloaded: to the CPU beside a GPU; to disk on a machine without one."""
-        return {**dict.fromkeys(TOWERS, "cpu" if _cuda() else "disk"), "": self.device}
+        return {**dict.fromkeys(TOWERS, self._elsewhere), "": self.device}
+
+    @property
+    def _elsewhere(self) -> str:
+        return "cpu" if _cuda() else "disk"
 
     def with_adapter(self, model: Any, name: str, **options: Any) -> Any:
         """``PeftModel.from_pretrained`` with one of the adapters."""
@@ -113,7 +138,7 @@ class Stage:
         cpu_in_float: bool = False,
     ) -> Any:
         import torch
-        from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
+        from transformers import BitsAndBytesConfig
 
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -124,15 +149,21 @@ class Stage:
             llm_int8_enable_fp32_cpu_offload=cpu_in_float,
             llm_int8_skip_modules=["lm_head", *skip],
         )
-        model = Gemma4ForConditionalGeneration.from_pretrained(
-            self.folder / "model",
-            quantization_config=quantization,
-            device_map=device_map,
-            dtype=torch.bfloat16,
+        model = self._from_pretrained(
+            self.folder / "model", device_map, quantization_config=quantization
         )
         if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
             raise Failure("nothing was quantised")
-        return model.eval()
+        return model
+
+    @staticmethod
+    def _from_pretrained(path: Path, device_map: dict[str, Any], **options: Any) -> Any:
+        import torch
+        from transformers import Gemma4ForConditionalGeneration
+
+        return Gemma4ForConditionalGeneration.from_pretrained(
+            path, device_map=device_map, dtype=torch.bfloat16, **options
+        ).eval()
 
 
 def _name_targets_in_full(adapter: Path) -> None:

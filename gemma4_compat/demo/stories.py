@@ -69,6 +69,11 @@ def quantised_vision(stage: Stage) -> None:
         raise Failure(f"what is seen correlates {both.corrcoef()[0, 1]:.2f} with what is shown")
 
 
+@story("offload decoder layers with dispatch_model, without skip_keys")
+def dispatch_without_skip_keys(stage: Stage) -> None:
+    compare(stage.dispatched_plainly(), stage.unquantised())
+
+
 @story("load an adapter onto a split 4-bit model")
 def adapter_on_split(stage: Stage) -> None:
     compare(stage.with_adapter(stage.split_by_map(), "named"), _on_one_device(stage))
@@ -128,11 +133,45 @@ def merge(stage: Stage) -> None:
     compare(model, _on_one_device(stage).merge_and_unload())
 
 
+@story("dequantise a 4-bit model with an adapter, then merge")
+def dequantize_and_merge(stage: Stage) -> None:
+    model = stage.with_adapter(stage.load(), "named")
+    model.dequantize()
+    expected = stage.load()
+    expected.dequantize()
+    compare(model.merge_and_unload(), stage.with_adapter(expected, "named").merge_and_unload())
+
+
+@story("save a split 4-bit model and load it again")
+def save_and_reload(stage: Stage) -> None:
+    model = stage.split()
+    placed = offloaded(model)
+    saved = stage.scratch / "saved"
+    model.save_pretrained(saved)
+    check_placement(model, placed)
+    compare(model, stage.reload(saved))
+
+
 @story("train an adapter on a split 4-bit model")
 def train(stage: Stage) -> None:
     model = stage.with_adapter(stage.split_by_map(), "named", is_trainable=True)
     found = _train(model, steps=3)
-    expected = _train(_on_one_device(stage, is_trainable=True), steps=3)
+    _compare_losses(found, _train(_on_one_device(stage, is_trainable=True), steps=3))
+
+
+@story("train with gradient checkpointing, as PEFT prepares a 4-bit model for it")
+def train_with_checkpointing(stage: Stage) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    losses = []
+    for checkpointing in (True, False):
+        model = stage.load(towers_in_float=True)
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+        losses.append(_train(stage.with_adapter(model, "named", is_trainable=True), steps=3))
+    _compare_losses(*losses)
+
+
+def _compare_losses(found: list[float], expected: list[float]) -> None:
     if found != expected:
         worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         raise Failure(f"losses wrong by {worst:.2g}")

@@ -348,8 +348,13 @@ def test_layers_on_two_gpus(family, split):
     from accelerate import dispatch_model
 
     expected = logits(tiny(family).to("cuda:0"), "cuda:0")
-    layers = {f"model.layers.{i}": device for i, device in enumerate(SPLITS[split])}
-    model = dispatch_model(tiny(family), {"": 0, **layers}, force_hooks=True)
+    model = tiny(family)
+    # Spelt out: with an entry for "", accelerate gives layers on GPU 1 hooks for GPU 0.
+    device_map = {f"model.{name}": 0 for name, _ in model.model.named_children()}
+    device_map |= {"lm_head": 0}
+    del device_map["model.layers"]
+    device_map |= {f"model.layers.{i}": device for i, device in enumerate(SPLITS[split])}
+    model = dispatch_model(model, device_map, force_hooks=True)
     for _ in range(2):
         assert_equal(logits(model, "cuda:0"), expected)
 
