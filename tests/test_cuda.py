@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import accelerate
 import pytest
 import torch
+from packaging.version import Version
 
 from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, image_inputs, text_inputs
 from tests.support import (
@@ -245,14 +247,31 @@ def test_int8_decoder_layers_offloaded(model_dir, adapter_dir, where, tmp_path):
     check(split, model_dir, adapter_dir, "int8")
 
 
-@pytest.mark.regression("peft_redispatch", r"Expected a cuda device, but got: cpu|meta|device")
-def test_int8_with_an_automatic_map(model_dir, language_adapter_dir):
+def int8_with_an_automatic_map(model_dir):
     footprint = load_model(model_dir, "int8", {"": 0}).get_memory_footprint()
     limits = {0: footprint // 2, "cpu": "1GiB"}
     split = load_model(model_dir, "int8", "auto", max_memory=limits, **OFFLOADED)
     names = [n for n, m in split.named_modules() if type(m).__name__ == "Linear8bitLt"]
     assert any(split.get_submodule(name).weight.is_meta for name in names)
-    check(split, model_dir, language_adapter_dir, "int8", quantised_elsewhere=True)
+    return split
+
+
+def test_int8_with_an_automatic_map(model_dir, adapter_dir):
+    split = int8_with_an_automatic_map(model_dir)
+    check(split, model_dir, adapter_dir, "int8", quantised_elsewhere=True)
+
+
+# Before accelerate 1.14 the model itself does not load without hf_initialized_flag.
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="does not load")
+@pytest.mark.regression("peft_redispatch", r"Expected a cuda device, but got: cpu")
+def test_adapter_on_offloaded_8_bit_layers(model_dir, language_adapter_dir):
+    from peft import PeftModel
+
+    split = int8_with_an_automatic_map(model_dir)
+    one = on_one_gpu(model_dir, "int8", split)
+    transplant(split, one)
+    expected = logits(PeftModel.from_pretrained(one, language_adapter_dir).eval())
+    assert_same(logits(PeftModel.from_pretrained(split, language_adapter_dir).eval()), expected)
 
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8"])

@@ -71,9 +71,10 @@ def _warn(model: Any) -> None:
     logger.warning(
         "merging an adapter into %d quantised layers (bitsandbytes, %s): the sum is quantised "
         "again, which rounds much of the adapter away, and the merged model will not reproduce "
-        "the outputs of the model with the adapter loaded. To keep them, merge into the "
-        "unquantised checkpoint: gemma4-compat merge BASE ADAPTER OUT, or "
-        "gemma4_compat.merge.merge_adapter(base, adapter, out).",
+        "the outputs of the model with the adapter loaded (on a small model, its logits were off "
+        "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantisation). To keep them, "
+        "merge into the unquantised checkpoint: gemma4-compat merge BASE ADAPTER OUT, or "
+        "merge_adapter in gemma4_compat.merge.",
         len(quantized), " and ".join(sorted(set(quantized))),
     )  # fmt: skip
 
