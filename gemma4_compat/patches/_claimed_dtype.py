@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._seen import Seen
+
 
 def is_float(layer: Any) -> bool:
     """Whether the layer's weight is of a floating-point dtype, that is, not quantised."""
@@ -19,32 +21,12 @@ class _Weight:
         self.dtype = dtype
 
 
-class _Layer:
-    """A layer that computes as ever and claims another dtype for its weight."""
+def claiming(module: Any, layer: str, dtype: Any) -> Any:
+    """``module`` for its own forward, with ``layer`` in it claiming ``dtype`` for its weight.
 
-    def __init__(self, layer: Any, dtype: Any) -> None:
-        self.layer = layer
-        self.weight = _Weight(dtype)
-
-    @property
-    def linear(self) -> _Layer:
-        """Inside a ``Gemma4ClippableLinear`` the weight is its linear layer's."""
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer(*args, **kwargs)
-
-
-class Claiming:
-    """``module`` as its own forward is to see it: one child claims ``dtype`` for its weight.
-
-    Passed as ``self``, so that nothing is changed on the module: other threads may be in its
-    forward as well.
+    ``layer`` is a dotted name; the layer computes as ever.
     """
-
-    def __init__(self, module: Any, child: str, dtype: Any) -> None:
-        self._module = module
-        setattr(self, child, _Layer(getattr(module, child), dtype))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    child, _, rest = layer.partition(".")
+    inner = getattr(module, child)
+    seen = claiming(inner, rest, dtype) if rest else Seen(inner, weight=_Weight(dtype))
+    return Seen(module, **{child: seen})

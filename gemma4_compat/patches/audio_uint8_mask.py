@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._claimed_dtype import Claiming, is_float
+from ._claimed_dtype import claiming, is_float
 
 PATCH = Patch(
     name="audio_uint8_mask",
@@ -42,26 +42,26 @@ def bounds_of_a_weight() -> Finding:
 
 @PATCH.replaces(_MODULE, "Gemma4AudioFeedForward.forward")
 def feed_forward(original: Any) -> Any:
-    return _follow_activations(original, "ffw_layer_1")
+    return _follow_activations(original, "ffw_layer_1.linear")
 
 
 @PATCH.replaces(_MODULE, "Gemma4AudioLightConv1d.forward")
 def light_conv(original: Any) -> Any:
-    return _follow_activations(original, "linear_start")
+    return _follow_activations(original, "linear_start.linear")
 
 
 @PATCH.replaces(_MODULE, "Gemma4AudioAttention.forward")
 def attention(original: Any) -> Any:
-    return _follow_activations(original, "post")
+    return _follow_activations(original, "post.linear")
 
 
-def _follow_activations(original: Any, child: str) -> Any:
-    """``child`` names the layer whose weight's dtype the forward asks for."""
+def _follow_activations(original: Any, layer: str) -> Any:
+    """``layer`` names the layer whose weight's dtype the forward asks for."""
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(getattr(self, child).linear):
-            self = Claiming(self, child, hidden_states.dtype)
+        if not is_float(self.get_submodule(layer)):
+            self = claiming(self, layer, hidden_states.dtype)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward

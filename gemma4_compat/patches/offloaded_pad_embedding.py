@@ -15,6 +15,7 @@ from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
 from ._offload import offload_hook
+from ._seen import Seen
 
 PATCH = Patch(
     name="offloaded_pad_embedding",
@@ -50,28 +51,11 @@ def model_forward(original: Any) -> Any:
         embedding = self.language_model.embed_tokens
         hook = offload_hook(embedding)
         if hook is not None:  # the weight is on meta at the latest after the lookup of the ids
-            rows = _Seen(embedding, weight=_Rows(hook))
-            self = _Seen(self, language_model=_Seen(self.language_model, embed_tokens=rows))
+            rows = Seen(embedding, weight=_Rows(hook))
+            self = Seen(self, language_model=Seen(self.language_model, embed_tokens=rows))
         return original(self, *args, **kwargs)
 
     return forward
-
-
-class _Seen:
-    """A module as the forward of the one around it is to see it, with some attributes replaced.
-
-    Nothing is changed on the module: other threads may be in its forward as well.
-    """
-
-    def __init__(self, module: Any, **attributes: Any) -> None:
-        self._module = module
-        vars(self).update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
 
 
 class _Rows:

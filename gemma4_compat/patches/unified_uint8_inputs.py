@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._claimed_dtype import Claiming, is_float
+from ._claimed_dtype import claiming, is_float
 
 PATCH = Patch(
     name="unified_uint8_inputs",
@@ -49,7 +49,7 @@ def vision_embedder_forward(original: Any) -> Any:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_float(self.patch_dense):
-            self = Claiming(self, "patch_dense", self.pos_embedding.dtype)
+            self = claiming(self, "patch_dense", self.pos_embedding.dtype)
         return original(self, *args, **kwargs)
 
     return forward
@@ -60,7 +60,7 @@ def multimodal_embedder_forward(original: Any) -> Any:
     @wraps(original)
     def forward(self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_float(self.embedding_projection):
-            self = Claiming(self, "embedding_projection", inputs_embeds.dtype)
+            self = claiming(self, "embedding_projection", inputs_embeds.dtype)
         return original(self, inputs_embeds, *args, **kwargs)
 
     return forward

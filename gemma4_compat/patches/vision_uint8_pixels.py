@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._claimed_dtype import Claiming, is_float
+from ._claimed_dtype import claiming, is_float
 
 PATCH = Patch(
     name="vision_uint8_pixels",
@@ -45,7 +45,7 @@ def patch_embedder_forward(original: Any) -> Any:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_float(self.input_proj):
-            self = Claiming(self, "input_proj", self.position_embedding_table.dtype)
+            self = claiming(self, "input_proj", self.position_embedding_table.dtype)
         return original(self, *args, **kwargs)
 
     return forward

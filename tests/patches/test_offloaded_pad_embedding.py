@@ -11,13 +11,13 @@ from tests.support import assert_same, load_model, logits
 ON_META = r"Tensor on device meta is not on the expected device|Cannot copy out of meta"
 
 
-def dispatched(model, folder, device_map):
+def dispatched(model, folder, device_map, main_device="cpu"):
     from accelerate import dispatch_model
 
     return dispatch_model(
         model,
         device_map,
-        main_device="cpu",
+        main_device=main_device,
         offload_dir=str(folder),
         skip_keys=model._skip_keys_device_placement,
     )
@@ -58,3 +58,16 @@ def test_generate(model_dir, tmp_path):
     device_map = {"model.language_model.embed_tokens": "disk", "": "cpu"}
     model = dispatched(load_model(model_dir), tmp_path, device_map)
     assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression(
+    "offloaded_pad_embedding", r"on meta|device meta|not on the expected device"
+)
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_embedding_off_the_gpu(model_dir, tmp_path, where):
+    expected = logits(load_model(model_dir, None, {"": 0}))
+    device_map = {"model.language_model.embed_tokens": where, "": 0}
+    model = dispatched(load_model(model_dir), tmp_path, device_map, main_device=0)
+    for _ in range(2):
+        assert_same(logits(model), expected)
