@@ -36,7 +36,8 @@ def hangs(stage):
     time.sleep(1000)
 
 def adapter_forgotten(stage):
-    compare(stage.load(), stage.with_adapter(stage.load(), "named"))
+    expected = stage.with_adapter(stage.load(towers_in_float=True), "named")
+    compare(stage.load(towers_in_float=True), expected)
 """
 
 
