@@ -62,20 +62,17 @@ def pytest_runtest_makereport(item, call):
     text = f"{call.excinfo.type.__name__}: {call.excinfo.value}"
     if re.search(error, text, re.DOTALL):
         report.outcome, report.longrepr = "passed", None
-        report.sections.append(("the bug", text.strip().splitlines()[-1]))
-        item.config.stash.setdefault(_BUGS, []).append((patch, item.name, text))
+        # What pytest-xdist brings along from its workers.
+        report.user_properties.append(("bug", f"{patch} | {item.name} | {' '.join(text.split())}"))
 
 
-_BUGS: pytest.StashKey[list[tuple[str, str, str]]] = pytest.StashKey()
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    bugs = config.stash.get(_BUGS, [])
+def pytest_terminal_summary(terminalreporter):
+    passed = terminalreporter.stats.get("passed", [])
+    bugs = [value for each in passed for name, value in each.user_properties if name == "bug"]
     if bugs:
         terminalreporter.section("without gemma4_compat")
-    for patch, test, text in bugs:
-        line = " ".join(text.split())
-        terminalreporter.write_line(f"{patch} | {test} | {line[:160]}")
+    for bug in sorted(bugs):
+        terminalreporter.write_line(bug[:240])
     if WITHOUT and bugs:
         terminalreporter.write_line(f"{len(bugs)} regression tests show their bug")
 

@@ -102,9 +102,8 @@ def sft_trainer(model, output_dir, device, options):
     )
 
 
-TRAINERS = pytest.mark.parametrize(
-    "make", [transformers_trainer, sft_trainer], ids=["Trainer", "SFTTrainer"]
-)
+NAMES = ["Trainer", "SFTTrainer"]
+TRAINERS = pytest.mark.parametrize("make", [transformers_trainer, sft_trainer], ids=NAMES)
 
 
 def train(make, model, output_dir, device="cpu", **options):
@@ -135,12 +134,17 @@ def check(found, expected):
     assert any("_tower." in name for name in after)
 
 
-@TRAINERS
+@pytest.fixture(scope="module", params=[transformers_trainer, sft_trainer], ids=NAMES)
+def trained_on_one_device(request, model_dir, tmp_path_factory):
+    """How to make the trainer, and what it does to a model on one device."""
+    model = load_model(model_dir, "nf4-nested")
+    folder = tmp_path_factory.mktemp("one-device")
+    return request.param, train(request.param, model, folder, gradient_checkpointing=False)
+
+
 @CHECKPOINTING
-def test_towers_on_disk(make, checkpointing, model_dir, tmp_path):
-    expected = train(
-        make, load_model(model_dir, "nf4-nested"), tmp_path, gradient_checkpointing=False
-    )
+def test_towers_on_disk(trained_on_one_device, checkpointing, model_dir, tmp_path):
+    make, expected = trained_on_one_device
     model = split(load_model(model_dir, "nf4-nested"), tmp_path / "offloaded")
     at_rest = offloaded(model)
     assert at_rest
