@@ -96,6 +96,7 @@ def tests(session: nox.Session, stack: str) -> None:
     session.install(TORCH, *STACKS[stack], *TRL[stack], *TEST_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
     session.install("wrapt", "packaging")
+    session.env["OMP_NUM_THREADS"] = "1"  # two workers of as many threads take twice as long
     session.run("pytest", "-n", "2", *(session.posargs or PARTS.get(stack, ())))
     if not session.posargs:
         session.log("the users' failures, with the patches switched off:")

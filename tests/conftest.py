@@ -3,7 +3,8 @@
 A test marked ``@pytest.mark.regression(patch, error)`` shows one bug.  Normally it must pass.  With
 ``GEMMA4_COMPAT=0`` in the environment, on versions inside the patch's gate, it must *fail*, with an
 exception whose text matches ``error``: the users' own message.  The report is then turned around,
-so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is there.
+so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is there.  Where
+another bug ends the test before its own can show, ``behind=PATCH`` names that one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
 GATES = {patch.name: patch.affects for patch in load()}
 
 
+def inside(patch):
+    return evaluate(GATES[patch]).outcome is not Outcome.OUTSIDE
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "regression(patch, error): see tests/conftest.py")
+    config.addinivalue_line("markers", "regression(patch, error, behind): see tests/conftest.py")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 
@@ -44,8 +49,13 @@ def pytest_collection_modifyitems(config, items):
         if wanted is not None and gpus < wanted.kwargs.get("gpus", 1):
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA, found {gpus} GPU(s)"))
         marker = item.get_closest_marker("regression")
-        if WITHOUT and marker and evaluate(GATES[marker.args[0]]).outcome is Outcome.OUTSIDE:
+        if not WITHOUT or marker is None:
+            continue
+        if not inside(marker.args[0]):
             item.add_marker(pytest.mark.skip(reason="the bug is not in these versions"))
+        elif "behind" in marker.kwargs and inside(marker.kwargs["behind"]):
+            reason = f"the bug of {marker.kwargs['behind']} comes first in these versions"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(hookwrapper=True)
