@@ -13,6 +13,9 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import Any
 
+_HERE = os.path.dirname(__file__)
+_OURS = (_HERE, os.path.join(_HERE, "cli"))
+
 
 def run(program: list[str], *, as_module: bool) -> int:
     """Do what ``python PROGRAM`` or ``python -m PROGRAM`` does, in this process."""
@@ -81,7 +84,7 @@ def _is_ours(filename: str) -> bool:
     folder, name = os.path.split(filename)
     console_script = ("gemma4-compat", "gemma4-compat.exe")
     return (
-        (os.path.normpath(folder) == os.path.dirname(__file__))
+        os.path.normpath(folder) in _OURS
         or name in ("runpy.py", *console_script)
         or filename.startswith(("<frozen runpy", "<frozen importlib"))
     )

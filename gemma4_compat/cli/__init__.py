@@ -1,0 +1,31 @@
+"""The command line: one module a command.
+
+Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import __version__
+from . import demo, merge, run, status
+
+COMMANDS = (status, run, merge, demo)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    argv, program = run.split_program(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="gemma4-compat",
+        description="Makes Gemma 4 work with transformers, accelerate, peft and bitsandbytes.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    options = parser.parse_args(argv, argparse.Namespace(program=program))
+    if options.command == "run" and not program:
+        parser.error("run: name a script, or a module after -m")
+    return int(options.execute(options))

@@ -1,0 +1,62 @@
+"""The libraries that matter: which are here, and having them without their chatter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+
+from ..engine.gate import installed_version
+
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+
+
+def library_versions() -> dict[str, str | None]:
+    """The installed versions of the libraries that matter; ``None`` for those not installed."""
+    versions: dict[str, str | None] = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = installed_version(name) or "unknown version"
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def require_libraries(command: str, names: Sequence[str]) -> int | None:
+    """The exit code where a library is missing, which is said."""
+    versions = library_versions()
+    missing = [name for name in names if versions[name] is None]
+    if not missing:
+        return None
+    print(
+        f'gemma4-compat {command} needs {", ".join(missing)}: pip install "gemma4-compat[gemma4]"',
+        file=sys.stderr,
+    )
+    return 2
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep what the libraries say on import off the terminal, but not what we say."""
+    handler = logging.StreamHandler()
+    handler.addFilter(logging.Filter(__package__.partition(".")[0]))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    # transformers reads its verbosity once, on import, and has a handler of its own.
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.removeHandler(handler)
+        if verbosity is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        else:
+            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity
