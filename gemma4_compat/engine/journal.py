@@ -80,12 +80,14 @@ class Entry:
     def keepers(self) -> set[int]:
         """The identities of what goes on to hold the original by right.
 
-        That is the staticmethod or classmethod around it, and the class it is inherited from.
+        That is the staticmethod or classmethod around it, the class it is inherited from, and its
+        own closure, where a decorator's wrapper knows itself by name.
         """
         owner, _, raw = self.target
+        closure = getattr(self.original, "__closure__", None) or ()
         inherited = owner.__mro__ if isinstance(owner, type) and self.before is _ABSENT else ()
         namespaces = (each for cls in inherited for each in gc.get_referents(vars(cls)))
-        return {id(raw), *map(id, namespaces)}
+        return {id(raw), *map(id, closure), *map(id, namespaces)}
 
     def __str__(self) -> str:
         owner = self.target.owner

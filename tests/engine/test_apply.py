@@ -123,6 +123,21 @@ def test_install_twice(lib, make, caplog):
     assert m.f() == "p>f"
 
 
+def test_a_wrapper_that_knows_itself_is_not_out_of_reach(lib, make):
+    m = lib.load("m")
+
+    def decorated():
+        def wrapper():
+            return f"known to {wrapper.__name__}"
+
+        return wrapper
+
+    m.f = decorated()
+    engine = make(lib.patch("p", "m:f"))
+    assert engine.status()["p"].reason == ""
+    assert m.f() == "p>known to wrapper"
+
+
 def test_what_is_out_of_reach_is_said(lib, make):
     m = lib.load("m")
     kept = [
