@@ -1,0 +1,315 @@
+"""Embeddings that rest on the host or on disk: rows are looked up there."""
+
+from __future__ import annotations
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+
+import gemma4_compat
+from gemma4_compat.demo.checkpoint import text_inputs
+from tests.support import assert_same, load_model, logits
+
+PLE = "model.language_model.embed_tokens_per_layer"
+TOKENS = "model.language_model.embed_tokens"
+
+
+def dispatched(model, folder, device_map, main_device="cpu", **options):
+    from accelerate import dispatch_model
+
+    return dispatch_model(
+        model,
+        {"": main_device, **device_map},
+        main_device=main_device,
+        offload_dir=str(folder),
+        skip_keys=model._skip_keys_device_placement,
+        **options,
+    )
+
+
+def table(model):
+    return model.get_submodule(PLE)
+
+
+def allocated(call):
+    """Bytes of host memory that a call allocates, freed again or not; mapping a file is free."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.key_averages() if event.key != "aten::from_file"]
+    return sum(max(event.self_cpu_memory_usage, 0) for event in events)
+
+
+class Offloaded:
+    """An embedding of a kind, on the host or on disk, and the same one that never left."""
+
+    def __init__(self, where, folder, make=nn.Embedding, dtype=torch.bfloat16):
+        from accelerate import cpu_offload, disk_offload
+
+        torch.manual_seed(0)
+        self.whole = make(5000, 64).to(dtype)
+        self.embedding = copy.deepcopy(self.whole)
+        if where == "disk":
+            disk_offload(self.embedding, str(folder), execution_device="cpu")
+        else:
+            cpu_offload(self.embedding, execution_device=torch.device("cpu"))
+
+    def check(self, ids):
+        found, expected = self.embedding(ids), self.whole(ids)
+        assert found.dtype == expected.dtype
+        assert found.requires_grad == expected.requires_grad
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, expected)
+        assert self.embedding.weight.is_meta
+
+
+IDS = torch.tensor([[0, 4999, 7], [7, 7, 1]])
+
+
+@pytest.mark.regression("host_embedding", r"bytes for 2 of 2000 rows")
+def test_only_rows_are_read_from_disk(tmp_path):
+    from accelerate import disk_offload
+
+    embedding = nn.Embedding(2000, 64)
+    expected = embedding.weight[[3, 1999]].clone()
+    disk_offload(embedding, str(tmp_path), execution_device="cpu")
+    found = []
+    spent = allocated(lambda: found.append(embedding(torch.tensor([3, 1999]))))
+    assert torch.equal(found[0], expected)
+    assert spent < 2000 * 64 * 4 / 10, f"{spent} bytes for 2 of 2000 rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("ids", [IDS, IDS.int(), IDS[0], IDS[:0], torch.tensor(3)])
+def test_shapes_and_dtypes(tmp_path, where, ids, dtype):
+    pair = Offloaded(where, tmp_path, dtype=dtype)
+    for _ in range(2):
+        pair.check(ids)
+    with torch.no_grad():
+        pair.check(ids)
+    with torch.inference_mode():
+        pair.check(ids)
+
+
+class Scaled(nn.Embedding):
+    """Reads its weight's dtype and device, as Gemma's does, and its values."""
+
+    def forward(self, ids):
+        scale = torch.tensor(3.0, device=self.weight.device).to(self.weight.dtype)
+        return super().forward(ids) * scale + self.weight[0] + self.weight.sum()
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Scaled,
+        lambda *size: nn.Embedding(*size, padding_idx=7),
+        lambda *size: nn.Embedding(*size, max_norm=0.5),
+        lambda *size: nn.Embedding(*size).requires_grad_(False),
+    ],
+    ids=["scaled", "padding", "max_norm", "frozen"],
+)
+def test_kinds_of_embeddings(tmp_path, where, make):
+    pair = Offloaded(where, tmp_path, make)
+    pair.check(IDS)
+    pair.check(IDS)
+
+
+def test_after_a_forward_that_raised(tmp_path):
+    pair = Offloaded("cpu", tmp_path)
+    with pytest.raises(IndexError):
+        pair.embedding(torch.tensor([5000]))
+    pair.check(IDS)
+
+
+def test_who_loads_the_weight_gets_it(tmp_path):
+    """PEFT, for one, when it merges."""
+    pair = Offloaded("disk", tmp_path)
+    hook = pair.embedding._hf_hook
+    hook.pre_forward(pair.embedding)
+    assert torch.equal(pair.embedding.weight, pair.whole.weight)
+    assert type(pair.embedding.weight) is nn.Parameter
+    hook.post_forward(pair.embedding, torch.zeros(1))
+    pair.check(IDS)
+
+
+def test_deepcopy(tmp_path):
+    pair = Offloaded("cpu", tmp_path)
+    pair.check(IDS)
+    copied = copy.deepcopy(pair.embedding)
+    assert copied.weight.is_meta
+    assert torch.equal(copied(IDS), pair.whole(IDS))
+
+
+@pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="breaks compiling")
+def test_compiled(tmp_path):
+    pair = Offloaded("cpu", tmp_path)
+    compiled = torch.compile(pair.embedding, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(IDS), pair.whole(IDS))
+    pair.check(IDS)
+
+
+def test_uninstalled(tmp_path, pristine):
+    pair = Offloaded("disk", tmp_path)
+    pair.check(IDS)
+    gemma4_compat.uninstall("host_embedding")
+    pair.check(IDS)
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"])
+@pytest.mark.parametrize("names", [[PLE], [PLE, TOKENS], [PLE, TOKENS, "lm_head"]])
+def test_model(model_dir, tmp_path, kind, names):
+    expected = logits(load_model(model_dir, kind))
+    model = dispatched(load_model(model_dir, kind), tmp_path, dict.fromkeys(names, "disk"))
+    for _ in range(2):
+        assert_same(logits(model), expected)
+        assert table(model).weight.is_meta
+
+
+def test_model_from_its_own_checkpoint_file(model_dir, tmp_path):
+    """transformers leaves modules on "disk" in the checkpoint's safetensors."""
+
+    expected = logits(load_model(model_dir))
+    model = load_model(model_dir)
+    files = {
+        f"{PLE}.weight": {
+            "safetensors_file": str(next(model_dir.glob("*.safetensors"))),
+            "weight_name": f"{PLE}.weight",
+            "dtype": "bfloat16",
+        }
+    }
+    model = dispatched(model, tmp_path, {PLE: "disk"}, offload_index=files)
+    assert_same(logits(model), expected)
+    ids = torch.tensor([[1, 2]])
+    bytes_of_table = table(model).weight.numel() * 2
+    assert allocated(lambda: table(model)(ids)) < bytes_of_table / 10
+
+
+def test_generate(model_dir, tmp_path):
+    whole = load_model(model_dir)
+    model = dispatched(load_model(model_dir), tmp_path, {PLE: "disk"})
+    inputs = text_inputs(whole.config)
+    for cache in ("dynamic", "static"):
+        options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
+        assert torch.equal(model.generate(**inputs, **options), whole.generate(**inputs, **options))
+
+
+def test_adapter_and_training_step(model_dir, tmp_path, adapter_dir):
+    from peft import PeftModel
+
+    def gradients(base):
+        model = PeftModel.from_pretrained(base, adapter_dir, is_trainable=True)
+        inputs = text_inputs(base.config)
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        loss.backward()
+        return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    loss, expected = gradients(load_model(model_dir, "nf4"))
+    split = dispatched(load_model(model_dir, "nf4"), tmp_path, {PLE: "disk"})
+    found_loss, found = gradients(split)
+    assert torch.equal(found_loss, loss)
+    assert found.keys() == expected.keys() != set()
+    assert not [name for name, grad in expected.items() if not torch.equal(found[name], grad)]
+    assert table(split).weight.is_meta
+
+
+def lora_on_the_embedding(base):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["embed_tokens_per_layer"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def test_adapter_on_the_embedding_itself(model_dir, tmp_path):
+    expected = lora_on_the_embedding(load_model(model_dir))
+    model = lora_on_the_embedding(dispatched(load_model(model_dir), tmp_path, {PLE: "disk"}))
+    assert_same(logits(model), logits(expected))
+    merged, expected = model.merge_and_unload(), expected.merge_and_unload()
+    assert_same(logits(merged), logits(expected))
+
+
+# -- on a GPU -----------------------------------------------------------------------------------
+
+
+class Peak:
+    """GPU bytes allocated at most within the block, beyond what was before it."""
+
+    def __enter__(self):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *error):
+        torch.cuda.synchronize()
+        self.bytes = torch.cuda.max_memory_allocated() - self.before
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("host_embedding", r"bytes on the GPU for 6 of 200000 rows")
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_rows_travel_to_the_gpu(tmp_path, where):
+    whole = nn.Embedding(200000, 64)
+    model = nn.Sequential(whole, nn.Linear(64, 8))
+    expected = copy.deepcopy(model).cuda()(IDS.cuda())
+    from accelerate import dispatch_model
+
+    model = dispatch_model(model, {"0": where, "1": 0}, main_device=0, offload_dir=tmp_path)
+    for _ in range(2):
+        with Peak() as peak:
+            found = model(IDS.cuda())
+        assert torch.equal(found, expected)
+        spent = peak.bytes
+        assert spent < 200000 * 64 * 4 / 10, f"{spent} bytes on the GPU for 6 of 200000 rows"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", [None, "nf4-nested"])
+def test_model_on_the_gpu(model_dir, tmp_path, kind, where):
+    inputs = text_inputs(load_model(model_dir).config)
+    inputs = {name: tensor.to("cuda:0") for name, tensor in inputs.items()}
+    options = {"max_new_tokens": 4, "do_sample": False}
+    whole = load_model(model_dir, kind, {"": 0})
+    expected, tokens = logits(whole), whole.generate(**inputs, **options)
+    device_map = {PLE: where, TOKENS: where}
+    model = dispatched(load_model(model_dir, kind, {"": 0}), tmp_path, device_map, main_device=0)
+    for _ in range(2):
+        assert_same(logits(model), expected)
+    assert torch.equal(model.generate(**inputs, **options), tokens)
+    assert table(model).weight.is_meta
+
+
+@pytest.mark.cuda
+def test_more_rows_than_are_staged_at_once(tmp_path):
+    torch.manual_seed(0)
+    whole = nn.Embedding(3000, 2048)
+    ids = torch.randint(0, 3000, (4, 2500), device="cuda:0")
+    expected = copy.deepcopy(whole).cuda()(ids)
+    from accelerate import dispatch_model
+
+    model = nn.Sequential(whole, nn.Identity())
+    model = dispatch_model(model, {"0": "cpu", "1": 0}, main_device=0)
+    for _ in range(3):
+        assert torch.equal(model(ids), expected)
+
+
+@pytest.mark.cuda
+def test_natural_map(model_dir):
+    """As a user writes it."""
+    expected = logits(load_model(model_dir, None, {"": 0}))
+    model = load_model(model_dir, None, {PLE: "cpu", "": 0})
+    assert_same(logits(model), expected)
+    assert table(model).weight.is_meta

@@ -1,0 +1,329 @@
+"""Per-layer embeddings and fused experts stay as they are when a model is prepared for training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import gemma4_compat
+from tests.support import quantization
+
+PATCH = "kbit_training_upcast"
+CAST = r"cast to torch.float32"
+
+
+def config_of(family, **options):
+    """Per-layer embeddings as wide as in the released models, so that their factor is exact."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "pad_token_id": 0,
+    }
+    if family == "Llama":
+        return transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
+    sizes |= {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    }
+    if family != "Gemma4 experts":
+        sizes |= {
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 3,
+        }
+    if family == "Gemma3n":
+        sizes |= {"altup_num_inputs": 2, "laurel_rank": 128}
+        sizes |= {"intermediate_size": [128] * 6, "activation_sparsity_pattern": [0.0] * 6}
+        config = transformers.Gemma3nTextConfig(**sizes | options)
+        return transformers.Gemma3nForCausalLM, config
+    sizes |= {"global_head_dim": 128}
+    if family == "Gemma4 experts":
+        sizes |= {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2}
+        sizes |= {"moe_intermediate_size": 64, "hidden_size_per_layer_input": 0}
+    return transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**sizes | options)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """One checkpoint a family, bfloat16."""
+    found = {}
+
+    def folder(family):
+        if family not in found:
+            found[family] = tmp_path_factory.mktemp("model")
+            model_class, config = config_of(family)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = model_class(config)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(0.05 * torch.randn_like(parameter))
+            model.to(torch.bfloat16).save_pretrained(found[family])
+        return found[family]
+
+    return folder
+
+
+def load(folder, kind="nf4"):
+    from transformers import AutoModelForCausalLM
+
+    # Too small to be packed, as some CPUs do.
+    skipped = ["lm_head", "router.proj", "modality_router", "prediction_coefs", "correction_coefs"]
+    options = {} if kind is None else {
+        "quantization_config": quantization(kind, llm_int8_skip_modules=skipped)
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": "cpu"}, **options
+    )
+    if kind is not None:
+        assert "Linear4bit" in {type(module).__name__ for module in model.modules()}
+    return model
+
+
+def prepare(model, **options):
+    # By the name a user's script has taken; the reference copy is made without the patch.
+    from peft import prepare_model_for_kbit_training
+
+    options.setdefault("use_gradient_checkpointing", False)
+    return prepare_model_for_kbit_training(model, **options)
+
+
+def prepared_as_upstream(model, **options):
+    with gemma4_compat.disabled(PATCH):
+        return prepare(model, **options)
+
+
+def giants(model):
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if "embed_tokens_per_layer" in name or ".experts." in name
+    }
+
+
+def assert_left_alone(model, before):
+    found = giants(model)
+    assert found
+    assert found.keys() == before.keys()
+    for name, parameter in found.items():
+        was = before[name]
+        assert parameter.dtype == was.dtype, f"{name} was cast to {parameter.dtype}"
+        assert parameter.data_ptr() == was.data_ptr(), f"{name} was copied"
+        assert not parameter.requires_grad
+
+
+def pinned(model):
+    """The giants as they are: other tensors on the same memory."""
+    return {name: parameter.detach() for name, parameter in giants(model).items()}
+
+
+@pytest.mark.regression("kbit_training_upcast", CAST)
+@pytest.mark.parametrize("kind", ["nf4", None], ids=["nf4", "bf16"])
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma4 experts", "Gemma3n"])
+def test_giants_are_left_alone(folders, family, kind, pristine):
+    model = load(folders(family), kind)
+    before = pinned(model)
+    assert prepare(model) is model
+    assert_left_alone(model, before)
+
+
+@pytest.mark.regression("kbit_training_upcast", CAST)
+def test_inside_an_adapter_model(folders):
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "embed_tokens_per_layer"]
+    model = get_peft_model(load(folders("Gemma4")), LoraConfig(r=4, target_modules=targets))
+    before = {n: p.detach() for n, p in giants(model).items() if "lora_" not in n}
+    prepare(model)
+    found = {n: p for n, p in giants(model).items() if "lora_" not in n}
+    assert [p.dtype for p in found.values()] == [torch.bfloat16], "was cast to torch.float32"
+    assert [p.data_ptr() for p in found.values()] == [p.data_ptr() for p in before.values()]
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.regression("kbit_training_upcast", CAST)
+def test_offloaded_table(folders, tmp_path):
+    from accelerate import dispatch_model
+
+    expected = prepared_as_upstream(load(folders("Gemma4"), None))
+    model = dispatch_model(
+        load(folders("Gemma4"), None),
+        {"model.embed_tokens_per_layer": "disk", "": "cpu"},
+        main_device="cpu", offload_dir=str(tmp_path),
+        skip_keys=["past_key_values", "shared_kv_states"],
+    )  # fmt: skip
+    prepare(model)
+    table = model.model.embed_tokens_per_layer.weight
+    assert table.is_meta
+    assert table.dtype == torch.bfloat16, f"was cast to {table.dtype}"
+    for _ in range(2):
+        assert_same_training(trained(model, steps=0), trained(expected, steps=0))
+
+
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma4 experts", "Gemma3n", "Llama"])
+def test_everything_else_as_upstream(folders, family, pristine):
+    def described(model):
+        return {
+            name: (parameter.dtype, parameter.requires_grad, type(parameter))
+            for name, parameter in model.named_parameters()
+        }
+
+    found = prepare(load(folders(family)), use_gradient_checkpointing=True)
+    expected = prepared_as_upstream(load(folders(family)), use_gradient_checkpointing=True)
+    special = giants(found).keys()
+    assert bool(special) is (family != "Llama")
+    for name, description in described(expected).items():
+        if name not in special:
+            assert described(found)[name] == description, name
+    assert found.is_gradient_checkpointing
+    assert "parameters" not in vars(found)
+    if family == "Llama":
+        assert hooks_of(found) == hooks_of(expected)
+
+
+def hooks_of(model):
+    return {
+        name: (len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    targets = r".*layers\.\d+\.(mlp\.\w+_proj|self_attn\.[qo]_proj)"
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+def trained(model, steps=3, autocast=False):
+    """The losses of a few steps, and logits and adapter afterwards."""
+    tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+    losses = []
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=tokens, labels=tokens, use_cache=False)
+
+    if steps:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = step().loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    with torch.no_grad():
+        output = step()
+    adapter = {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
+    return losses, output.logits.float(), adapter
+
+
+def assert_same_training(found, expected):
+    assert found[0] == expected[0]
+    worst = (found[1] - expected[1]).abs().max().item()
+    assert found[1].isfinite().all()
+    assert worst == 0, f"logits differ by up to {worst:.3g}"
+    assert found[2].keys() == expected[2].keys()
+    assert [n for n, p in found[2].items() if not torch.equal(p, expected[2][n])] == []
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("kind", ["nf4", None], ids=["nf4", "bf16"])
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma3n"])
+def test_training_with_per_layer_embeddings(folders, family, kind, autocast, pristine):
+    """Bit for bit: a row times a power of two is exact in bfloat16, and float32 from there on."""
+    options = {"use_gradient_checkpointing": True}
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    model = adapted(prepare(load(folders(family), kind), **options))
+    expected = adapted(prepared_as_upstream(load(folders(family), kind), **options))
+    before = pinned(model)
+    expected, found = trained(expected, autocast=autocast), trained(model, autocast=autocast)
+    assert len(set(expected[0])) == 3
+    assert_same_training(found, expected)
+    assert_left_alone(model, before)
+
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_experts(folders, autocast, implementation, pristine):
+    """They multiply in bfloat16, as the 4-bit layers do: four roundings of 2**-9.
+
+    Autocast has float32 experts multiply in bfloat16 too, but not with grouped_mm.
+    """
+    states = torch.randn(10, 128, generator=torch.Generator().manual_seed(0))
+    index = torch.arange(20).reshape(10, 2)
+    weights = torch.linspace(0.1, 0.9, 20).reshape(10, 2)
+
+    def output(prepare):
+        model = prepare(load(folders("Gemma4 experts"), None))
+        model.set_experts_implementation(implementation)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model.model.layers[0].experts(states, index, weights).float()
+
+    found, expected = output(prepare), output(prepared_as_upstream)
+    off = ((found - expected).norm() / expected.norm()).item()
+    exact = autocast and implementation != "grouped_mm"
+    assert off <= (0 if exact else 2**-7), f"experts' outputs differ by {off:.3g} of their size"
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_training_with_experts(folders, autocast, pristine):
+    """No further from upstream's float32 experts than the model was as it was loaded."""
+    tokens = {"input_ids": torch.arange(1, 25).reshape(2, 12)}
+    as_loaded = load(folders("Gemma4 experts"))
+    model = adapted(prepare(load(folders("Gemma4 experts"))))
+    expected = prepared_as_upstream(load(folders("Gemma4 experts")))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        wanted = expected(**tokens).logits.float()
+        with model.disable_adapter():
+            off = (model(**tokens).logits.float() - wanted).norm()
+        assert off <= (as_loaded(**tokens).logits.float() - wanted).norm()
+    losses, logits, adapter = trained(model, autocast=autocast)
+    assert len(set(losses)) == 3
+    assert torch.tensor(losses).isfinite().all()
+    assert logits.isfinite().all()
+    assert all(parameter.isfinite().all() for parameter in adapter.values())
+
+
+def test_said_once(folders, caplog, pristine):
+    model = load(folders("Gemma4"))
+    with caplog.at_level(logging.INFO, logger="gemma4_compat.patches"):
+        prepare(model)
+    applied = gemma4_compat.status()[PATCH].state.value == "applied"
+    said = [r for r in caplog.records if r.name.endswith(PATCH)]
+    assert [record.levelname for record in said] == ["INFO"] * applied
+    size = 128 * 6 * 256 * 2
+    assert all(f"{size / 2**30:.3g} GiB less" in record.getMessage() for record in said)
+
+
+def test_twice_and_copied(folders, pristine):
+    model = prepare(prepare(load(folders("Gemma4"), None)))
+    table = model.model.embed_tokens_per_layer
+    assert len(table._forward_hooks) <= 1
+    twin = copy.deepcopy(model)
+    assert_same_training(trained(twin, 0), trained(model, 0))
+
+
+def test_errors_leave_the_model_as_it_was(folders, pristine):
+    model = load(folders("Gemma4"), None)
+    with pytest.raises(TypeError):
+        prepare(model, no_such_option=1)
+    assert "parameters" not in vars(model)
+    assert "embed_tokens_per_layer.weight" in "".join(n for n, _ in model.named_parameters())

@@ -1,0 +1,365 @@
+"""Offloaded decoder layers with 4-bit weights: one copy a layer, the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import gemma4_compat
+from gemma4_compat.demo.checkpoint import text_inputs
+from gemma4_compat.patches import offload_streaming
+from tests.support import assert_same, load_model, logits
+
+KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
+
+
+@pytest.fixture
+def cpu_streams(monkeypatch):
+    """Blocks are copied from the CPU to the CPU: all but streams and page-locking is the same."""
+    monkeypatch.setattr(offload_streaming, "STREAMED_TO", ("cpu", "cuda"))
+
+
+def offloaded(model, folder=None):
+    from accelerate import cpu_offload
+
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def dispatches():
+    gc.collect()
+    return list(offload_streaming._DISPATCHES.values())
+
+
+def layers_of(model, module=f"{FIRST}self_attn.q_proj"):
+    module = model.get_submodule(module)
+    hook = getattr(module, "base_layer", module)._hf_hook
+    parts = (vars(each).get("_streamed_part") for each in getattr(hook, "hooks", [hook]))
+    return next(part.layer.layers for part in parts if part is not None)
+
+
+def on_device(model):
+    return [name for name, layer in layers_of(model).layers.items() if layer.there]
+
+
+def left_over(model):
+    """A layer stays if it has modules that had no turn: transformers 5.5 has unused projections."""
+    last = len(model.model.language_model.layers) - 1
+    unused = hasattr(model.model.language_model.layers[last].self_attn, "k_proj")
+    return [f"model.language_model.layers.{last}"] if unused else []
+
+
+@KINDS
+@pytest.mark.usefixtures("cpu_streams")
+def test_logits(model_dir, kind):
+    expected = logits(load_model(model_dir, kind))
+    model = offloaded(load_model(model_dir, kind))
+    for _ in range(3):
+        assert_same(logits(model), expected)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert on_device(model) == left_over(model)
+    blocks = [layer for layer in layers_of(model).layers.values() if layer.host is not None]
+    assert len(blocks) > len(model.model.language_model.layers), "the vision tower's, too"
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_two_layers_at_a_time(model_dir):
+    model = offloaded(load_model(model_dir, "nf4"))
+    seen = []
+
+    def look(module, *_):
+        seen.append([name.rpartition(".")[2] for name in on_device(model)])
+
+    for layer in model.model.language_model.layers:
+        layer.mlp.register_forward_pre_hook(look)
+    logits(model, ["text"])
+    count = len(model.model.language_model.layers)
+    expected = [[str(i), str(i + 1)] for i in range(count - 1)] + [[str(count - 1)]]
+    assert seen == expected
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_weights_are_in_memory_once(model_dir):
+    model = offloaded(load_model(model_dir, "nf4"))
+    logits(model, ["text"])
+    layers = layers_of(model)
+    for layer in layers.layers.values():
+        for part in layer.parts:
+            for name, pieces in part.pieces.items():
+                for piece in pieces.values():
+                    assert piece.host.untyped_storage().data_ptr() == layer.host.data_ptr()
+                assert layers.tensors[part.prefix + name] is pieces[""].host
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_unquantised_layers_are_left_to_accelerate(model_dir):
+    expected = logits(load_model(model_dir))
+    model = offloaded(load_model(model_dir))
+    assert_same(logits(model), expected)
+    assert not [layer for layer in layers_of(model).layers.values() if layer.host is not None]
+
+
+@KINDS
+@pytest.mark.usefixtures("cpu_streams")
+def test_generate(model_dir, kind):
+    inputs = text_inputs(load_model(model_dir).config)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = load_model(model_dir, kind).generate(**inputs, **options)
+    model = offloaded(load_model(model_dir, kind))
+    assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.usefixtures("cpu_streams")
+def test_training_after_inference_mode(model_dir, language_adapter_dir, checkpointing):
+    from peft import PeftModel
+
+    inputs = text_inputs(load_model(model_dir).config)
+
+    def gradients(base):
+        model = PeftModel.from_pretrained(base, language_adapter_dir, is_trainable=True)
+        if base.lm_head.weight.is_meta:  # a whole model would have its weights packed for the CPU
+            with torch.inference_mode():
+                model(**inputs)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.train()
+        for _ in range(2):
+            model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(load_model(model_dir, "nf4"))
+    found = gradients(offloaded(load_model(model_dir, "nf4")))
+    assert found.keys() == expected.keys() != set()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_a_merged_adapter_is_kept(model_dir, language_adapter_dir):
+    from peft import PeftModel
+
+    def merged(base):
+        logits(base, ["text"]) if base.lm_head.weight.is_meta else None
+        return PeftModel.from_pretrained(base, language_adapter_dir).merge_and_unload()
+
+    expected = logits(merged(load_model(model_dir, "nf4")))
+    model = merged(offloaded(load_model(model_dir, "nf4")))
+    for _ in range(2):
+        assert_same(logits(model), expected)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_tensors_replaced_by_somebody(model_dir):
+    model, whole = offloaded(load_model(model_dir, "nf4")), load_model(model_dir, "nf4")
+    logits(model, ["text"])
+    name = f"{FIRST}input_layernorm"
+    module, reference = model.get_submodule(name), whole.get_submodule(name)
+    tensors = layers_of(model).tensors
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * 2
+    reference.weight.data *= 2
+    assert_same(logits(model), logits(whole))
+    # in place, where it rests
+    tensors[f"{LAST}input_layernorm.weight"].mul_(3)
+    whole.get_submodule(f"{LAST}input_layernorm").weight.data.mul_(3)
+    assert_same(logits(model), logits(whole))
+    # in another dtype, as prepare_model_for_kbit_training has it
+    module.weight.data = module.weight.data.float()
+    reference.weight.data = reference.weight.data.float()
+    assert_same(logits(model), logits(whole))
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_after_a_forward_that_raised(model_dir):
+    expected = logits(load_model(model_dir, "nf4"))
+    model = offloaded(load_model(model_dir, "nf4"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handles = [
+        model.get_submodule(f"{FIRST}mlp.down_proj").register_forward_hook(interrupt),
+        model.get_submodule(f"{FIRST}mlp.act_fn").register_forward_hook(interrupt),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ["text"])
+    for handle in handles:
+        handle.remove()
+    for _ in range(2):
+        assert_same(logits(model), expected)
+    assert on_device(model) == left_over(model)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_hooks_taken_off(model_dir):
+    from accelerate.hooks import remove_hook_from_module
+
+    expected = logits(load_model(model_dir, "nf4"))
+    model = offloaded(load_model(model_dir, "nf4"))
+    assert_same(logits(model), expected)
+    remove_hook_from_module(model, recurse=True)
+    assert not [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert_same(logits(model), expected)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_copied_hooks_stream_as_accelerate_does(model_dir):
+    """bitsandbytes' weights on meta cannot be copied, with us or without; all else can."""
+    model = offloaded(load_model(model_dir, "nf4"))
+    logits(model, ["text"])
+    norm = model.get_submodule(f"{FIRST}input_layernorm")
+    copied = copy.deepcopy(norm)
+    x = torch.randn(2, 3, norm.weight.shape[0], dtype=torch.bfloat16)
+    assert torch.equal(copied(x), norm(x))
+    assert vars(copied._hf_hook)["_streamed_part"] is None
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_memory_goes_with_the_model(model_dir):
+    before = dispatches()
+    model = offloaded(load_model(model_dir, "nf4"))
+    logits(model, ["text"])
+    block = weakref.ref(layers_of(model).layers[FIRST.rstrip(".")].host)
+    del model
+    assert dispatches() == before
+    assert block() is None
+
+
+@pytest.mark.usefixtures("cpu_streams", "pristine")
+def test_uninstalled_between_forwards(model_dir):
+    expected = logits(load_model(model_dir, "nf4"))
+    model = offloaded(load_model(model_dir, "nf4"))
+    assert_same(logits(model), expected)
+    gemma4_compat.uninstall("offload_streaming")
+    assert_same(logits(model), expected)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+def test_saved(model_dir, tmp_path):
+    expected = logits(load_model(model_dir, "nf4"))
+    model = offloaded(load_model(model_dir, "nf4"))
+    logits(model, ["text"])
+    model.save_pretrained(tmp_path)
+    assert_same(logits(load_model(tmp_path)), expected)
+
+
+# -- on a GPU -----------------------------------------------------------------------------------
+
+
+def on_gpu(model_dir, kind, layers=range(1, 5)):
+    """The model with decoder layers dispatched to the host."""
+    from accelerate import dispatch_model
+
+    model = load_model(model_dir, kind, {"": 0})
+    device_map = {f"model.language_model.layers.{i}": "cpu" for i in layers}
+    skip_keys = model._skip_keys_device_placement
+    return dispatch_model(model, {"": 0, **device_map}, main_device=0, skip_keys=skip_keys)
+
+
+def copies(call):
+    """How often a call copies to the GPU, and to the host."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events()]
+    return sum("HtoD" in name for name in names), sum("DtoH" in name for name in names)
+
+
+@pytest.mark.cuda
+@KINDS
+@pytest.mark.regression(
+    "offload_streaming", r"copies to the GPU for 4 layers", behind="quant_state_offload"
+)
+def test_one_copy_a_layer(model_dir, kind):
+    whole = load_model(model_dir, kind, {"": 0})
+    expected = logits(whole)
+    model = on_gpu(model_dir, kind)
+    for _ in range(2):
+        assert_same(logits(model), expected)
+    inputs = {name: tensor.cuda() for name, tensor in text_inputs(model.config).items()}
+    with torch.no_grad():
+        whole(**inputs)
+        of_whole = copies(lambda: whole(**inputs))
+        of_split = copies(lambda: model(**inputs))
+    more = of_split[0] - of_whole[0]
+    assert more <= 4 + 1, f"{more} copies to the GPU for 4 layers"
+    assert of_split[1] == of_whole[1], "copies to the host"
+    assert layers_of(model).layers[FIRST.rstrip(".")].host.is_pinned()
+
+
+@pytest.mark.cuda
+@KINDS
+def test_generate_and_prefill_on_the_gpu(model_dir, kind):
+    whole, model = load_model(model_dir, kind, {"": 0}), on_gpu(model_dir, kind)
+    inputs = {name: tensor.cuda() for name, tensor in text_inputs(model.config).items()}
+    options = {"max_new_tokens": 20, "do_sample": False}
+    for _ in range(3):
+        assert torch.equal(model.generate(**inputs, **options), whole.generate(**inputs, **options))
+    torch.manual_seed(0)
+    ids = torch.randint(5, 200, (4, 700), device="cuda:0")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(ids).logits, whole(ids).logits)
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        model(ids)
+    assert torch.cuda.memory_allocated() == before, "a layer stayed on the GPU"
+
+
+@pytest.mark.cuda
+def test_gradients_on_the_gpu(model_dir, language_adapter_dir):
+    from peft import PeftModel
+
+    def gradients(base):
+        model = PeftModel.from_pretrained(base, language_adapter_dir, is_trainable=True)
+        inputs = {name: tensor.cuda() for name, tensor in text_inputs(base.config).items()}
+        with torch.inference_mode():
+            model(**inputs)
+        for _ in range(2):
+            model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(load_model(model_dir, "nf4", {"": 0}))
+    found = gradients(on_gpu(model_dir, "nf4"))
+    assert found.keys() == expected.keys() != set()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.cuda
+def test_many_copies_in_flight(model_dir):
+    """Layers large enough that copying and computing overlap."""
+    import bitsandbytes as bnb
+    from accelerate import dispatch_model
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(bnb.nn.Linear4bit(4096, 4096, bias=False)) for _ in range(8)]
+    whole = nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(4096, 8)}).half()
+    whole = whole.cuda()
+
+    class Model(nn.Module):
+        def __init__(self, parts):
+            super().__init__()
+            self.layers, self.head = parts["layers"], parts["head"]
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) + x
+            return self.head(x)
+
+    x = torch.randn(512, 4096, device="cuda", dtype=torch.float16)
+    model = Model(whole)
+    with torch.no_grad():
+        expected = model(x)
+        split = copy.deepcopy(model)
+        device_map = {"head": 0, **{f"layers.{i}": "cpu" for i in range(8)}}
+        split = dispatch_model(split, device_map, main_device=0)
+        for _ in range(10):
+            assert torch.equal(split(x), expected)
