@@ -9,9 +9,9 @@ import argparse
 import sys
 
 from .. import __version__
-from . import demo, merge, run, status
+from . import demo, merge, plan, run, status
 
-COMMANDS = (status, run, merge, demo)
+COMMANDS = (status, run, plan, merge, demo)
 
 
 def main(argv: list[str] | None = None) -> int:

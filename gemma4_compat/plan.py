@@ -1,0 +1,359 @@
+"""What fits on a GPU: sizes, a device map and the code to paste, from ``config.json`` alone.
+
+``plan`` is also the command ``gemma4-compat plan MODEL_DIR --gpu 12GiB``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import sizes
+from .merge import UsageError
+from .sizes import QUANTS, TensorSize
+
+#: What the CUDA context, its libraries and the driver take of a GPU, which PyTorch does not count.
+OUTSIDE = 2**29
+#: A prompt is reckoned to be read so many tokens at a time.
+PREFILL = 2048
+_COSTS = {
+    sizes.PLE: "nothing: looked up on the host",
+    sizes.VISION: "streamed for each image",
+    sizes.AUDIO: "streamed for each sound",
+    sizes.LAYERS: "streamed for every token: slow",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: its bytes on the GPU and on the CPU under the plan's map."""
+
+    name: str
+    gpu: int
+    cpu: int
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Modules of one part that the map could still put on the CPU.
+
+    ``saves`` is GPU memory in bytes; for decoder layers, of each of them, the largest.
+    """
+
+    part: str
+    modules: tuple[str, ...]
+    saves: int
+    costs: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement and what it needs; all sizes in bytes.
+
+    ``weights`` is what ``torch.cuda.memory_allocated`` will say after loading, ``adapter``
+    included.  ``kv_cache`` is for one sequence of ``context`` tokens.  ``activations`` is an
+    estimate for text, for a prompt that is read 2048 tokens at a time.  ``outside`` is what CUDA
+    takes that PyTorch does not count.
+    """
+
+    model: str
+    architecture: str
+    quant: str
+    gpu: int
+    context: int
+    parts: tuple[Part, ...]
+    adapter: int
+    adapter_dir: str | None
+    weights: int
+    weights_whole: int
+    kv_cache: int
+    activations: int
+    outside: int
+    device_map: Mapping[str, int | str]
+    further: tuple[Offload, ...]
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.outside
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.gpu
+
+    @property
+    def code(self) -> str:
+        """Python that loads the model so."""
+        return _code(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: plain values."""
+        return {**asdict(self), "needed": self.needed, "fits": self.fits, "code": self.code}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def plan(
+    model_dir: str | os.PathLike[str],
+    gpu_bytes: int,
+    *,
+    quant: str = "nf4",
+    context: int = 32768,
+    adapter: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
+
+    Offloaded is first what costs least: the per-layer embeddings, whose rows are then looked up
+    on the host, the vision and audio towers, and decoder layers from the last one on.
+
+    Args:
+        model_dir: folder with the model's ``config.json``; no weights are read.
+        gpu_bytes: memory of the GPU.
+        quant: "nf4" (with double quantisation), "int8" or "bf16".  What a map puts on the CPU
+            stays in bfloat16.
+        context: tokens, of prompt and answer together.
+        adapter: folder of a PEFT adapter; it counts in float32, which PEFT loads it in.
+
+    Raises:
+        UsageError: an argument cannot work.
+    """
+    if quant not in QUANTS:
+        raise UsageError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
+    if context < 1:
+        raise UsageError(f"context must be at least 1 token, not {context}")
+    model_dir = Path(model_dir)
+    lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
+    model = sizes.meta_model(model_dir, sizes.bnb_config(quant))
+    whole = sizes.tensor_sizes(model)
+    fixed = (
+        sum(size.on_cuda for size in lora)
+        + kv_cache(model, context)
+        + activations(model, context)
+        + OUTSIDE
+    )
+
+    steps = list(_steps(model))
+    offloaded: list[str] = []
+    taken = 0
+    while _resident(whole, offloaded) + _streamed(whole, model, offloaded) + fixed > gpu_bytes:
+        if taken == len(steps):
+            break
+        offloaded += steps[taken][1]
+        taken += 1
+
+    device_map: dict[str, int | str] = {**dict.fromkeys(offloaded, "cpu"), "": 0}
+    if offloaded and quant != "bf16":
+        # transformers leaves what is offloaded unquantised.
+        config = sizes.bnb_config(quant, offload=True)
+        model = sizes.meta_model(model_dir, config, device_map)
+    placed = sizes.tensor_sizes(model)
+    return Plan(
+        model=str(model_dir),
+        architecture=type(model).__name__,
+        quant=quant,
+        gpu=gpu_bytes,
+        context=context,
+        parts=tuple(_parts(placed, offloaded)),
+        adapter=sum(size.on_cuda for size in lora),
+        adapter_dir=None if adapter is None else os.fspath(adapter),
+        weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
+        weights_whole=_resident(whole, ()) + sum(size.on_cuda for size in lora),
+        kv_cache=kv_cache(model, context),
+        activations=activations(model, context) + _streamed(whole, model, offloaded),
+        outside=OUTSIDE,
+        device_map=device_map,
+        further=tuple(_further(whole, steps[taken:])),
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "12GiB", "12 GB" (decimal) or "12288MiB".
+
+    Raises:
+        UsageError: the unit is missing or unknown.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
+    power = 1 + "KMGT".index(match[2].upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+# -- what is needed beside the weights ------------------------------------------------------------
+
+
+def kv_cache(model: Any, context: int) -> int:
+    """The most that the cache holds: at the end of the prompt, or while answering."""
+    prompt = [PREFILL] * (context // PREFILL)
+    if context % PREFILL:
+        prompt.append(context % PREFILL)
+    return max(sizes.kv_cache_bytes(model, prompt), sizes.kv_cache_bytes(model, [*prompt, 1]))
+
+
+def activations(model: Any, context: int) -> int:
+    """An estimate of the most that computing takes at once, for the last part of a prompt.
+
+    Live at once, in bfloat16: the residual stream and its norm, the per-layer inputs twice, and
+    the larger of MLP (gate, up and their product) and attention (queries and output; one layer's
+    keys and values copied when the cache grows, and once more for all heads; the mask as bool and
+    as bfloat16).  Logits are those of the last token, in float32 and twice.  The attention kernel
+    is taken to be one that does not hold all scores at once.
+    """
+    text = model.config.get_text_config()
+    tokens = min(PREFILL, context)
+    mlp = max(
+        (m.out_features for n, m in model.named_modules() if _is_decoder(n, "gate_proj")),
+        default=4 * text.hidden_size,
+    )
+    queries = max(
+        (m.out_features for n, m in model.named_modules() if _is_decoder(n, "q_proj")),
+        default=text.hidden_size,
+    )
+    ple = text.num_hidden_layers * (getattr(text, "hidden_size_per_layer_input", 0) or 0)
+    cached = max(sizes.kv_widths(model).values(), default=0)
+    stream = tokens * (2 * text.hidden_size + 2 * ple) * 2
+    attention = (tokens * 2 * queries + 2 * context * (cached + queries)) * 2
+    attention += tokens * context * 3
+    return int(stream + max(tokens * 3 * mlp * 2, attention) + 2 * 4 * text.vocab_size)
+
+
+def _is_decoder(name: str, end: str) -> bool:
+    return name.endswith(f".{end}") and sizes.part_of(name) == sizes.LAYERS
+
+
+def _streamed(whole: Iterable[TensorSize], model: Any, offloaded: Iterable[str]) -> int:
+    """The largest weight that is brought in for a forward, in bfloat16."""
+    streamed = [name for name in offloaded if sizes.part_of(name) != sizes.PLE]
+    return max(
+        (p.numel() * 2 for n, p in model.named_parameters() if sizes.is_under(n, streamed)),
+        default=0,
+    )
+
+
+# -- the map --------------------------------------------------------------------------------------
+
+
+def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
+    """What may be offloaded, in this order: a part's name and its modules."""
+    tops: dict[str, list[str]] = {sizes.PLE: [], sizes.VISION: [], sizes.AUDIO: []}
+    layers = []
+    for name, module in model.named_modules():
+        part = sizes.part_of(name)
+        if part in tops and not sizes.is_under(name, tops[part]):
+            if next(module.parameters(), None) is not None:
+                tops[part].append(name)
+        elif part == sizes.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
+            layers.append(name)
+    yield from ((part, names) for part, names in tops.items() if names)
+    # From the last one on: these are the largest where they share keys and values, and a name
+    # such as layers.3 then never stands alone, which transformers < 5.23 reads as layers.30 too.
+    yield from ((sizes.LAYERS, [name]) for name in reversed(layers))
+
+
+def _resident(placed: Iterable[TensorSize], offloaded: Iterable[str]) -> int:
+    offloaded = tuple(offloaded)
+    return sum(s.on_cuda for s in placed if s.buffer or not sizes.is_under(s.name, offloaded))
+
+
+def _parts(placed: Iterable[TensorSize], offloaded: list[str]) -> Iterator[Part]:
+    names = (sizes.LAYERS, sizes.PLE, sizes.EMBEDDINGS, sizes.VISION, sizes.AUDIO, sizes.REST)
+    placed = tuple(placed)
+    for name in names:
+        of_part = [size for size in placed if size.part == name]
+        gpu = _resident(of_part, offloaded)
+        cpu = sum(s.bytes for s in of_part if not s.buffer and sizes.is_under(s.name, offloaded))
+        if gpu or cpu:
+            yield Part(name, gpu, cpu)
+
+
+def _further(
+    whole: tuple[TensorSize, ...], steps: Iterable[tuple[str, list[str]]]
+) -> Iterator[Offload]:
+    by_part: dict[str, list[tuple[str, int]]] = {}
+    for part, modules in steps:
+        saves = _resident(whole, ()) - _resident(whole, modules)
+        by_part.setdefault(part, []).extend((name, saves) for name in modules)
+    for part, found in by_part.items():
+        names = tuple(name for name, _ in found)
+        yield Offload(part, names, max(saves for _, saves in found), _COSTS[part])
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+
+def _code(plan: Plan) -> str:
+    lines = ["import gemma4_compat", "import torch"]
+    if plan.adapter_dir is not None:
+        lines.append("from peft import PeftModel")
+    quantised = plan.quant != "bf16"
+    names = f"BitsAndBytesConfig, {plan.architecture}" if quantised else plan.architecture
+    lines += [f"from transformers import {names}", "", "device_map = {"]
+    lines += [f'    "{name}": {_quoted(device)},' for name, device in plan.device_map.items()]
+    lines.append("}")
+    if quantised:
+        lines.append("quantization = BitsAndBytesConfig(")
+        offload = "cpu" in plan.device_map.values()
+        for key, value in sizes.bnb_options(plan.quant, offload=offload).items():
+            lines.append(f"    {key}={_quoted(value)},")
+        lines.append(")")
+    lines += [
+        f"model = {plan.architecture}.from_pretrained(",
+        f"    {_quoted(plan.model)},",
+        "    dtype=torch.bfloat16,",
+        "    device_map=device_map,",
+        *(["    quantization_config=quantization,"] if quantised else []),
+        ")",
+    ]
+    if plan.adapter_dir is not None:
+        lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
+    return "\n".join(lines)
+
+
+def _quoted(value: Any) -> str:
+    # A JSON string is a Python string too, in the double quotes of most code.
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    name = Path(plan.model).name or plan.model
+    yield f"{name} ({plan.architecture}), {plan.quant}"
+    yield ""
+    yield f"{'':<34}{'GPU':>12}{'CPU':>12}"
+    rows = [(part.name, part.gpu, part.cpu) for part in plan.parts]
+    if plan.adapter_dir is not None:
+        rows.append(("adapter, float32", plan.adapter, 0))
+    rows += [
+        ("loaded", plan.weights, sum(part.cpu for part in plan.parts)),
+        (f"KV cache, {plan.context} tokens", plan.kv_cache, 0),
+        ("activations (estimate)", plan.activations, 0),
+        ("outside of PyTorch (estimate)", plan.outside, 0),
+        ("needed", plan.needed, 0),
+    ]
+    for label, gpu, cpu in rows:
+        yield f"{label:<34}{_size(gpu):>12}{_size(cpu) if cpu else '':>12}".rstrip()
+    verdict = "fits" if plan.fits else f"does NOT fit, {_size(plan.needed - plan.gpu)} too much"
+    yield f"{'of the GPU':<34}{_size(plan.gpu):>12}  {verdict}"
+    if plan.context > PREFILL:
+        yield f"with generate(..., prefill_chunk_size={PREFILL}); a long prompt at once needs more"
+    yield ""
+    if plan.fits:
+        yield plan.code
+    else:
+        other = "" if plan.quant == "nf4" else " or --quant nf4"
+        yield f"Everything that can be offloaded is. A shorter --context{other} may help."
+    if plan.fits and plan.further:
+        yield ""
+        yield f"{'further on the CPU':<34}{'saves':>12}  costs"
+        for more in plan.further:
+            each = len(more.modules) > 1 and more.part == sizes.LAYERS
+            label = f"each of {len(more.modules)} {more.part}, up to" if each else more.part
+            yield f"{label:<34}{_size(more.saves):>12}  {more.costs}"
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
