@@ -1,0 +1,1 @@
+"""What the patches save and cost, measured: ``python -m benchmarks``."""

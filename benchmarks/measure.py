@@ -1,0 +1,190 @@
+"""What is measured of a loaded model: memory, speed, copies between host and device."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """The wall time of ``action``, the GPU's work included."""
+    synchronize()
+    start = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def reset_peak() -> None:
+    """Let ``peak`` start anew."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def resident() -> float | None:
+    """GiB that tensors hold on the GPU; ``None`` without one."""
+    import torch
+
+    gc.collect()
+    if not torch.cuda.is_available():
+        return None
+    # cuBLAS takes its workspace, some 30 MiB, from the same allocator.
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    return torch.cuda.memory_allocated() / GIB
+
+
+def peak() -> float | None:
+    """The most GiB that tensors held on the GPU since ``reset_peak``."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
+
+
+def largest(model: Any) -> float | None:
+    """GiB of the largest tensor that stays on the GPU."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+    return max((t.numel() * t.element_size() / GIB for t in on_gpu), default=None)
+
+
+class Text:
+    """Random tokens for a model, on the device that its inputs belong on."""
+
+    def __init__(self, vocabulary: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The special tokens stand at the end of the vocabulary.
+        self._end = min(vocabulary - 32, 250_000)
+
+    def tokens(self, batch: int, length: int) -> Any:
+        """int64 [batch, length]."""
+        generator = self._torch.Generator().manual_seed(0)
+        ids = self._torch.randint(3, self._end, (batch, length), generator=generator)
+        return ids.to(self._device)
+
+
+def decoder(model: Any, text: Text) -> Callable[[int], Any]:
+    """A function that greedily generates so many tokens after a prompt of 32."""
+    import torch
+
+    prompt = text.tokens(1, 32)
+    mask = torch.ones_like(prompt)
+
+    def generate(count: int) -> Any:
+        return model.generate(
+            input_ids=prompt,
+            attention_mask=mask,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+
+    return generate
+
+
+def decode(generate: Callable[[int], Any], repeats: int = 3, cap: float = 3.0) -> list[float]:
+    """Tokens per second of ``repeats`` runs of 24 tokens, fewer where they would outlast ``cap``
+    seconds."""
+    generate(12)
+    count = max(2, min(24, int(cap * 4 / seconds(lambda: generate(4)))))
+    return [count / seconds(lambda: generate(count)) for _ in range(repeats)]
+
+
+def interleaved(generate: Callable[[int], Any], count: int = 12, pairs: int = 4) -> list[float]:
+    """Decode speed with the patches ÷ without, in this process, turn by turn."""
+    import gemma4_compat
+
+    ratios = []
+    for _ in range(pairs):
+        patched = seconds(lambda: generate(count))
+        with gemma4_compat.disabled():
+            unpatched = seconds(lambda: generate(count))
+        ratios.append(unpatched / patched)
+    return ratios
+
+
+def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -> float:
+    """Median tokens per second of one forward over a prompt."""
+    import torch
+
+    tokens = text.tokens(batch, length)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), logits_to_keep=1)
+
+    forward()
+    return batch * length / statistics.median(seconds(forward) for _ in range(repeats))
+
+
+def copies(generate: Callable[[int], Any], few: int = 3, many: int = 7) -> dict[str, float]:
+    """Copies and bytes per decode step between host and device: what ``many`` tokens need beyond
+    ``few``, so that neither the prompt nor the start of a generation counts."""
+    short, long = (_traced(lambda n=n: generate(n)) for n in (few, many))
+    return {key: (long[key] - short[key]) / (many - few) for key in sorted({*short, *long})}
+
+
+def _traced(action: Callable[[], Any]) -> Counter[str]:
+    from torch import cuda
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if cuda.is_available() else ProfilerActivity.CPU
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        with profile(activities=[activity]) as profiler:
+            action()
+            synchronize()
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    if cuda.is_available() and not any(event.get("cat") == "kernel" for event in events):
+        raise RuntimeError("the profiler saw no kernels: no count of copies can be trusted")
+    return count_copies(events)
+
+
+def count_copies(events: list[dict[str, Any]]) -> Counter[str]:
+    """Copies and bytes by direction and kind of host memory, from the profiler's trace events."""
+    count: Counter[str] = Counter({"DtoH": 0, "DtoH bytes": 0, "HtoD": 0, "HtoD bytes": 0})
+    for event in events:
+        # "Memcpy HtoD (Pinned -> Device)"
+        words = event.get("name", "").split()
+        if words[:1] == ["Memcpy"] and words[1:2] in (["DtoH"], ["HtoD"]):
+            size = int(event.get("args", {}).get("bytes", 0))
+            count[words[1]] += 1
+            count[f"{words[1]} bytes"] += size
+            count[f"{words[1]} µs"] += event.get("dur", 0)
+            if "Pageable" in event["name"]:
+                count[f"{words[1]} bytes pageable"] += size
+    return count
+
+
+def pinned_bandwidth() -> float:
+    """GB/s of a copy from pinned host memory to the GPU."""
+    import torch
+
+    host = torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    device.copy_(host, non_blocking=True)
+    samples = [seconds(lambda: device.copy_(host, non_blocking=True)) for _ in range(5)]
+    return host.numel() / 1e9 / statistics.median(samples)

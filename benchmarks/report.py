@@ -1,0 +1,294 @@
+"""The markdown table and the plot, from the JSON lines alone; no library is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cases import CASES
+
+
+class Results:
+    """The finished cases of one output folder."""
+
+    def __init__(self, file: Path) -> None:
+        lines = file.read_text().splitlines() if file.exists() else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        self.machine = next((e for e in entries if e["case"] == "machine"), {})
+        self.cases = [entry for entry in entries if entry["case"] != "machine"]
+
+    def of(self, name: str, patched: bool) -> list[dict[str, Any]]:
+        """All rounds of one case."""
+        return [e for e in self.cases if e["case"] == name and e["patched"] == patched]
+
+    def values(self, name: str, patched: bool, key: str) -> list[float]:
+        """Every sample of a figure, over all rounds; ``key`` may lead into ``copies``."""
+        found: list[float] = []
+        for entry in self.of(name, patched):
+            figures = entry["figures"]
+            value = figures.get(key, (figures.get("copies") or {}).get(key))
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        return found
+
+    def value(self, name: str, patched: bool, key: str) -> float | None:
+        """The median of a figure."""
+        values = self.values(name, patched, key)
+        return statistics.median(values) if values else None
+
+    def error(self, name: str, patched: bool) -> str | None:
+        """The line on which a case ended early."""
+        return next((e["error"] for e in self.of(name, patched) if e["error"]), None)
+
+
+@dataclass
+class Row:
+    """One line of the first table; ``most`` and ``least`` bound the patched figure."""
+
+    title: str
+    unpatched: float | str | None
+    patched: float | None
+    most: float | None = None
+    least: float | None = None
+
+    def cells(self, bars: bool) -> list[str]:
+        """The row's text."""
+        bar = met = ""
+        if bars and (self.most is not None or self.least is not None):
+            sign, limit = ("≤", self.most) if self.most is not None else ("≥", self.least)
+            bar = f"{sign} {limit:g}"
+            if self.patched is not None and limit is not None:
+                good = self.patched <= limit if sign == "≤" else self.patched >= limit
+                met = "yes" if good else "**no**"
+        return [self.title, _text(self.unpatched), _text(self.patched), bar, met]
+
+
+def _text(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _minus(a: float | None, b: float | None) -> float | None:
+    return a - b if a is not None and b is not None else None
+
+
+def rows(results: Results) -> Iterator[Row]:
+    """The comparisons."""
+    v = results.value
+
+    def pair(name: str, key: str) -> tuple[float | None, float | None]:
+        return v(name, False, key), v(name, True, key)
+
+    def crash(name: str, value: float | None) -> float | str | None:
+        return "crash" if value is None and results.error(name, False) else value
+
+    for name in ("ple", "ple_towers"):
+        without, with_ = pair(name, "adapter GiB")
+        title = f"VRAM after load and adapter, {CASES[name].title} (GiB)"
+        bar = 2.1 if name == "ple" else 1.85
+        yield Row(title, crash(name, without), with_, most=bar)
+    for key, what in (("adapter decode tok/s", "with adapter"), ("decode tok/s", "base model")):
+        base = v("gpu", False, key)
+        without, with_ = (_over(x, base) for x in pair("ple", key))
+        title = f"decode speed, PLE on cpu ÷ all on the GPU unpatched, {what}"
+        yield Row(title, without, with_, least=0.95)
+    peak = [_over(v("ple", p, "load peak GiB"), v("ple", p, "resident GiB")) for p in (0, 1)]
+    yield Row("load-time peak ÷ resident, PLE on cpu", *peak, most=1.05)
+    yield Row("largest tensor on the GPU, PLE on cpu (GiB)", *pair("ple", "largest tensor GiB"))
+    split = [_over(v("ple", p, "adapter seconds"), v("gpu", p, "adapter seconds")) for p in (0, 1)]
+    yield Row("adapter load time, PLE on cpu ÷ all on the GPU", *split, most=1.1)
+    again = [v(name, True, "adapter seconds again") for name in ("ple", "gpu")]
+    yield Row("the same, adapter unloaded and loaded again", None, _over(*again), most=1.1)
+
+    four = pair("layers_4bit", "decode tok/s")
+    bf16 = pair("layers_bf16", "decode tok/s")
+    for p, word in ((0, "unpatched"), (1, "patched")):
+        title = f"decode speed, 20 of 35 layers on cpu: 4-bit ÷ bf16 {word}"
+        yield Row(
+            title,
+            crash("layers_4bit", _over(four[0], bf16[p])),
+            _over(four[1], bf16[p]),
+            least=2,
+        )
+    ceiling = _over(four[1], v("gpu", False, "decode tok/s"))
+    title = "decode speed, 20 of 35 layers on cpu, 4-bit ÷ all on the GPU unpatched"
+    yield Row(title, crash("layers_4bit", None), ceiling)
+    yield Row(
+        "decode speed, the same layers in bf16: patched ÷ unpatched", None, _over(*bf16[::-1])
+    )
+    # A lookup on the host needs the token ids there: of the PLE's copies the bytes tell.
+    for name, key, bar in (("layers_4bit", "DtoH", 0), ("ple", "DtoH bytes", None)):
+        extra = [_minus(v(name, p, key), v("gpu", p, key)) for p in (0, 1)]
+        what = "copies" if key == "DtoH" else "bytes"
+        title = f"device to host per step beyond all on the GPU, {CASES[name].title} ({what})"
+        yield Row(title, crash(name, extra[0]), extra[1], most=bar)
+    for name in ("layers_4bit", "layers_bf16", "ple"):
+        sizes = [_over(x, 1e6) for x in pair(name, "HtoD bytes")]
+        title = f"host to device per step, {CASES[name].title}"
+        yield Row(f"{title} (copies)", *pair(name, "HtoD"))
+        yield Row(f"{title} (MB)", *sizes)
+        if name != "ple":
+            rates = [
+                _over(size * speed, 1e3) if size is not None and speed is not None else None
+                for size, speed in zip(sizes, pair(name, "decode tok/s"), strict=True)
+            ]
+            yield Row(f"{title} (GB/s)", *rates)
+    speed = _over(*pair("gpu", "adapter decode tok/s")[::-1])
+    yield Row("decode speed, all on the GPU: patched ÷ unpatched", None, speed, least=0.98)
+    turns = v("gpu", True, "patched ÷ unpatched")
+    yield Row("the same, turn by turn in one process", None, turns, least=0.98)
+    for batch, shape in ((1, "1 x 8192"), (4, "4 x 2048")):
+        base = v("gpu", False, f"prefill {batch} tok/s")
+        ratios = [_over(x, base) for x in pair("ple", f"prefill {batch} tok/s")]
+        yield Row(f"prefill speed {shape}, PLE on cpu ÷ all on the GPU unpatched", *ratios)
+    base = v("gpu", False, "decode tok/s")
+    disk = [_over(x, base) for x in pair("ple_disk", "decode tok/s")]
+    yield Row("decode speed, PLE on disk ÷ all on the GPU unpatched, base model", *disk)
+
+
+_COLUMNS = {
+    "load s": "load seconds",
+    "load peak GiB": "load peak GiB",
+    "resident GiB": "resident GiB",
+    "decode tok/s": "decode tok/s",
+    "decode peak GiB": "decode peak GiB",
+    "adapter s": "adapter seconds",
+    "with adapter GiB": "adapter GiB",
+    "with adapter tok/s": "adapter decode tok/s",
+    "peak GiB": "adapter decode peak GiB",
+    "prefill 1 x 8k tok/s": "prefill 1 tok/s",
+    "prefill 4 x 2k tok/s": "prefill 4 tok/s",
+    "DtoH/step": "DtoH",
+    "HtoD/step": "HtoD",
+}
+
+
+def _table(header: list[str], lines: list[list[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)] + [""]
+
+
+def _sample(values: list[float]) -> str:
+    middle = _text(statistics.median(values)) if values else "-"
+    return f"{middle} ({_text(min(values))} to {_text(max(values))})" if len(values) > 1 else middle
+
+
+def markdown(results: Results) -> str:
+    """The whole report."""
+    machine = results.machine
+    shape, device = machine.get("shape", "?"), machine.get("device")
+    versions = ", ".join(f"{name} {number}" for name, number in machine.get("versions", {}).items())
+    bandwidth = machine.get("pinned GB/s")
+    lines = [
+        f"# Benchmarks: Gemma 4 {shape.upper()}, random weights",
+        "",
+        f"{device or 'No GPU'}; {versions}; {machine.get('date', '?')}. NF4 with double "
+        "quantisation, bfloat16 compute. Medians; tok/s at batch 1, "
+        "greedy. Made by `python -m benchmarks`.",
+        "",
+    ]
+    if not device:
+        lines += ["Without a GPU only the code was run: these figures mean nothing.", ""]
+    if bandwidth:
+        lines += [f"A copy from pinned host memory reaches {bandwidth:.1f} GB/s.", ""]
+    bars = shape == "e2b" and bool(device)
+    header = ["figure", "unpatched", "patched", "bar", "met"]
+    lines += _table(header, [row.cells(bars) for row in rows(results)])
+    if device:
+        lines += ["![VRAM against decode speed](plot.svg)", ""]
+    lines += ["## Every case", "", "Median (least to most).", ""]
+    body, ends = [], []
+    for name, case in CASES.items():
+        for patched in (False, True):
+            found = results.of(name, patched)
+            if not found:
+                continue
+            title = f"{case.title}, {'patched' if patched else 'unpatched'}"
+            samples = [_sample(results.values(name, patched, key)) for key in _COLUMNS.values()]
+            body.append([title, *samples])
+            notes = [n for e in found for n in [e["error"], *e["notes"].values()] if n]
+            ends += [f"- {title}: `{note}`" for note in dict.fromkeys(notes)]
+    lines += _table(["case", *_COLUMNS], body)
+    if ends:
+        lines += ["What ended early or could not be measured:", "", *ends, ""]
+    return "\n".join(lines)
+
+
+def plot(results: Results) -> str | None:
+    """An SVG of peak VRAM against decode speed; ``None`` without figures from a GPU."""
+    points: dict[tuple[str, bool], tuple[float, float]] = {}
+    for name, case in CASES.items():
+        prefix = "adapter decode" if case.adapter else "decode"
+        for patched in (False, True):
+            speed = results.value(name, patched, f"{prefix} tok/s")
+            memory = results.value(name, patched, f"{prefix} peak GiB")
+            if speed and memory:
+                points[name, patched] = (speed, memory)
+    if not points:
+        return None
+    low = math.log10(min(speed for speed, _ in points.values()) * 0.7)
+    high = math.log10(max(speed for speed, _ in points.values()) * 1.4)
+    top = 1.15 * max(memory for _, memory in points.values())
+
+    def place(speed: float, memory: float) -> tuple[float, float]:
+        return 60 + 480 * (math.log10(speed) - low) / (high - low), 380 - 340 * memory / top
+
+    out = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="800" height="440" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="800" height="440" fill="white"/>',
+        '<path d="M60 40V380H540" fill="none" stroke="black"/>',
+        '<text x="300" y="425" text-anchor="middle">decode speed (tokens/s, log scale)</text>',
+        '<text x="60" y="24">peak VRAM while decoding (GiB)</text>',
+    ]
+    for tick in (m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)):
+        if low <= math.log10(tick) <= high:
+            x, _ = place(tick, 0)
+            out.append(f'<path d="M{x:.0f} 380v5" stroke="black"/>')
+            out.append(f'<text x="{x:.0f}" y="400" text-anchor="middle">{tick:g}</text>')
+    for tick in range(0, math.ceil(top), 2 if top > 8 else 1):
+        _, y = place(1, tick)
+        out.append(f'<path d="M55 {y:.0f}H540" stroke="#ddd"/>')
+        out.append(f'<text x="50" y="{y + 4:.0f}" text-anchor="end">{tick}</text>')
+    colours = ["#222222", "#1b7837", "#2166ac", "#b2182b", "#e08214", "#762a83"]
+    for number, (name, case) in enumerate(CASES.items()):
+        colour = colours[number]
+        both = [place(*points[name, p]) for p in (False, True) if (name, p) in points]
+        if len(both) == 2:
+            (x0, y0), (x1, y1) = both
+            out.append(
+                f'<path d="M{x0:.0f} {y0:.0f}L{x1:.0f} {y1:.0f}" stroke="{colour}" '
+                'stroke-dasharray="3 3"/>'
+            )
+        for patched, fill in ((False, "white"), (True, colour)):
+            if (name, patched) in points:
+                x, y = place(*points[name, patched])
+                out.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="6" fill="{fill}" ')
+                out[-1] += f'stroke="{colour}" stroke-width="2"/>'
+        y = 60 + 22 * number
+        out.append(f'<circle cx="560" cy="{y}" r="6" fill="{colour}"/>')
+        adapter = " + adapter" if case.adapter else ""
+        out.append(f'<text x="574" y="{y + 4}">{case.title}{adapter}</text>')
+    out.append('<text x="554" y="210">hollow: unpatched, filled: patched</text>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def write(folder: Path) -> Path:
+    """Write ``RESULTS.md`` and ``plot.svg`` from ``cases.jsonl``; the table's path."""
+    results = Results(folder / "cases.jsonl")
+    drawing = plot(results)
+    if drawing:
+        (folder / "plot.svg").write_text(drawing)
+    (folder / "RESULTS.md").write_text(markdown(results))
+    return folder / "RESULTS.md"
