@@ -146,8 +146,8 @@ class Play:
         if case.adapter:
             self.stage("adapter", self._adapter)
             self.stage("adapter decode", lambda: self._decode("adapter decode"))
-            if not case.away and os.environ.get("GEMMA4_COMPAT") != "0":
-                self.stage("interleaved", self._interleaved, optional=True)
+            if case.base and os.environ.get("GEMMA4_COMPAT") != "0":
+                self.stage("turns", self._turns, optional=True)
             if case.base:
                 self.stage("adapter again", self._adapter_again, optional=True)
 
@@ -215,8 +215,21 @@ class Play:
             again.append(measure.seconds(self._attach))
         self.figures["adapter seconds again"] = again
 
-    def _interleaved(self) -> None:
-        self.figures["patched ÷ unpatched"] = measure.interleaved(self.generate)
+    def _turns(self) -> None:
+        """Against the same model all on the GPU without the patches, in this process."""
+        from peft import PeftModel
+
+        other = self.model
+        if self.case.away:
+            other = _load(CASES["gpu"], self.shape, self.folder)
+            other = PeftModel.from_pretrained(other, self.folder / "adapter").eval()
+        unpatched = measure.decoder(other, self.text)
+        self.figures["turns with adapter"] = measure.turns(self.generate, unpatched)
+        if self.case.away:
+            models = (self.model.get_base_model(), other.get_base_model())
+            with self.model.disable_adapter(), other.disable_adapter():
+                base = [measure.decoder(model, self.text) for model in models]
+                self.figures["turns"] = measure.turns(*base)
 
 
 if __name__ == "__main__":

@@ -98,11 +98,13 @@ def rows(results: Results) -> Iterator[Row]:
         title = f"VRAM after load and adapter, {CASES[name].title} (GiB)"
         bar = 2.1 if name == "ple" else 1.85
         yield Row(title, crash(name, without), with_, most=bar)
-    for key, what in (("adapter decode tok/s", "with adapter"), ("decode tok/s", "base model")):
-        base = v("gpu", False, key)
-        without, with_ = (_over(x, base) for x in pair("ple", key))
-        title = f"decode speed, PLE on cpu ÷ all on the GPU unpatched, {what}"
-        yield Row(title, without, with_, least=0.95)
+    for key, what in (("turns with adapter", "with adapter"), ("turns", "base model")):
+        title = f"decode speed, PLE on cpu ÷ all on the GPU unpatched, {what}, turn by turn"
+        yield Row(title, None, v("ple", True, key), least=0.95)
+    without, with_ = (
+        _over(x, v("gpu", False, "decode tok/s")) for x in pair("ple", "decode tok/s")
+    )
+    yield Row("the same, base model, in processes of their own", without, with_)
     peak = [_over(v("ple", p, "load peak GiB"), v("ple", p, "resident GiB")) for p in (0, 1)]
     yield Row("load-time peak ÷ resident, PLE on cpu", *peak, most=1.05)
     yield Row("largest tensor on the GPU, PLE on cpu (GiB)", *pair("ple", "largest tensor GiB"))
@@ -144,10 +146,10 @@ def rows(results: Results) -> Iterator[Row]:
                 for size, speed in zip(sizes, pair(name, "decode tok/s"), strict=True)
             ]
             yield Row(f"{title} (GB/s)", *rates)
+    title = "decode speed, all on the GPU: patched ÷ unpatched, turn by turn"
+    yield Row(title, None, v("gpu", True, "turns with adapter"), least=0.98)
     speed = _over(*pair("gpu", "adapter decode tok/s")[::-1])
-    yield Row("decode speed, all on the GPU: patched ÷ unpatched", None, speed, least=0.98)
-    turns = v("gpu", True, "patched ÷ unpatched")
-    yield Row("the same, turn by turn in one process", None, turns, least=0.98)
+    yield Row("the same, in processes of their own", None, speed)
     for batch, shape in ((1, "1 x 8192"), (4, "4 x 2048")):
         base = v("gpu", False, f"prefill {batch} tok/s")
         ratios = [_over(x, base) for x in pair("ple", f"prefill {batch} tok/s")]

@@ -319,3 +319,12 @@ def test_under_torchrun(tmp_path):
     assert ran.returncode == 0, ran.stderr
     for rank in ("0", "1"):
         assert (tmp_path / rank).read_text() == f"3.0 ['--epochs', '3'] {tmp_path}\n"
+
+
+def test_a_reader_that_has_seen_enough(model_dir):
+    command = [sys.executable, "-m", "gemma4_compat", "plan", str(model_dir), "--gpu", "1GiB"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    _, error = process.communicate()
+    assert b"Error" not in error
+    assert process.returncode == 141

@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .. import __version__
@@ -28,4 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv, argparse.Namespace(program=program))
     if options.command == "run" and not program:
         parser.error("run: name a script, or a module after -m")
-    return int(options.execute(options))
+    try:
+        code = int(options.execute(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if options.command == "run":
+            raise
+        # ``| head`` has read enough; Python would complain once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
