@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -328,3 +330,15 @@ def test_a_reader_that_has_seen_enough(model_dir):
     _, error = process.communicate()
     assert b"Error" not in error
     assert process.returncode == 141
+
+
+def test_what_messages_name_exists():
+    """Messages of patches send people to commands and functions."""
+    folder = Path(gemma4_compat.__file__).parent / "patches"
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    commands = {command.__name__.rpartition(".")[2] for command in cli.COMMANDS}
+    assert {"map", "merge", "plan"} <= set(re.findall(r"gemma4-compat (\w+)", text)) <= commands
+    functions = set(re.findall(r"gemma4_compat\.inspection\.(\w+)\(", text))
+    assert functions == {"inspect_model"}
+    for name in functions:
+        assert callable(getattr(importlib.import_module("gemma4_compat.inspection"), name))

@@ -101,7 +101,8 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
     parts = [name for name in modules if name != base and name.rpartition(".")[0] in ("", base)]
     logger.warning(
         "the device_map has entries that name no module or parameter of %s: %s.  What they are "
-        "meant for may follow other entries instead, or go to the CPU.%s",
+        "meant for may follow other entries instead, or go to the CPU.%s  More: gemma4-compat map "
+        "MODEL_DIR --map JSON.",
         type(model).__name__, ", ".join(hints),
         "" if all(found.values()) else f"  The model has: {', '.join(parts)}.",
     )  # fmt: skip

@@ -81,7 +81,7 @@ def _warn(quantizer: Any, model: Any) -> None:
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in left.values()}
     logger.warning(
         "bitsandbytes does not quantise the experts of %d layers (fused tensors such as %s): they "
-        "are loaded in %s and take %.3g GiB",
+        "are loaded in %s and take %.3g GiB.  What fits: gemma4-compat plan MODEL_DIR --gpu SIZE.",
         len({name.rpartition(".")[0] for name in left}), next(iter(left)),
         " and ".join(sorted(dtypes)), size / 2**30,
     )  # fmt: skip

@@ -82,7 +82,8 @@ def load_offloaded_parameter(original: Any) -> Any:
             if not parent:
                 raise ValueError(
                     f"{param_name} is on the meta device, and no offload hook has its values: it "
-                    f"was not offloaded but never loaded, or its hook was removed"
+                    f"was not offloaded but never loaded, or its hook was removed.  More: "
+                    f"gemma4_compat.inspection.inspect_model(model)"
                 )
             parent, _, leaf = parent.rpartition(".")
             name = f"{leaf}.{name}"

@@ -218,7 +218,8 @@ def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
     if given:
         logger.warning(
             "%s given to PEFT's %s %s To place the model differently, pass device_map (and "
-            "max_memory, offload_folder) to the base model's from_pretrained.",
+            "max_memory, offload_folder) to the base model's from_pretrained; what that would do "
+            "says gemma4-compat map MODEL_DIR --map JSON.",
             ", ".join(given), caller, why,
         )  # fmt: skip
 

@@ -143,7 +143,7 @@ def _lost_values(of: Any) -> RuntimeError:
     return RuntimeError(
         f"the quant state of {of} has no values: it was moved to the meta device before "
         f"gemma4_compat was imported, or was never loaded.  Import gemma4_compat first, then load "
-        f"the model again."
+        f"the model again.  More: gemma4_compat.inspection.inspect_model(model)."
     )
 
 
