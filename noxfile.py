@@ -141,7 +141,7 @@ def package(session: nox.Session) -> None:
     session.install("build", "twine")
     out = Path(session.create_tmp()).resolve() / "dist"
     session.run("python", "-m", "build", "--outdir", str(out), silent=True)
-    built = sorted(map(str, out.iterdir()))
+    built = sorted(str(path) for path in out.iterdir() if path.is_file())
     session.run("twine", "check", "--strict", *built)
     wheel = max(path for path in built if path.endswith(".whl"))
     session.run("python", "-m", "venv", "--clear", str(out / "empty"))

@@ -10,9 +10,9 @@ import os
 import sys
 
 from .. import __version__
-from . import demo, merge, plan, run, status
+from . import adapter, demo, map, merge, plan, report, run, scan, status
 
-COMMANDS = (status, run, plan, merge, demo)
+COMMANDS = (status, run, plan, map, scan, adapter, report, merge, demo)
 
 
 def main(argv: list[str] | None = None) -> int:

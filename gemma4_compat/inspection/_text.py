@@ -1,0 +1,107 @@
+"""Plain text for a terminal: tables, sizes and colour, within 80 columns."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TextIO
+
+WIDTH = 80
+_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
+
+
+def size(number: int) -> str:
+    """Bytes as "1.23 GiB", "4.5 MiB", "6.0 KiB" or "78 B"."""
+    for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.{digits}f} {unit}"
+    return f"{number} B"
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """ "1 tensor", "2 tensors", "1,234 tensors"."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def some(names: Sequence[str], most: int = 12) -> str:
+    """The first of these names, with commas, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def table(
+    rows: Sequence[Sequence[object]],
+    head: Sequence[str] = (),
+    *,
+    right: Sequence[int] = (),
+    indent: str = "",
+) -> str:
+    """Rows in columns, two spaces apart; what is too long is wrapped in the last column.
+
+    A no-break space keeps two words on one line there, and is printed as a space.
+
+    ``right`` are the columns to align to the right.  Only the last column is ever wrapped, and
+    the first is shortened in its middle where even that does not suffice.
+    """
+    lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
+    if not lines:
+        return ""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
+    last = min(widths[-1], max(WIDTH - others - widths[0], 24)) if len(widths) > 1 else 0
+    widths[0] = min(widths[0], max(WIDTH - others - last, 16))
+    if len(widths) > 1:
+        widths[-1] = last
+    printed = []
+    for line in lines:
+        line[0] = shortened(line[0], widths[0])
+        cells = [
+            f"{cell:>{width}}" if number in right else f"{cell:<{width}}"
+            for number, (cell, width) in enumerate(zip(line[:-1], widths[:-1], strict=True))
+        ]
+        head_of_line = indent + "".join(f"{cell}  " for cell in cells)
+        wrapped = textwrap.wrap(line[-1], max(last, 1)) if len(widths) > 1 else [line[-1]]
+        for part in wrapped or [""]:
+            if len(widths) - 1 in right:
+                part = f"{part:>{widths[-1]}}"
+            printed.append(f"{head_of_line}{part}".rstrip().replace("\xa0", " "))
+            head_of_line = " " * len(head_of_line)
+    return "\n".join(printed)
+
+
+def shortened(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters, with "..." for its middle."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 2)
+    return f"{text[: kept - kept // 2]}...{text[len(text) - kept // 2 :]}"
+
+
+def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool = False) -> str:
+    """One paragraph in 80 columns; ``first`` is what its first line starts with.
+
+    Words are not broken, unless ``breaks``: paths and names stay as they are, to be copied.
+    """
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=indent,
+        break_long_words=breaks,
+        break_on_hyphens=False,
+    )
+
+
+def coloured(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """``text`` in "red", "green", "yellow" or "bold" where ``stream`` (stdout) shows colours."""
+    return f"\033[{_CODES[colour]}m{text}\033[0m" if shows_colour(stream) else text
+
+
+def shows_colour(stream: TextIO | None = None) -> bool:
+    """Whether the stream is a terminal, and neither NO_COLOR nor TERM=dumb says otherwise."""
+    stream = sys.stdout if stream is None else stream
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()

@@ -1,0 +1,623 @@
+"""What an adapter holds, and what of it a model takes, from the safetensors header alone.
+
+``inspect_adapter`` is also the command ``gemma4-compat adapter DIR``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from ..engine.gate import holds
+from . import _text
+from ._files import Entry, Header, Unreadable, read_header, read_json
+from .targets import (
+    TOWERS,
+    Looked,
+    is_shared_kv,
+    look_at,
+    lora_parameters,
+    matching,
+    tower_of,
+    wrappers_need_patch,
+)
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+#: of the entries of the config that are used: their types, and those of what is in them
+_CONFIG_KINDS: dict[str, tuple[type | tuple[type, ...], type]] = {
+    "peft_type": (str, str),
+    "base_model_name_or_path": (str, str),
+    "r": (int, int),
+    "lora_alpha": ((int, float), int),
+    "rank_pattern": (dict, int),
+    "target_modules": ((str, list), str),
+    "target_parameters": ((str, list), str),
+    "exclude_modules": ((str, list), str),
+    "modules_to_save": (list, str),
+    "layers_to_transform": ((int, list), int),
+    "layers_pattern": ((str, list), str),
+}
+#: what the names of a method's tensors start with
+_METHODS = {
+    "lora_": "LoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "boft_": "BOFT",
+    "ia3_": "IA3", "vera_": "VeRA", "pvera_": "PVeRA", "hra_": "HRA", "fourierft_": "FourierFT",
+    "vblora_": "VB-LoRA", "randlora_": "RandLoRA", "ln_tuning_": "LN tuning", "c3a_": "C3A",
+    "road_": "RoAd", "miss_": "MiSS", "bone_": "Bone", "shira_": "SHiRA", "poly_": "Poly",
+    "waveft_": "WaveFT", "delora_": "DeLoRA", "gralora_": "GraLoRA", "osf_": "OSF",
+    "hira_": "HiRA", "token_adapter": "trainable tokens", "prompt_": "prompt tuning",
+    "base_prompt_": "prefix tuning",
+}  # fmt: skip
+_WRAPPED = re.compile(
+    r"(?:^|\.)(?:vision_tower\.encoder|audio_tower)\.layers\.\d+\.(?:.*\.)?"
+    r"(?:[qkvo]_proj|gate_proj|up_proj|down_proj|post|ffw_layer_[12]|linear_start|linear_end)"
+    r"(\.linear)?$"
+)
+#: decoder layers that share keys and values, by hidden size and number of layers: E2B and E4B
+_SHARED = {(1536, 35): range(15, 35), (2560, 42): range(24, 42)}
+_WIDTHS = "of other widths: made for another model"
+#: the axis of a LoRA tensor that is as wide as its layer
+_AXES = {
+    "lora_A": (1, "in_features"),
+    "lora_B": (0, "out_features"),
+    "lora_magnitude_vector": (0, "out_features"),
+    "lora_embedding_A": (1, "num_embeddings"),
+    "lora_embedding_B": (0, "embedding_dim"),
+}
+#: where a class calls its decoder layers otherwise
+_CALLED = (
+    (r"^model\.(?=layers\.|embed_tokens|norm)", "model.language_model."),
+    (r"^model\.language_model\.", "model."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.model\.", "model."),
+    (r"^language_model\.", "model."),
+)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What an adapter has for one part of the model; ``targets`` counts layers by their name."""
+
+    name: str
+    tensors: int
+    layers: int
+    targets: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors, or layers, that share a fate.
+
+    ``kind`` is "ignored" (PEFT leaves the tensors out), "refused" (loading stops) or "missing"
+    (layers that the adapter's targets match, and that it has nothing for).
+    """
+
+    kind: str
+    count: int
+    reason: str
+    example: str
+    harmless: bool = False
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model takes of an adapter: ``loads`` tensors, if the patches in ``needs`` are on."""
+
+    model: str
+    architecture: str
+    loads: int
+    needs: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the adapter loads, and nothing with an effect is left out."""
+        return bool(self.loads) and all(group.harmless for group in self.groups)
+
+    @property
+    def verdict(self) -> str:
+        if self.fits:
+            return "fits" + (f", with the patch {', '.join(self.needs)}" if self.needs else "")
+        if any(group.kind == "refused" for group in self.groups):
+            return "does NOT fit: loading it stops with an error"
+        return "fits only in PART" if self.loads else "does NOT fit: nothing of it would load"
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """An adapter, as its header and its ``adapter_config.json`` tell.
+
+    ``parts`` counts tensors by what they are ("lora_A", "lora_magnitude_vector", ...); "weight"
+    and the like are whole tensors of the model.  ``ranks`` counts layers by their rank.
+    ``layout`` is how layers inside of ``Gemma4ClippableLinear`` are named: "inner"
+    (``q_proj.linear``), "outer" (``q_proj``) or "both".  ``orphans`` are layers that have no keys
+    and values of their own in Gemma 4.  ``bytes`` are those of the tensors in the file.
+    """
+
+    file: str
+    kind: str
+    base_model: str | None
+    saved_by: str
+    tensors: int
+    parameters: int
+    bytes: int
+    dtypes: Mapping[str, int]
+    parts: Mapping[str, int]
+    towers: tuple[Tower, ...]
+    layout: str | None
+    ranks: Mapping[int, int]
+    rank: int | None
+    alpha: float | None
+    target_modules: str | tuple[str, ...] | None
+    orphans: tuple[str, ...]
+    notes: tuple[str, ...]
+    fit: Fit | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: plain values."""
+        found = asdict(self)
+        if self.fit is not None:
+            found["fit"] |= {"fits": self.fit.fits, "verdict": self.fit.verdict}
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterReport:
+    """Read what an adapter holds; with a model, also what of it PEFT would load there.
+
+    Args:
+        path: folder of an adapter, or its safetensors file.
+        model: folder of a checkpoint, of which ``config.json`` is read, or a model.
+
+    Raises:
+        Unreadable: a file is missing or damaged, or is no adapter.
+        UsageError: the model's ``config.json`` describes none that transformers knows.
+    """
+    file, config = _files(Path(path))
+    header = read_header(file)
+    keys = [_Key.of(entry) for entry in header.tensors.values()]
+    if not any(key.method for key in keys) and not config.get("peft_type"):
+        raise Unreadable(f"{file}: holds no adapter's tensors")
+    layers: dict[str, list[_Key]] = {}
+    for key in keys:
+        if key.method and key.layer:
+            layers.setdefault(key.layer, []).append(key)
+    ranks = Counter(rank for of_layer in layers.values() for rank in _ranks(of_layer))
+    looked = look_at(model) if model is not None else None
+    shared = looked.shared if looked is not None else _known_shared(layers)
+    targets = config.get("target_modules")
+    return AdapterReport(
+        file=str(file),
+        kind=_kind(keys, config),
+        base_model=config.get("base_model_name_or_path") or None,
+        saved_by=_saved_by(keys),
+        tensors=len(keys),
+        parameters=sum(key.entry.numel for key in keys),
+        bytes=sum(key.entry.bytes for key in keys),
+        dtypes=dict(sorted(Counter(key.entry.dtype for key in keys).items())),
+        parts=dict(sorted(Counter(key.part for key in keys).items())),
+        towers=tuple(_towers(keys, layers)),
+        layout=_layout(layers, looked),
+        ranks=dict(sorted(ranks.items())),
+        rank=config.get("r"),
+        alpha=config.get("lora_alpha"),
+        target_modules=tuple(sorted(targets)) if isinstance(targets, list) else targets,
+        orphans=tuple(layer for layer in layers if is_shared_kv(layer, shared)),
+        notes=tuple(_notes(header, keys, config, ranks)),
+        fit=None if looked is None else _fit(header, keys, layers, config, looked),
+    )
+
+
+def _files(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The safetensors file and the content of its config."""
+    if path.is_dir():
+        file, config = path / WEIGHTS, path / CONFIG
+        if not file.is_file():
+            raise Unreadable(f"{path}: no {WEIGHTS}{_instead(path)}")
+        if not config.is_file():
+            raise Unreadable(f"{path}: no {CONFIG}, which PEFT needs")
+        return file, _read_config(config)
+    if not path.exists():
+        raise Unreadable(f"{path}: no such file or folder")
+    if path.suffix in (".bin", ".pt", ".pth"):
+        raise Unreadable(f"{path}: a pickle, which is not read; only safetensors are")
+    config = path.parent / CONFIG
+    return path, _read_config(config) if config.is_file() else {}
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Its content; what is used of it is of the kind that PEFT writes."""
+    config = read_json(file)
+    for name, (kinds, inside) in _CONFIG_KINDS.items():
+        value = config.get(name)
+        held: Iterable[Any] = value.values() if isinstance(value, dict) else ()
+        held = value if isinstance(value, list) else held
+        wrong = not isinstance(value, kinds) or not all(isinstance(each, inside) for each in held)
+        if value is not None and wrong:
+            raise Unreadable(f"{file}: {name} cannot be {json.dumps(value)[:40]}")
+    return config
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "adapter_model.bin").is_file():
+        return " (only adapter_model.bin, a pickle, which is not read)"
+    below = sorted(file.parent.name for file in folder.glob(f"*/{WEIGHTS}"))
+    if below:
+        return f", but there is one in {', '.join(below)}"
+    return " (a model's folder?)" if (folder / "config.json").is_file() else ""
+
+
+# -- the tensors ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A tensor's name, taken apart.
+
+    ``layer`` is the model's layer, ``part`` what it is ("lora_A", or "weight" for a whole tensor
+    of the model), ``method`` is empty for the latter.
+    """
+
+    entry: Entry
+    layer: str
+    part: str
+    method: str
+    rest: str
+
+    @property
+    def adapter(self) -> str:
+        """The adapter's name, which is there where something else than PEFT has saved it."""
+        name = self.rest.partition(".")[0] if self.part.startswith("lora_") else ""
+        return "" if name in ("weight", "bias") else name
+
+    @classmethod
+    def of(cls, entry: Entry) -> _Key:
+        name = entry.name.removeprefix(_PREFIX).removeprefix("base_model.")
+        steps = name.split(".")
+        for number, step in enumerate(steps):
+            method = next((m for start, m in _METHODS.items() if step.startswith(start)), "")
+            if method:
+                layer, rest = ".".join(steps[:number]), ".".join(steps[number + 1 :])
+                return cls(entry, _unwrapped(layer), step, method, rest)
+        return cls(entry, _unwrapped(name.rpartition(".")[0]), steps[-1], "", "")
+
+
+def _unwrapped(name: str) -> str:
+    return re.sub(r"(\.base_layer)+$", "", name)
+
+
+def _kind(keys: Iterable[_Key], config: Mapping[str, Any]) -> str:
+    found = Counter(key.method for key in keys if key.method)
+    parts = {key.part for key in keys}
+    names = [method for method, _ in found.most_common()]
+    if "lora_magnitude_vector" in parts:
+        names[names.index("LoRA")] = "DoRA"
+    elif "lora_E" in parts:
+        names[names.index("LoRA")] = "AdaLoRA"
+    return ", ".join(names) or str(config["peft_type"])
+
+
+def _saved_by(keys: Iterable[_Key]) -> str:
+    prefixed = {key.entry.name.startswith("base_model.") for key in keys}
+    if len(prefixed) > 1:
+        return "mixed"
+    return "peft" if True in prefixed else "transformers"
+
+
+def _ranks(of_layer: Iterable[_Key]) -> Iterator[int]:
+    for key in of_layer:
+        if key.part in ("lora_A", "lora_embedding_A", "hada_w1_b") and key.rest != "bias":
+            yield key.entry.shape[0]
+
+
+def _towers(keys: list[_Key], layers: Iterable[str]) -> Iterator[Tower]:
+    tensors = Counter(tower_of(key.layer) for key in keys)
+    targets: dict[str, Counter[str]] = {tower: Counter() for tower in TOWERS}
+    for layer in layers:
+        *_, above, last = ["", *layer.split(".")]
+        targets[tower_of(layer)][f"{above}.{last}" if last == "linear" else last] += 1
+    for tower in TOWERS:
+        if tensors[tower]:
+            counts = dict(sorted(targets[tower].items()))
+            yield Tower(tower, tensors[tower], sum(counts.values()), counts)
+
+
+def _layout(layers: Iterable[str], looked: Looked | None) -> str | None:
+    found = set()
+    for layer in layers:
+        match = _WRAPPED.search(layer)
+        if looked is not None:
+            outer = layer.removesuffix(".linear")
+            if looked.inner(outer) != outer if outer in looked.modules else match:
+                found.add("inner" if outer != layer else "outer")
+        elif match is not None:
+            found.add("inner" if match[1] else "outer")
+    return "both" if len(found) > 1 else next(iter(found), None)
+
+
+def _known_shared(layers: Mapping[str, list[_Key]]) -> range:
+    """The layers that share keys and values, where widths and number tell E2B or E4B."""
+    highest, width = 0, 0
+    for layer, keys in layers.items():
+        match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.q_proj$", layer)
+        if match is None or tower_of(layer) != "language":
+            continue
+        highest = max(highest, int(match[1]) + 1)
+        width = next((k.entry.shape[-1] for k in keys if k.part == "lora_A"), width)
+    return _SHARED.get((width, highest), range(0))
+
+
+def _notes(
+    header: Header, keys: list[_Key], config: Mapping[str, Any], ranks: Mapping[int, int]
+) -> Iterator[str]:
+    if header.missing:
+        yield f"the file is cut off: {_text.size(header.missing)} of its tensors are missing"
+    if not config:
+        yield f"no {CONFIG} beside it, which PEFT needs"
+    if wrong := _other_ranks(config, ranks):
+        yield (
+            f"{CONFIG} says rank {config['r']}, but there are tensors of rank "
+            f"{', '.join(map(str, wrong))}"
+        )
+    if named := sorted({key.adapter for key in keys} - {""}):
+        yield (
+            f"the tensors' names hold an adapter's name ({', '.join(named)}), which PEFT leaves "
+            "out when it saves: PEFT < 0.21 loads none of them, later ones only under that name"
+        )
+    whole = sorted({key.layer for key in keys if not key.method})
+    if whole:
+        yield f"holds whole tensors of the model, for {_text.some(whole, 3)}"
+
+
+def _other_ranks(config: Mapping[str, Any], ranks: Iterable[int]) -> list[int]:
+    """The ranks among these that the config does not know."""
+    rank = config.get("r")
+    if rank is None or config.get("peft_type") not in ("LORA", "LOHA"):
+        return []
+    return sorted(set(ranks) - {rank, *(config.get("rank_pattern") or {}).values()})
+
+
+# -- and a model ----------------------------------------------------------------------------------
+
+
+class _Fate(NamedTuple):
+    """What becomes of a tensor, and why; ``kind`` is empty where it loads."""
+
+    kind: str = ""
+    reason: str = ""
+    harmless: bool = False
+    detail: str = ""
+
+
+def _fit(
+    header: Header,
+    keys: list[_Key],
+    layers: Mapping[str, list[_Key]],
+    config: Mapping[str, Any],
+    looked: Looked,
+) -> Fit:
+    targeted = _targeted(config, looked)
+    inside = {looked.inner(name): name for name in targeted or ()}
+    adapted = {*inside, *_with_parameters(config, looked)} if targeted is not None else None
+    groups: dict[tuple[str, str], Group] = {}
+
+    def add(kind: str, reason: str, example: str, harmless: bool = False) -> None:
+        group = groups.get((kind, reason), Group(kind, 0, reason, example, harmless))
+        groups[kind, reason] = replace(group, count=group.count + 1)
+
+    loads = 0
+    wrapped = any(looked.inner(name) != name for name in targeted or ())
+    cut = _cut_off(header)
+    for key in keys:
+        fate = _fate(key, adapted, looked)
+        if not fate.kind and (wrong := _other_ranks(config, _ranks(layers.get(key.layer, ())))):
+            told = f"of another rank than {config['r']}, which {CONFIG} says"
+            fate = _Fate("refused", told, detail=str(wrong[0]))
+        if not fate.kind and key.entry.name in cut:
+            fate = _Fate("refused", "the file is cut off before them")
+        if fate.kind:
+            detail = f": {fate.detail}" if fate.detail else ""
+            add(fate.kind, fate.reason, f"{key.entry.name}{detail}", fate.harmless)
+        else:
+            loads += 1
+            wrapped = wrapped or (bool(key.method) and looked.inner(key.layer) != key.layer)
+    rank = config.get("r") or 1
+    for layer, name in inside.items() if config.get("peft_type") == "LORA" else ():
+        if lora_parameters(looked.modules[layer], rank) is None:
+            told = f"target_modules names {type(looked.modules[name]).__name__}, not supported"
+            add("refused", told, name)
+    filled = {looked.inner(layer) for layer in layers}
+    for layer in inside:
+        if layer not in filled:
+            told = f"{tower_of(layer)}: target_modules names them, the file has nothing for them"
+            add("missing", told, layer, harmless=True)
+    order = ("refused", "ignored", "missing")
+    found = sorted(groups.values(), key=lambda group: (order.index(group.kind), -group.count))
+    needs = ("clippable_linear",) if wrapped and wrappers_need_patch() else ()
+    return Fit(looked.name, looked.architecture, loads, needs, tuple(found))
+
+
+def _targeted(config: Mapping[str, Any], looked: Looked) -> list[str] | None:
+    """The modules that the config's targets match; ``None`` where it does not say."""
+    if not config.get("target_modules"):
+        return None
+    names = (
+        "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform",
+        "layers_pattern", "peft_type",
+    )  # fmt: skip
+    settings = {name: config[name] for name in names if config.get(name) is not None}
+    return matching(looked, SimpleNamespace(**settings))
+
+
+def _cut_off(header: Header) -> set[str]:
+    """The tensors at whose end, or before it, the file ends."""
+    cut: set[str] = set()
+    left = header.missing
+    for entry in reversed(list(header.tensors.values())):
+        if left <= 0:
+            break
+        cut.add(entry.name)
+        left -= entry.bytes
+    return cut
+
+
+def _with_parameters(config: Mapping[str, Any], looked: Looked) -> Iterator[str]:
+    """The modules of the parameters that ``target_parameters`` names."""
+    targets = config.get("target_parameters") or ()
+    for target in [targets] if isinstance(targets, str) else targets:
+        module = target.rpartition(".")[0]
+        yield from (n for n in looked.modules if n == module or n.endswith(f".{module}"))
+
+
+def _fate(key: _Key, adapted: Collection[str] | None, looked: Looked) -> _Fate:
+    if not key.layer:  # shared by all layers
+        return _Fate()
+    if key.layer not in looked.modules:
+        return _absent(key, looked)
+    if key.adapter and holds("peft<0.21"):
+        return _Fate("ignored", "named with an adapter's name, which this PEFT does not expect")
+    layer = looked.inner(key.layer) if key.method else key.layer
+    if adapted is not None and key.method not in ("", "trainable tokens") and layer not in adapted:
+        return _Fate("ignored", "target_modules does not name these layers")
+    if wrong := _misshapen(key, looked.modules[layer]):
+        return _Fate("refused", _WIDTHS, detail=wrong)
+    return _Fate()
+
+
+def _absent(key: _Key, looked: Looked) -> _Fate:
+    """Why the model has no such module."""
+    name, tower = key.layer, tower_of(key.layer)
+    if is_shared_kv(name, looked.shared):
+        first, last = looked.shared[0], looked.shared[-1]
+        told = f"layers {first} to {last} take keys and values from earlier ones: never used"
+        return _Fate("ignored", told, harmless=True)
+    if name.endswith(".linear") and name.removesuffix(".linear") in looked.modules:
+        return _Fate("ignored", "named .linear, where the model has the layer itself")
+    for pattern, called in _CALLED:
+        other = re.sub(pattern, called, name)
+        if other != name and other in looked.modules:
+            if wrong := _misshapen(key, looked.modules[looked.inner(other)]):
+                return _Fate("ignored", "for another model: other names and widths", detail=wrong)
+            mine, here = re.split(r"\d", name)[0], re.split(r"\d", other)[0]
+            told = f"made for another class of the model: {mine}* is {here}* here"
+            return _Fate("ignored", told)
+    layer = re.match(r"(.*?(?:^|\.)layers)\.(\d+)\.", name)
+    if layer is not None and layer[1] in looked.modules:
+        count = len(looked.modules[layer[1]])
+        if int(layer[2]) >= count:
+            return _Fate("ignored", f"from layer {count} on: {layer[1]} has {count} here")
+    if tower in ("vision", "audio") and not any(tower_of(n) == tower for n in looked.modules):
+        return _Fate("ignored", f"the model has no {tower} tower")
+    return _Fate("ignored", "the model has no such layer")
+
+
+def _misshapen(key: _Key, module: Any) -> str:
+    """How a tensor's shape disagrees with the layer's; empty where it does not."""
+    shape = key.entry.shape
+    if not key.method:
+        expected = getattr(module, key.part, None)
+        if expected is not None and tuple(expected.shape) != shape:
+            return f"{list(shape)}, here {list(expected.shape)}"
+        return ""
+    axis, attribute = _AXES.get(key.part, (0, ""))
+    width = getattr(module, attribute, None)
+    if width is None or axis >= len(shape) or key.rest == "bias" or shape[axis] == width:
+        return ""
+    return f"{shape[axis]} wide, here {width}"
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+
+def _lines(report: AdapterReport) -> Iterator[str]:
+    dtypes = ", ".join(
+        f"{count} {dtype}" if len(report.dtypes) > 1 else dtype
+        for dtype, count in report.dtypes.items()
+    )
+    ranks = ", ".join(
+        f"{rank} ({_text.plural(count, 'layer')})" if len(report.ranks) > 1 else str(rank)
+        for rank, count in report.ranks.items()
+    )
+    kind = report.kind
+    if ranks:
+        kind += f", rank {ranks}"
+    if report.alpha is not None:
+        kind += f", alpha {report.alpha}"
+    targets = report.target_modules
+    prefixes = {"peft": f"{_PREFIX} (PEFT's)", "transformers": "none", "mixed": "mixed"}
+    rows = [
+        ("file", report.file),
+        ("adapter", kind),
+        ("base model", report.base_model or "not named"),
+        (
+            "holds",
+            f"{_text.plural(report.tensors, 'tensor')} ({dtypes}), {report.parameters:,} "
+            f"parameters, {_text.size(report.bytes)}",
+        ),
+        ("prefix", prefixes[report.saved_by]),
+    ]
+    if targets is not None:
+        rows.append(("targets", targets if isinstance(targets, str) else _text.some(targets)))
+    layouts = {
+        "inner": "q_proj.linear.*, as PEFT saves them",
+        "outer": "q_proj.*: need the patch clippable_linear",
+        "both": "q_proj.linear.* and q_proj.*: the latter need the patch clippable_linear",
+    }
+    if report.layout is not None:
+        rows.append(("clipped", f"{report.layout} layout: {layouts[report.layout]}"))
+    for label, value in rows:
+        yield _text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
+    yield ""
+    yield _text.table(
+        [
+            (t.name, t.tensors, t.layers, ", ".join(f"{n}\xa0{c}" for n, c in t.targets.items()))
+            for t in report.towers
+        ],
+        ("tower", "tensors", "layers", "found"),
+        right=(1, 2),
+    )
+    if any(part not in ("lora_A", "lora_B") for part in report.parts):
+        parts = ", ".join(f"{count} {part}" for part, count in report.parts.items())
+        yield _text.wrap(parts, " " * 9, "tensors: ")
+    notes = list(report.notes)
+    if report.orphans and report.fit is None:
+        notes.append(
+            f"{len(report.orphans)} k_proj and v_proj are those of decoder layers that take keys "
+            "and values from earlier ones (transformers < 5.5.2 had modules there): they have no "
+            "effect, and are left out on loading"
+        )
+    if notes:
+        yield ""
+    for note in notes:
+        yield _text.wrap(note, " " * 6, "note: ")
+    if report.fit is not None:
+        yield ""
+        yield from _fit_lines(report.fit)
+
+
+def _fit_lines(fit: Fit) -> Iterator[str]:
+    name = Path(fit.model).name or fit.model
+    yield f"in {name} ({fit.architecture})".replace("in  (", "in (")
+    with_patches = f"with the patch {', '.join(fit.needs)}" if fit.needs and fit.loads else ""
+    rows = [("loads", _text.plural(fit.loads, "tensor"), with_patches)]
+    for group in fit.groups:
+        if group.kind == "missing" and not fit.loads:
+            continue  # goes without saying
+        unit = "layer" if group.kind == "missing" else "tensor"
+        rows.append((group.kind, _text.plural(group.count, unit), group.reason))
+    yield _text.table(rows, indent="  ")
+    for group in fit.groups:
+        if not group.harmless:
+            example = group.example.removeprefix(_PREFIX).replace(".weight", "")
+            yield _text.wrap(f"{group.kind}, such as {example}", " " * 4, "  ")
+    yield fit.verdict

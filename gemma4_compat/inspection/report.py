@@ -1,0 +1,411 @@
+"""All that an upstream issue asks for, with nothing private in it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..engine.gate import installed_version
+from ..engine.status import State
+from ._files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ._text import plural, size
+
+LIBRARIES = (
+    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
+    "huggingface_hub", "trl",
+)  # fmt: skip
+#: left out of the list where they are not installed
+_OPTIONAL = ("huggingface_hub", "trl")
+#: account names that say nothing about anybody
+_NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+_PATHS = (
+    # The last component stays.  URLs, "4/8-bit" and the like are no paths.
+    re.compile(
+        r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)"
+    ),
+    re.compile(r"(?<![\w?(])[A-Za-z]:[\\/](?:[^\\/\"'\n]+[\\/])*([^\\/\s\"']*)"),
+    re.compile(r"(?<![\w\\])\\\\(?:[^\\\"'\n]+\\)+([^\\\s\"']*)"),
+)
+_ONLY_A_PATH = re.compile(
+    r"(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The machine, the libraries, the patches and what was asked about; all of it is plain data.
+
+    ``libraries`` maps to ``None`` what is not installed; ``patches`` maps each to its state and
+    reason.  ``placement`` is a loaded model's, ``device_map`` a map's.
+    """
+
+    system: Mapping[str, str]
+    gpus: tuple[Mapping[str, Any], ...]
+    libraries: Mapping[str, str | None]
+    patches: Mapping[str, Mapping[str, str]]
+    switches: Mapping[str, str]
+    model: Mapping[str, Any] | None
+    placement: Mapping[str, Any] | None
+    device_map: Mapping[str, Any] | None
+    adapter: Mapping[str, Any] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Markdown."""
+        return "\n".join(_markdown(self))
+
+
+def build_report(
+    model: Any = None,
+    adapter: str | os.PathLike[str] | None = None,
+    device_map: Mapping[str, Any] | None = None,
+) -> Report:
+    """What to paste into an issue; ``str()`` of it is Markdown.
+
+    Paths are reduced to their last component; user and host name, home folder, and the values of
+    environment variables that look like secrets are taken out of all of it.
+
+    Args:
+        model: a checkpoint's folder, of which ``config.json`` and the headers of the weights are
+            read, or a loaded model, which is looked at and not changed.
+        adapter: an adapter's folder or safetensors file, of which headers are read.
+        device_map: checked against the model.
+
+    Raises:
+        Unreadable: a file or folder is missing or damaged.
+        UsageError: the model is none that transformers knows, or the map none.
+    """
+    from .. import _engine
+
+    private = _Private([each for each in (model, adapter) if isinstance(each, (str, os.PathLike))])
+    status = _engine.import_targets()
+    described = placement = mapped = fits = None
+    if isinstance(model, (str, os.PathLike)):
+        described = _checkpoint(model)
+    elif model is not None:
+        from .model import inspect_model
+
+        placement = _told(private.clean(inspect_model(model)))
+    if device_map is not None:
+        from ..merge import UsageError
+        from .device_map import check_device_map
+
+        if model is None:
+            raise UsageError("a device map is checked against a model: name one")
+        mapped = _told(private.clean(check_device_map(model, device_map)))
+    if adapter is not None:
+        from .adapter import inspect_adapter
+
+        fits = _told(private.clean(inspect_adapter(adapter, model)))
+    clean = private.clean
+    return Report(
+        system=clean(_system()),
+        gpus=tuple(clean(list(_gpus()))),
+        libraries=clean(_libraries()),
+        patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in status}),
+        switches=clean(_switches()),
+        model=clean(described),
+        placement=placement,
+        device_map=mapped,
+        adapter=fits,
+    )
+
+
+def _told(found: Any) -> dict[str, Any]:
+    return {**found.as_dict(), "text": str(found)}
+
+
+# -- nothing private ------------------------------------------------------------------------------
+
+
+class _Private:
+    """Takes out of texts what says who and where the user is."""
+
+    def __init__(self, named: Iterable[str | os.PathLike[str]]) -> None:
+        exact: dict[str, str] = {}
+        for path in map(Path, named):
+            for form in {str(path), str(path.absolute()), str(path.resolve())}:
+                if os.path.basename(form) != form:  # "." would be found everywhere
+                    exact[form] = path.absolute().name
+        for home in _homes():
+            exact[home] = "~"
+        # The longest first: what lies in the home folder before that itself.
+        self.exact = [
+            (re.compile(rf"(?<![\w/\\]){re.escape(path)}(?!\w)"), exact[path])
+            for path in sorted(exact, key=len, reverse=True)
+        ]
+        secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
+        self.secrets = sorted((s for s in secrets if len(s) >= 8), key=len, reverse=True)
+        self.names = [
+            (re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", re.IGNORECASE), instead)
+            for name, instead in _names()
+        ]
+
+    def clean(self, value: Any) -> Any:
+        """The same structure, with its texts cleaned; keys are ours.
+
+        To be done before text is wrapped, which may break a name with a space in it.
+        """
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {key: self.clean(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self.clean, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(
+                value, **{f.name: self.clean(getattr(value, f.name)) for f in fields(value)}
+            )
+        return value
+
+    def text(self, text: str) -> str:
+        text = text.replace("file://", "")
+        for secret in self.secrets:
+            text = text.replace(secret, "<secret>")
+        text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "<secret>", text)
+        for pattern, instead in self.exact:
+            text = _replaced(pattern, instead, text)
+        if _ONLY_A_PATH.fullmatch(text):  # which may have spaces in it
+            text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
+        for pattern in _PATHS:
+            text = pattern.sub(lambda match: match[1] or "<path>", text)
+        for pattern, instead in self.names:
+            text = _replaced(pattern, instead, text)
+        return text
+
+
+def _replaced(pattern: re.Pattern[str], instead: str, text: str) -> str:
+    """Without the escapes that ``re.sub`` would look for in ``instead``."""
+    return pattern.sub(lambda _: instead, text)
+
+
+def _homes() -> Iterator[str]:
+    found = {os.path.expanduser("~"), os.environ.get("HOME"), os.environ.get("USERPROFILE")}
+    for home in found - {None, "", "~", "/"}:
+        yield str(home)
+        yield os.path.realpath(str(home))
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    users = {os.environ.get(name) for name in ("USER", "LOGNAME", "USERNAME")}
+    users |= {os.path.basename(home.rstrip("/\\")) for home in _homes()}
+    with contextlib.suppress(OSError, KeyError, ImportError):  # no such account
+        users.add(getpass.getuser())
+    hosts = {os.environ.get("HOSTNAME"), os.environ.get("COMPUTERNAME"), platform.node()}
+    hosts |= {(host or "").partition(".")[0] for host in hosts}
+    for found, instead in ((users, "<user>"), (hosts, "<host>")):
+        for name in sorted(filter(None, found), key=len, reverse=True):
+            if len(name) > 1 and name.lower() not in _NOBODY:
+                yield name, instead
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def _system() -> dict[str, str]:
+    found = {"OS": f"{platform.system()} {platform.release()}"}
+    try:
+        found["OS"] += f", {platform.freedesktop_os_release()['PRETTY_NAME']}"
+    except (OSError, KeyError):
+        if platform.system() == "Windows":
+            found["OS"] = f"Windows {platform.release()} ({platform.version()})"
+    found["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
+    found["CPU"] = f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}"
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found["memory"] = size(memory)
+    except (AttributeError, ValueError, OSError):
+        pass
+    driver = _driver()
+    if driver is not None:
+        found["NVIDIA driver"] = driver
+    torch = _torch()
+    if torch is not None:
+        found["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
+        bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        if bf16 is not None and bf16():
+            found["CPU"] += " with AVX512-BF16"
+        for name in ("cuda", "hip"):
+            if getattr(torch.version, name, None):
+                found[f"torch built for {name.upper()}"] = str(getattr(torch.version, name))
+    return found
+
+
+def _torch() -> Any | None:
+    try:
+        import torch
+    except Exception:  # missing or broken: its version is in the report, too
+        return None
+    return torch
+
+
+def _driver() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "nvidia-smi fails"
+    return next(iter(ran.stdout.split()), None)
+
+
+def _gpus() -> Iterator[dict[str, Any]]:
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"{found.major}.{found.minor}"
+        yield {"name": found.name, "memory": found.total_memory, "capability": capability}
+
+
+def _libraries() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"gemma4_compat": __version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = installed_version(name) or "unknown version"
+        except importlib.metadata.PackageNotFoundError:
+            if name not in _OPTIONAL:
+                versions[name] = None
+    torch = sys.modules.get("torch")
+    if torch is not None:  # with the build, as in 2.13.0+cu130
+        versions["torch"] = str(torch.__version__)
+    return versions
+
+
+def _switches() -> dict[str, str]:
+    found = {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith("GEMMA4_COMPAT")
+    }
+    known = re.compile(r"[01]|on|off|true|false|yes|no|auto|force|", re.IGNORECASE)
+    return {name: v if known.fullmatch(v) else "(another value)" for name, v in found.items()}
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    from .. import sizes
+    from .device_map import describe
+
+    config = read_config(model_dir)
+    folder = existing_folder(model_dir)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    quantised = config.get("quantization_config")
+    found: dict[str, Any] = {
+        "name": folder.absolute().name,
+        "model_type": config["model_type"],
+        "architectures": config.get("architectures"),
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "written_by": config.get("transformers_version"),
+        "layers": text.get("num_hidden_layers"),
+        "layers_that_share_kv": text.get("num_kv_shared_layers"),
+        "quantised": quantised.get("quant_method") if isinstance(quantised, dict) else None,
+    }
+    if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
+        headers = weight_headers(folder)
+        found["weights"] = {
+            "files": len(headers),
+            "tensors": sum(len(header.tensors) for header in headers),
+            "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
+            "missing_bytes": sum(header.missing for header in headers),
+        }
+    view = describe(model_dir)
+    found["class"] = view.architecture
+    found["bytes"] = {
+        part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
+        for part in _parts(view.bytes.values())
+    }
+    found["quantisations"] = [quant for quant in sizes.QUANTS if quant in view.bytes]
+    return found
+
+
+def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
+    from .model import PARTS
+
+    found = {part for parts in by_quant for part in parts}
+    return [part for part in PARTS if part in found]
+
+
+# -- Markdown -------------------------------------------------------------------------------------
+
+
+def _markdown(report: Report) -> Iterator[str]:
+    yield "### System"
+    yield ""
+    for name, value in report.system.items():
+        yield f"- {name}: {value}"
+    for index, gpu in enumerate(report.gpus):
+        yield f"- GPU {index}: {gpu['name']}, {size(gpu['memory'])}, capability {gpu['capability']}"
+    if not report.gpus:
+        yield "- GPU: none that PyTorch sees"
+    for name, version in report.libraries.items():
+        yield f"- {name}: {version or 'not installed'}"
+    yield ""
+    yield "### Patches of gemma4_compat"
+    yield ""
+    by_state: dict[str, list[str]] = {}
+    for name, patch in report.patches.items():
+        by_state.setdefault(patch["state"], []).append(name)
+    for state, names in by_state.items():
+        yield f"- {state} ({len(names)}): {', '.join(names)}"
+        if state in (State.FAILED.value, State.DRIFTED.value):
+            yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
+    for name, value in report.switches.items():
+        yield f"- switch: {name}={value}"
+    if report.model is not None:
+        yield from ("", f"### Model: {report.model['name']}", "")
+        yield from _model_lines(report.model)
+    for title, found in (
+        ("Loaded model", report.placement),
+        ("Device map", report.device_map),
+        ("Adapter", report.adapter),
+    ):
+        if found is not None:
+            yield from ("", f"### {title}", "", "```text", found["text"], "```")
+
+
+def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
+    yield f"- class: {model['class']} (model_type {model['model_type']})"
+    layers = f"{model['layers']}"
+    if model["layers_that_share_kv"]:
+        layers += f", {model['layers_that_share_kv']} of them share keys and values"
+    yield f"- layers: {layers}"
+    yield f"- dtype: {model['dtype']}, written by transformers {model['written_by']}"
+    if model["quantised"]:
+        yield f"- quantised already: {model['quantised']}"
+    weights = model.get("weights")
+    if weights is None:
+        yield "- weights: no safetensors files there"
+    else:
+        files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
+        yield f"- weights: {files}, {size(weights['bytes'])}"
+        if weights["missing_bytes"]:
+            yield f"- **cut off**: {size(weights['missing_bytes'])} of the weights are missing"
+    yield ""
+    quants = model["quantisations"]
+    yield f"| part | {' | '.join(quants)} |"
+    yield f"|---|{'---:|' * len(quants)}"
+    for part, numbers in model["bytes"].items():
+        yield f"| {part} | {' | '.join(size(numbers[quant]) for quant in quants)} |"
+    totals = (sum(numbers[quant] for numbers in model["bytes"].values()) for quant in quants)
+    yield f"| all | {' | '.join(map(size, totals))} |"

@@ -1,0 +1,402 @@
+"""What a ``target_modules`` setting matches in a model, before an adapter is made.
+
+``scan_targets`` is also the command ``gemma4-compat scan MODEL_DIR --targets q_proj,v_proj``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from .. import sizes
+from ..engine.patch import Verdict
+from ..merge import UsageError
+from . import _text
+from ._files import existing_folder, read_config
+
+ALL_LINEAR = "all-linear"
+TOWERS = ("language", "vision", "audio", "other")
+_WRAPPER = "ClippableLinear"
+
+
+@dataclass(frozen=True)
+class Matches:
+    """How many modules of one class are matched in one tower.
+
+    ``takes`` is whether PEFT can adapt this class: "yes", "patched" (with the patch
+    clippable_linear) or "no".
+    """
+
+    tower: str
+    name: str
+    count: int
+    takes: str
+
+
+@dataclass(frozen=True)
+class TargetScan:
+    """What the targets match.
+
+    ``layers`` are the names of the layers that get an adapter; the one inside where a wrapper is
+    matched.  ``by_target`` counts matches for each target of a list, and is empty for a regular
+    expression or "all-linear".  ``parameters`` and ``bytes`` are those of a LoRA adapter of
+    ``rank`` in float32, as PEFT makes it.
+    """
+
+    model: str
+    architecture: str
+    quantised: str | None
+    targets: str | tuple[str, ...]
+    matches: tuple[Matches, ...]
+    by_target: Mapping[str, int]
+    layers: tuple[str, ...]
+    needs: tuple[str, ...]
+    rank: int
+    parameters: int
+    notes: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """All matched modules; wrapper and inner layer count twice where both are matched."""
+        return sum(match.count for match in self.matches)
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.parameters
+
+    @property
+    def works(self) -> bool:
+        """Whether PEFT, with the patches in ``needs``, makes an adapter for these targets."""
+        return bool(self.matches) and all(match.takes != "no" for match in self.matches)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs: plain values."""
+        return {
+            **asdict(self),
+            "matches": [
+                {"tower": m.tower, "class": m.name, "count": m.count, "takes": m.takes}
+                for m in self.matches
+            ],
+            "count": self.count,
+            "bytes": self.bytes,
+            "works": self.works,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def scan_targets(
+    model: Any, target_modules: str | Collection[str], *, rank: int = 16
+) -> TargetScan:
+    """Match targets in a model as PEFT does; nothing is changed and no weight is read.
+
+    Args:
+        model: folder of a checkpoint, of which ``config.json`` is read, or a model.
+        target_modules: as in PEFT: a list of names, a regular expression, or "all-linear".
+        rank: of the LoRA adapter to count parameters for.
+
+    Raises:
+        Unreadable: the folder holds no readable ``config.json``.
+        UsageError: the targets, the rank or the model cannot work.
+    """
+    if rank < 1:
+        raise UsageError(f"rank must be at least 1, not {rank}")
+    targets = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+    if not targets or not all(targets):
+        raise UsageError("no target modules are named")
+    looked = look_at(model)
+    matched = matching(looked, SimpleNamespace(target_modules=targets))
+    needed = wrappers_need_patch()
+    layers: dict[str, Any] = {}
+    counted: Counter[tuple[str, str, str]] = Counter()
+    parameters = 0
+    for name in matched:
+        inner = looked.inner(name)
+        module = looked.modules[inner]
+        number = lora_parameters(module, rank)
+        takes = "no" if number is None else "patched" if inner != name and needed else "yes"
+        counted[tower_of(name), type(looked.modules[name]).__name__, takes] += 1
+        if number is not None and inner not in layers:
+            layers[inner] = module
+            parameters += number
+    order = sorted(counted, key=lambda key: (TOWERS.index(key[0]), key[1]))
+    by_target = {}
+    if not isinstance(targets, str):
+        by_target = {
+            target: len(matching(looked, SimpleNamespace(target_modules=(target,))))
+            for target in sorted(set(targets), key=targets.index)
+        }
+    matches = tuple(Matches(t, name, counted[t, name, takes], takes) for t, name, takes in order)
+    return TargetScan(
+        model=looked.name,
+        architecture=looked.architecture,
+        quantised=looked.quantised,
+        targets=targets,
+        matches=matches,
+        by_target=by_target,
+        layers=tuple(layers),
+        needs=("clippable_linear",) if any(m.takes == "patched" for m in matches) else (),
+        rank=rank,
+        parameters=parameters,
+        notes=tuple(_notes(looked, matched, by_target)),
+    )
+
+
+def parse_targets(text: str) -> str | tuple[str, ...]:
+    """What ``--targets`` means: plain names with commas between them are a list."""
+    text = text.strip()
+    if text.lower() != ALL_LINEAR and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)*", text):
+        return tuple(name.strip() for name in text.split(","))
+    return text
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A model to match names in.
+
+    ``modules`` are by name; adapters that it has already are left out, with what they wrap in
+    their place.  ``shared`` are the numbers of the decoder layers that share keys and values.
+    """
+
+    name: str
+    architecture: str
+    quantised: str | None
+    model: Any
+    modules: Mapping[str, Any]
+    shared: range
+
+    def inner(self, name: str) -> str:
+        """The name of the layer that gets the adapter where the module of this name is matched."""
+        inner = f"{name}.linear"
+        if inner not in self.modules:
+            return name
+        classes = type(self.modules[name]).__mro__
+        return inner if any(cls.__name__.endswith(_WRAPPER) for cls in classes) else name
+
+
+def look_at(model: Any) -> Looked:
+    """A model, or that of a folder's ``config.json`` on the meta device."""
+    quantised: str | None = None
+    if isinstance(model, (str, os.PathLike)):
+        name = os.fspath(model)
+        model, quantised = _on_meta(existing_folder(name))
+    else:
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        method = getattr(model, "quantization_method", None)
+        quantised = None if method is None else str(getattr(method, "value", method))
+        name = str(getattr(model, "name_or_path", ""))
+    modules: dict[str, Any] = {}
+    adapted: list[str] = []
+    for path, module in model.named_modules():
+        if not path or sizes.is_under(path, adapted[-1:]):
+            continue
+        if hasattr(module, "get_base_layer"):  # a layer of PEFT
+            adapted.append(path)
+            module = module.get_base_layer()
+        modules[path] = module
+    return Looked(
+        name, type(model).__name__, quantised, model, modules, shared_layers(model.config)
+    )
+
+
+def _on_meta(folder: Path) -> tuple[Any, str | None]:
+    config = read_config(folder)
+    quantization = config.pop("quantization_config", None)
+    if quantization is None:
+        return sizes.meta_model(folder), None
+    # Built as if it were quantised now: its layers are of the same classes, and there is no need
+    # to know how their weights are stored.
+    method = str(quantization.get("quant_method", "unknown"))
+    options = None
+    if method == "bitsandbytes":
+        missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
+        if missing:
+            raise UsageError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
+        from transformers import BitsAndBytesConfig
+
+        options = BitsAndBytesConfig.from_dict(quantization)
+    with tempfile.TemporaryDirectory() as plain:
+        Path(plain, "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            return sizes.meta_model(plain, options), method
+        except UsageError as error:
+            raise UsageError(str(error).replace(plain, str(folder))) from error
+
+
+def shared_layers(config: Any) -> range:
+    """The numbers of the decoder layers that take keys and values from earlier ones."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", None) or 0
+    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    return range(layers - shared, layers)
+
+
+def tower_of(name: str) -> str:
+    """ "language", "vision", "audio" or "other", for a module's or tensor's name."""
+    part = sizes.part_of(name)
+    if part in (sizes.VISION, sizes.AUDIO):
+        return "vision" if part == sizes.VISION else "audio"
+    return "language" if part != sizes.REST or "language_model" in name.split(".") else "other"
+
+
+def is_shared_kv(name: str, shared: range) -> bool:
+    """Whether a module is the key or value projection of a decoder layer that has none."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_proj(\.|$)", name)
+    return match is not None and int(match[1]) in shared and tower_of(name) == "language"
+
+
+# -- matching -------------------------------------------------------------------------------------
+
+
+def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
+    """The modules that PEFT matches with these settings, which are those of a ``PeftConfig``.
+
+    Without the patch clippable_linear, that is: wrappers are matched as they are.
+
+    Raises:
+        UsageError: the targets are no regular expression, or need a PEFT that is not installed.
+    """
+    try:
+        return list(_matching(looked, config))
+    except re.error as error:
+        raise UsageError(f"{error.pattern!r} is not a regular expression: {error}") from error
+
+
+def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
+    targets = config.target_modules
+    if importlib.util.find_spec("peft") is None:
+        if targets == ALL_LINEAR:
+            raise UsageError(f"{ALL_LINEAR} needs peft, which knows what it means")
+        yield from (name for name in looked.modules if _plain_match(targets, name))
+        return
+    from peft.tuners import tuners_utils
+
+    settings = {
+        "exclude_modules": None,
+        "modules_to_save": None,
+        "target_parameters": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "task_type": None,
+        "peft_type": "LORA",
+        **vars(config),
+    }
+    if not isinstance(targets, str):
+        settings["target_modules"] = set(targets)
+    asked: Any = SimpleNamespace(**settings)
+    tuners_utils._maybe_include_all_linear_layers(asked, looked.model)
+    matches = tuners_utils.check_target_module_exists
+    yield from (name for name in looked.modules if matches(asked, name))
+
+
+def _plain_match(targets: str | Iterable[str], name: str) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def wrappers_need_patch() -> bool:
+    """Whether PEFT, as installed, refuses ``Gemma4ClippableLinear``."""
+    from ..patches import clippable_linear
+
+    if importlib.util.find_spec("peft") is None:
+        return True
+    return clippable_linear.wrapper_is_unknown().verdict is not Verdict.FIXED
+
+
+def lora_parameters(module: Any, rank: int) -> int | None:
+    """The parameters of a LoRA adapter on this module; ``None`` where PEFT takes none there."""
+    from torch import nn
+
+    if isinstance(module, nn.Linear):
+        return rank * int(module.in_features + module.out_features)
+    if isinstance(module, nn.Embedding):
+        return rank * int(module.num_embeddings + module.embedding_dim)
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and rank % module.groups == 0:
+        window: int = math.prod(module.kernel_size)
+        narrow = rank // int(module.groups)
+        return rank * int(module.in_channels) * window + narrow * int(module.out_channels)
+    return None
+
+
+# -- what is printed ------------------------------------------------------------------------------
+
+
+def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
+    nothing = [target for target, count in by_target.items() if not count]
+    if nothing and matched:
+        yield f"{_text.some(nothing)}: matches nothing in this model"
+    towers = {tower_of(name) for name in matched}
+    if towers and "language" not in towers:
+        inner = all(name.endswith(".linear") for name in matched)
+        yield "the language model gets no adapter" + (
+            ": only the vision and audio towers have layers called '.linear'" if inner else ""
+        )
+    shared = [name for name in matched if is_shared_kv(name, looked.shared)]
+    if shared:
+        yield (
+            f"{_text.plural(len(shared), 'module')} in layers that share keys and values: "
+            "transformers >= 5.5.2 has none there, and drops their adapters"
+        )
+    if looked.quantised not in (None, "bitsandbytes"):
+        yield f"quantised by {looked.quantised}: the classes are those of the unquantised model"
+
+
+def _lines(scan: TargetScan) -> Iterator[str]:
+    name = Path(scan.model).name or scan.model
+    quantised = f", {scan.quantised}" if scan.quantised else ""
+    yield f"{name} ({scan.architecture}{quantised})".strip()
+    targets = scan.targets if isinstance(scan.targets, str) else _text.some(scan.targets)
+    yield _text.wrap(targets, " " * 9, "targets: ", breaks=True)
+    yield ""
+    if not scan.matches:
+        yield "Nothing matches: PEFT says that the target modules are not found."
+        return
+    verdicts = {
+        "yes": "supported",
+        "patched": "needs the patch clippable_linear",
+        "no": "NOT supported by LoRA",
+    }
+    rows = [(m.tower, m.name, m.count, verdicts[m.takes]) for m in scan.matches]
+    if len(rows) > 1:
+        rows.append(("all", "", scan.count, ""))
+    yield _text.table(rows, ("tower", "class", "modules", ""), right=(2,))
+    yield ""
+    classes: Counter[str] = Counter()
+    for match in scan.matches:
+        if match.takes == "patched":
+            classes[match.name] += match.count
+    if classes:
+        counts = ", ".join(f"{count} {name}" for name, count in classes.items())
+        yield _text.wrap(
+            f"{counts}: PEFT alone stops with 'Target module ... is not supported'. With "
+            "clippable_linear (import gemma4_compat first) the adapter goes around the layer "
+            "inside."
+        )
+    refused = sorted({match.name for match in scan.matches if match.takes == "no"})
+    if refused:
+        yield _text.wrap(
+            f"{', '.join(refused)}: PEFT stops with 'Target module ... is not supported'. Name "
+            "the linear layers inside."
+        )
+    if scan.layers:
+        yield _text.wrap(
+            f"LoRA of rank {scan.rank} on {_text.plural(len(scan.layers), 'layer')}: "
+            f"{scan.parameters:,} parameters, {_text.size(scan.bytes)} in float32"
+        )
+    for note in scan.notes:
+        yield _text.wrap(note, " " * 6, "note: ")

@@ -1,0 +1,511 @@
+"""What an adapter's header tells, against what the real PEFT saves and loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+import gemma4_compat
+from gemma4_compat.cli import adapter as command
+from gemma4_compat.demo.checkpoint import BROAD_TARGETS
+from gemma4_compat.inspection import inspect_adapter
+from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.merge import UsageError
+from tests.inspection.test_files import header_only
+from tests.inspection.test_targets import e2b_dir, llama_dir  # noqa: F401
+from tests.support import load_model
+from tests.test_sizes import E2B_TEXT, VISION, write_config
+
+peft = pytest.importorskip("peft")
+
+WEIGHTS = "adapter_model.safetensors"
+SHARED = "base_model.model.model.language_model.layers.5.self_attn"
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    options = parser.parse_args(["adapter", *map(str, arguments)])
+    return options.execute(options)
+
+
+def changed(folder, to, tensors=lambda tensors: tensors, **config):
+    """A copy of an adapter with other tensors, and other entries in its config."""
+    to.mkdir(exist_ok=True)
+    save_file(tensors(load((folder / WEIGHTS).read_bytes())), to / WEIGHTS)
+    said = json.loads((folder / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps(said | config))
+    return to
+
+
+def peft_loads(model, folder):
+    """The tensors of the file that PEFT puts somewhere, and those that it leaves out."""
+    model = peft.PeftModel.from_pretrained(model, folder)
+    left_out = model.load_adapter(folder, "again").unexpected_keys
+    # VeRA's matrices are made from a seed; PEFT < 0.21 then reports those of the file.
+    left_out = [key for key in left_out if ".vera_A" not in key and ".vera_B" not in key]
+    return len(load((folder / WEIGHTS).read_bytes())) - len(left_out), len(left_out)
+
+
+def counts(fit, kind):
+    return sum(group.count for group in fit.groups if group.kind == kind)
+
+
+def reasons(fit):
+    return " / ".join(f"{group.kind} {group.count}: {group.reason}" for group in fit.groups)
+
+
+# -- what the header tells ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["inner", "outer"])
+def test_what_it_holds(adapter_dir, outer_adapter_dir, model_dir, layout):
+    folder = adapter_dir if layout == "inner" else outer_adapter_dir
+    tensors = load((folder / WEIGHTS).read_bytes())
+    found = inspect_adapter(folder)
+    assert (found.kind, found.layout, found.saved_by) == ("LoRA", layout, "peft")
+    assert found.tensors == len(tensors) == sum(tower.tensors for tower in found.towers)
+    assert found.parameters == sum(t.numel() for t in tensors.values())
+    assert found.bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert found.dtypes == {"F32": len(tensors)}
+    assert found.parts == {"lora_A": len(tensors) // 2, "lora_B": len(tensors) // 2}
+    assert found.ranks == {4: len(tensors) // 2}
+    assert (found.rank, found.alpha) == (4, 8)
+    assert found.base_model == str(model_dir)
+    assert found.target_modules == tuple(sorted(BROAD_TARGETS))
+    towers = {tower.name: tower for tower in found.towers}
+    for name, part in (("language", "language_model"), ("vision", "vision_"), ("audio", "audio_")):
+        assert towers[name].tensors == sum(part in key for key in tensors)
+    assert towers["language"].targets["q_proj"] == 6
+    assert towers["audio"].targets == dict.fromkeys(
+        [f"{name}_proj{'.linear' if layout == 'inner' else ''}" for name in "kqv"], 2
+    )
+    assert found.orphans == found.notes == ()
+    assert found == inspect_adapter(folder / WEIGHTS)
+
+
+def test_both_layouts(adapter_dir, tmp_path):
+    def outer_in_vision(tensors):
+        return {n.replace(".linear.", ".") if "vision" in n else n: t for n, t in tensors.items()}
+
+    found = inspect_adapter(changed(adapter_dir, tmp_path, outer_in_vision))
+    assert found.layout == "both"
+    assert "the latter need the patch clippable_linear" in " ".join(str(found).split())
+
+
+def test_ranks_and_dtypes(model_dir, tmp_path):
+    config = peft.LoraConfig(
+        r=4, target_modules=r".*language_model.*\.[qo]_proj", rank_pattern={"o_proj": 8}
+    )
+    model = peft.get_peft_model(load_model(model_dir), config)
+    model.get_submodule("base_model.model.model.language_model.layers.0").bfloat16()
+    model.save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path)
+    assert found.ranks == {4: 6, 8: 6}
+    assert found.dtypes == {"BF16": 4, "F32": 20}
+    assert found.layout is None
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_saved_by_transformers(model_dir, tmp_path, prefix):
+    model = load_model(model_dir)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj"))
+    model.save_pretrained(tmp_path, save_peft_format=prefix)
+    found = inspect_adapter(tmp_path, model_dir)
+    assert found.saved_by == ("peft" if prefix else "transformers")
+    assert [(tower.name, tower.layers) for tower in found.towers] == [("language", 6)]
+    assert found.fit.fits
+    assert found.fit.loads == found.tensors == 12
+
+
+def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):  # noqa: F811
+    """Its shape tells the layers that share keys and values; the counts are the users'."""
+    from transformers import Gemma4ForConditionalGeneration
+
+    from gemma4_compat import sizes
+
+    with torch.device("meta"):
+        config = peft.LoraConfig(r=2, target_modules=BROAD_TARGETS)
+        model = peft.get_peft_model(sizes.meta_model(e2b_dir), config)
+    assert isinstance(model.get_base_model(), Gemma4ForConditionalGeneration)
+    tensors = {
+        name.replace(".default.", "."): torch.zeros(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if "lora_" in name
+    }
+    for layer in range(15, 35):  # as trained with transformers 5.5.0
+        heads = 512 if layer % 5 == 4 else 256
+        for name in "kv":
+            key = SHARED.replace("layers.5", f"layers.{layer}") + f".{name}_proj"
+            tensors[f"{key}.lora_A.weight"] = torch.zeros(2, 1536)
+            tensors[f"{key}.lora_B.weight"] = torch.zeros(heads, 2)
+    save_file(tensors, tmp_path / WEIGHTS)
+    config.save_pretrained(tmp_path)
+    header_only(tmp_path / WEIGHTS)
+    found = inspect_adapter(tmp_path)
+    assert {tower.name: tower.tensors for tower in found.towers} == {
+        "language": 490, "vision": 224, "audio": 72,
+    }  # fmt: skip
+    assert len(found.orphans) == 40
+    assert f"{SHARED[len('base_model.model.') :].replace('.5.', '.34.')}.v_proj" in found.orphans
+    assert "40 k_proj and v_proj" in str(found)
+    with_model = inspect_adapter(tmp_path, e2b_dir)
+    assert with_model.orphans == found.orphans
+    assert "the file is cut off" in reasons(with_model.fit)
+
+
+KINDS = {
+    "DoRA": (peft.LoraConfig, {"r": 4, "use_dora": True}, "lora_magnitude_vector"),
+    "LoHa": (peft.LoHaConfig, {"r": 4}, "hada_w1_a"),
+    "LoKr": (peft.LoKrConfig, {"r": 4}, "lokr_w1"),
+    "IA3": (peft.IA3Config, {"feedforward_modules": []}, "ia3_l"),
+    "OFT": (peft.OFTConfig, {"r": 0, "oft_block_size": 32}, "oft_R"),
+    "BOFT": (peft.BOFTConfig, {}, "boft_R"),
+    "HRA": (peft.HRAConfig, {"r": 4}, "hra_u"),
+    "VeRA": (peft.VeraConfig, {"r": 4}, "vera_A"),
+    "AdaLoRA": (peft.AdaLoraConfig, {"init_r": 4, "total_step": 9}, "lora_E"),
+    "FourierFT": (peft.FourierFTConfig, {"n_frequency": 9}, "fourierft_spectrum"),
+    "VB-LoRA": (peft.VBLoRAConfig, {"num_vectors": 8, "vector_length": 32}, "vblora_vector_bank"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds(model_dir, tmp_path, kind):
+    config, options, part = KINDS[kind]
+    config = config(target_modules=r".*language_model.*\.per_layer_input_gate", **options)
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path, model_dir)
+    tensors = load((tmp_path / WEIGHTS).read_bytes())
+    assert found.kind == kind
+    assert part in found.parts
+    assert found.tensors == len(tensors) == sum(found.parts.values())
+    assert found.fit.fits, reasons(found.fit)
+    assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
+
+
+def test_whole_tensors_come_along(model_dir, tmp_path):
+    saved = "per_layer_projection_norm"
+    config = peft.LoraConfig(r=4, target_modules=["per_layer_input_gate"], modules_to_save=[saved])
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path, model_dir)
+    assert found.parts["weight"] == 1
+    assert any(f"model.language_model.{saved}" in note for note in found.notes)
+    assert found.fit.fits
+    assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
+
+
+# -- with a model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["inner", "outer"])
+def test_fits_with_the_patch(adapter_dir, outer_adapter_dir, model_dir, layout):
+    folder = adapter_dir if layout == "inner" else outer_adapter_dir
+    fit = inspect_adapter(folder, model_dir).fit
+    assert fit.fits
+    assert fit.needs == ("clippable_linear",)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert fit.verdict == "fits, with the patch clippable_linear"
+
+
+def test_fits_without(language_adapter_dir, model_dir):
+    fit = inspect_adapter(language_adapter_dir, load_model(model_dir)).fit
+    assert (fit.fits, fit.needs, fit.groups) == (True, (), ())
+    assert (fit.loads, 0) == peft_loads(load_model(model_dir), language_adapter_dir)
+
+
+#: what a user wrote into the config of such an adapter, to get past the wrappers
+USERS_TARGETS = (
+    r".*(?:model\.language_model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q_proj|k_proj|v_proj|o_proj|"
+    r"gate_proj|up_proj|down_proj)|model\.vision_tower\.encoder\.layers\.\d+\.(?:self_attn|mlp)\."
+    r"(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)\.linear|model\.audio_tower\."
+    r"layers\.\d+\.self_attn\.(?:q_proj|k_proj|v_proj)\.linear)$"
+)
+
+
+@pytest.mark.parametrize("layout", ["inner", "outer"])
+@pytest.mark.parametrize(
+    "targets",
+    [BROAD_TARGETS, USERS_TARGETS, r".*\.(q|k|v|o|gate|up|down)_proj(\.linear)?"],
+    ids=["broad", "users", "both"],
+)
+def test_names_the_patch_where_it_is_needed(
+    adapter_dir, outer_adapter_dir, model_dir, tmp_path, layout, targets
+):
+    """Without it PEFT stops, or leaves tensors out; where none is named, it does not."""
+    folder = adapter_dir if layout == "inner" else outer_adapter_dir
+    folder = changed(folder, tmp_path, target_modules=targets)
+    found = inspect_adapter(folder, model_dir)
+    assert found.fit.fits
+    assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), folder)
+    assert bool(found.fit.needs) == (layout == "outer" or targets != USERS_TARGETS)
+    with gemma4_compat.disabled("clippable_linear"):
+        if targets != USERS_TARGETS:
+            with pytest.raises(ValueError, match=r"(?s)Target module .*ClippableLinear.* is not"):
+                peft_loads(load_model(model_dir), folder)
+        else:
+            left_out = peft_loads(load_model(model_dir), folder)[1]
+            assert bool(left_out) == bool(found.fit.needs)
+
+
+def test_language_adapter_with_broad_targets(language_adapter_dir, model_dir, tmp_path):
+    """PEFT makes adapters on the towers too, which have nothing in the file."""
+    folder = changed(language_adapter_dir, tmp_path, target_modules=BROAD_TARGETS)
+    fit = inspect_adapter(folder, model_dir).fit
+    assert fit.fits
+    assert fit.needs == ("clippable_linear",)
+    model = peft.PeftModel.from_pretrained(load_model(model_dir), folder)
+    missing = model.load_adapter(folder, "again").missing_keys
+    assert counts(fit, "missing") == len([key for key in missing if "lora_A" in key])
+
+
+def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
+    extra = {
+        f"{SHARED}.k_proj.lora_A.weight": torch.ones(4, 128),
+        f"{SHARED}.k_proj.lora_B.weight": torch.ones(128, 4),
+    }
+    folder = changed(adapter_dir, tmp_path, lambda tensors: tensors | extra)
+    found = inspect_adapter(folder, model_dir)
+    assert found.orphans == (f"{SHARED.removeprefix('base_model.model.')}.k_proj",)
+    assert found.fit.fits
+    ignored = counts(found.fit, "ignored")
+    assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
+    if ignored:  # transformers < 5.5.2 has modules there
+        assert "layers 3 to 5 take keys and values from earlier ones" in reasons(found.fit)
+
+
+def text_only(folder):
+    """The same model without towers, as its text-only class."""
+    from transformers import Gemma4ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        return Gemma4ForCausalLM(load_model(folder).config.text_config)
+
+
+def test_trained_on_the_text_only_class(model_dir, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    peft.get_peft_model(text_only(model_dir), config).save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path, model_dir)
+    assert (found.fit.loads, 12) == peft_loads(load_model(model_dir), tmp_path) == (0, 12)
+    assert not found.fit.fits
+    assert "model.layers.* is model.language_model.layers.* here" in reasons(found.fit)
+    assert found.fit.verdict == "does NOT fit: nothing of it would load"
+
+
+def test_for_the_text_only_class(language_adapter_dir, model_dir, tmp_path):
+    """The other way round: an adapter of the whole model, for its text-only class."""
+    model = text_only(model_dir)
+    folder = changed(language_adapter_dir, tmp_path, target_modules=["q_proj", "k_proj"])
+    fit = inspect_adapter(folder, model).fit
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, folder) == (0, 72)
+    assert "model.language_model.layers.* is model.layers.* here" in reasons(fit)
+
+
+def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
+    """A model of four layers, without sound."""
+    text = {
+        "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size": 128,
+        "hidden_size_per_layer_input": 16, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "global_head_dim": 128,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    text["layer_types"] = [*text["layer_types"][:3], "full_attention"]
+    vision = {
+        "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32,
+    }  # fmt: skip
+    write_config(tmp_path, text, vision)
+    found = inspect_adapter(adapter_dir, tmp_path)
+    told = reasons(found.fit)
+    assert "from layer 4 on: model.language_model.layers has 4 here" in told
+    assert "ignored 12: the model has no audio tower" in told
+    assert not found.fit.fits
+    assert counts(found.fit, "ignored") == 12 + 2 * 5 * 2
+
+
+def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):  # noqa: F811
+    """PEFT stops there."""
+    narrow = write_config(tmp_path, {**E2B_TEXT, "hidden_size": 512}, VISION)
+    fit = inspect_adapter(adapter_dir, e2b_dir).fit
+    assert fit.verdict == "does NOT fit: loading it stops with an error"
+    group = next(group for group in fit.groups if group.kind == "refused")
+    assert group.reason.startswith("of other widths")
+    assert ": 128 wide, here " in group.example
+    assert not inspect_adapter(adapter_dir, narrow).fit.fits
+
+
+def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
+    def cut(tensors):
+        return {
+            name: t[:, :64].contiguous() if name.endswith("0.self_attn.q_proj.lora_A.weight") else t
+            for name, t in tensors.items()
+        }
+
+    folder = changed(language_adapter_dir, tmp_path, cut)
+    fit = inspect_adapter(folder, model_dir).fit
+    assert [(group.kind, group.count) for group in fit.groups] == [("refused", 1)]
+    assert "64 wide, here 128" in fit.groups[0].example
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft_loads(load_model(model_dir), folder)
+
+
+def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_path):
+    folder = changed(language_adapter_dir, tmp_path, r=16)
+    found = inspect_adapter(folder, model_dir)
+    assert any("says rank 16, but there are tensors of rank 4" in note for note in found.notes)
+    assert f"refused {found.tensors}: of another rank than 16" in reasons(found.fit)
+    assert found.fit.loads == 0
+    assert not found.fit.fits
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft_loads(load_model(model_dir), folder)
+
+
+def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_path):
+    folder = changed(language_adapter_dir, tmp_path, target_modules=r".*language_model.*\.q_proj")
+    fit = inspect_adapter(folder, model_dir).fit
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert "target_modules does not name these layers" in reasons(fit)
+    assert fit.verdict == "fits only in PART"
+
+
+def test_llama(model_dir, llama_dir, tmp_path):  # noqa: F811
+    from transformers import LlamaForCausalLM
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(LlamaForCausalLM.from_pretrained(llama_dir), config)
+    model.save_pretrained(tmp_path)
+    found = inspect_adapter(tmp_path, model_dir)
+    assert found.base_model == str(llama_dir)
+    assert not found.fit.fits
+    assert (found.fit.loads, 8) == peft_loads(load_model(model_dir), tmp_path)
+    assert "for another model: other names and widths" in reasons(found.fit)
+    assert inspect_adapter(tmp_path, llama_dir).fit.fits
+
+
+def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
+    def named(tensors):
+        return {name.replace(".weight", ".default.weight"): t for name, t in tensors.items()}
+
+    folder = changed(language_adapter_dir, tmp_path, named)
+    found = inspect_adapter(folder, model_dir)
+    assert any("hold an adapter's name (default)" in note for note in found.notes)
+    ignored = counts(found.fit, "ignored")
+    assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
+
+
+def test_quantised_model(adapter_dir, model_dir, tmp_path):
+    """A checkpoint saved in 4-bit, and without a byte of its tensors."""
+    pytest.importorskip("bitsandbytes")
+    load_model(model_dir, "nf4").save_pretrained(tmp_path)
+    header_only(tmp_path / "model.safetensors")
+    plain, quantised = (inspect_adapter(adapter_dir, each).fit for each in (model_dir, tmp_path))
+    assert quantised.fits
+    assert (quantised.loads, quantised.groups) == (plain.loads, plain.groups)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_command(adapter_dir, model_dir, capsys):
+    assert run(adapter_dir) == 0
+    assert run(adapter_dir, "--model", model_dir) == 0
+    printed = capsys.readouterr().out
+    assert "\nfits, with the patch clippable_linear\n" in printed
+    assert "\033" not in printed
+    lines = [line for line in printed.splitlines() if str(model_dir.parent) not in line]
+    assert max(map(len, lines)) <= 80
+
+
+def test_command_says_no(adapter_dir, llama_dir, capsys):  # noqa: F811
+    assert run(adapter_dir, "--model", llama_dir) == 1
+    assert capsys.readouterr().out.endswith("does NOT fit: nothing of it would load\n")
+
+
+def test_command_json(adapter_dir, model_dir, capsys):
+    assert run(adapter_dir, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {
+        "file", "kind", "base_model", "saved_by", "tensors", "parameters", "bytes", "dtypes",
+        "parts", "towers", "layout", "ranks", "rank", "alpha", "target_modules", "orphans",
+        "notes", "fit",
+    }  # fmt: skip
+    assert found["fit"] is None
+    assert found["ranks"] == {"4": found["tensors"] // 2}
+    assert run(adapter_dir, "--model", model_dir, "--json") == 0
+    fit = json.loads(capsys.readouterr().out)["fit"]
+    assert set(fit) == {
+        "model", "architecture", "loads", "needs", "groups", "fits", "verdict",
+    }  # fmt: skip
+    assert fit["needs"] == ["clippable_linear"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("target_modules", [1]),
+        ("rank_pattern", {"q_proj": "8"}),
+        ("r", "8"),
+        ("base_model_name_or_path", ["a"]),
+        ("target_parameters", 0.5),
+        ("modules_to_save", "norm"),
+    ],
+)
+def test_config_of_another_kind(adapter_dir, model_dir, tmp_path, entry, value):
+    folder = changed(adapter_dir, tmp_path, **{entry: value})
+    with pytest.raises(Unreadable, match=rf"adapter_config\.json: {entry} cannot be"):
+        inspect_adapter(folder, model_dir)
+
+
+def test_targets_that_are_no_expression(adapter_dir, model_dir, tmp_path):
+    for entry in ("target_modules", "exclude_modules"):
+        folder = changed(adapter_dir, tmp_path, **{entry: "(q_proj"})
+        with pytest.raises(UsageError, match=r"'\(q_proj' is not a regular expression"):
+            inspect_adapter(folder, model_dir)
+
+
+def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
+    def damaged(name, weights=None, config=None):
+        folder = changed(adapter_dir, tmp_path / name)
+        if weights is not None:
+            (folder / WEIGHTS).write_bytes(weights)
+        if config is not None:
+            (folder / "adapter_config.json").write_text(config)
+        return folder
+
+    truncated = damaged("truncated", struct.pack("<Q", 999) + b'{"base_model')
+    bad = damaged("bad", config='{"r": 4,')
+    numbers = damaged("numbers", config='{"peft_type": "LORA", "target_modules": 4}')
+    bare = damaged("bare")
+    (bare / "adapter_config.json").unlink()
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    changed(adapter_dir, outer / "client")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "adapter_model.bin").touch()
+    for path, message in (
+        (tmp_path / "nowhere", f"{tmp_path / 'nowhere'}: no such file or folder"),
+        (truncated, f"{truncated / WEIGHTS}: cut off in the safetensors header"),
+        (bad, f"{bad / 'adapter_config.json'}: not JSON"),
+        (numbers, f"{numbers / 'adapter_config.json'}: target_modules cannot be 4"),
+        (bare, f"{bare}: no adapter_config.json"),
+        (outer, f"{outer}: no {WEIGHTS}, but there is one in client"),
+        (pickled, f"{pickled}: no {WEIGHTS} (only adapter_model.bin"),
+        (pickled / "adapter_model.bin", f"{pickled / 'adapter_model.bin'}: a pickle"),
+        (model_dir, f"{model_dir}: no {WEIGHTS} (a model's folder?)"),
+        (model_dir / "model.safetensors", f"{model_dir / 'model.safetensors'}: holds no adapter's"),
+    ):
+        assert run(path) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith(f"gemma4-compat adapter: {message}")
+    assert run(adapter_dir, "--model", tmp_path) == 2
+    assert f"{tmp_path}: no config.json" in capsys.readouterr().err
+    with pytest.raises(Unreadable, match="not a safetensors file"):
+        inspect_adapter(model_dir / "config.json")

@@ -1,0 +1,587 @@
+"""``gemma4-compat map``, against what transformers and accelerate really do with such maps."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+import gemma4_compat
+from gemma4_compat import sizes
+from gemma4_compat.cli import map as command
+from gemma4_compat.demo.checkpoint import TOWERS
+from gemma4_compat.engine.status import State
+from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
+from gemma4_compat.merge import UsageError
+from tests.support import load_model, offloaded, quantization
+from tests.test_sizes import AUDIO, E2B_TEXT, VISION, write_config
+
+pytest.importorskip("bitsandbytes")
+
+MIB = 2**20
+SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
+LAYER = "model.language_model.layers.{}"
+PLE = "model.language_model.embed_tokens_per_layer"
+E4B_TEXT = {
+    **E2B_TEXT,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "use_double_wide_mlp": False,
+    "num_hidden_layers": 42,
+    "num_kv_shared_layers": 18,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def e2b_dir(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
+
+
+@pytest.fixture(scope="module")
+def deep_dir(tmp_path_factory):
+    """As many layers as E2B, and nothing else."""
+    small = {"vocab_size": 512, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    return write_config(tmp_path_factory.mktemp("deep"), {**E2B_TEXT, **small})
+
+
+@pytest.fixture(scope="module")
+def e4b_dir(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("e4b"), E4B_TEXT, VISION, AUDIO)
+
+
+@pytest.fixture(autouse=True)
+def _everything_armed(pristine):
+    pass
+
+
+def trap(found, name):
+    return next((trap for trap in found.traps if trap.name == name), None)
+
+
+def on(found, device):
+    return next(placed.bytes for placed in found.devices if placed.name == device)
+
+
+def run(*arguments):
+    """The command in this process; the exit code."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    options = parser.parse_args(["map", *map(str, arguments)])
+    return options.execute(options)
+
+
+# -- the users' maps ------------------------------------------------------------------------------
+
+
+def test_the_users_map_works(e4b_dir):
+    found = check_device_map(e4b_dir, SPLIT)
+    assert found.ok
+    assert not found.unknown
+    assert not found.uncovered
+    assert {t.name: t.patch for t in found.traps if t.level == "handled"} == {
+        "root": "root_device_map",
+        "adapters": "peft_redispatch",
+    }
+    # In bfloat16 it saves the towers' parameters; quantised, what they would have taken.
+    towers = [p for n, p in sizes.meta_model(e4b_dir).named_parameters() if n.startswith(TOWERS)]
+    assert found.saves["bf16"] == pytest.approx(2 * sum(p.numel() for p in towers), rel=0.01)
+    assert 200 * MIB < found.saves["nf4"] < found.saves["int8"] < found.saves["bf16"]
+    assert str(found).endswith("fine, with gemma4_compat")
+
+
+def test_the_users_projector(model_dir):
+    given = {"model.multi_modal_projector": "cpu", **SPLIT}
+    found = check_device_map(model_dir, given)
+    (unknown,) = found.unknown
+    assert (unknown.key, unknown.closest) == ("model.multi_modal_projector", "model.embed_vision")
+    assert unknown.closest_on == "GPU 0"
+    assert not found.ok
+    assert found.devices == check_device_map(model_dir, SPLIT).devices
+    assert "model.multi_modal_projector is no module of this model" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("key", "closest"),
+    [
+        ("vision_tower", "model.vision_tower"),
+        ("model.visoin_tower", "model.vision_tower"),
+        ("model.audio_projector", "model.embed_audio"),
+        ("language_model.layers.3", "model.language_model.layers.3"),
+        ("no.such.thing.at.all", None),
+    ],
+)
+def test_nearest_names(model_dir, key, closest):
+    (unknown,) = check_device_map(model_dir, {key: "cpu", "": 0}).unknown
+    assert unknown.closest == closest
+
+
+def test_a_part_that_the_checkpoint_goes_without(tmp_path):
+    text = {**E2B_TEXT, "num_hidden_layers": 5, "num_kv_shared_layers": 0}
+    text["layer_types"] = E2B_TEXT["layer_types"][:5]
+    folder = write_config(tmp_path, text, VISION)
+    config = json.loads((folder / "config.json").read_text())
+    config["audio_config"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    found = check_device_map(folder, SPLIT)
+    (unknown,) = found.unknown
+    assert unknown.left_out
+    assert found.ok
+    assert "model.audio_tower is not in this checkpoint" in str(found)
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def held(model):
+    """Bytes on meta, which a hook brings in, and bytes that are there."""
+    there = {"meta": 0, "cpu": 0}
+    seen = set()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            there[tensor.device.type] += tensor.numel() * tensor.element_size()
+    return there
+
+
+def test_bytes_are_those_of_a_loaded_model(model_dir, tmp_path):
+    """With the disk in place of the CPU, and the CPU in place of the GPU."""
+    given = {"model.vision_tower": "disk", LAYER.format(5): "disk", "": "cpu"}
+    found = check_device_map(model_dir, given)
+    model = load_model(model_dir, None, given, offload_folder=str(tmp_path))
+    assert offloaded(model)
+    there = held(model)
+    assert on(found, "disk")["bf16"] == there["meta"]
+    assert on(found, "CPU")["bf16"] == there["cpu"]
+
+
+@pytest.mark.parametrize("quant", sizes.QUANTS)
+def test_entries_and_devices_are_the_whole_model(model_dir, quant):
+    given = {PLE: "cpu", "model.vision_tower": "disk", LAYER.format(5): 1, "": 0}
+    found = check_device_map(model_dir, given)
+    config = sizes.bnb_config(quant, offload=True)
+    placed = sizes.tensor_sizes(sizes.meta_model(model_dir, config, given))
+    assert sum(entry.bytes[quant] for entry in found.entries) == sum(s.bytes for s in placed)
+    assert [entry.name for entry in found.entries] == list(given)
+    assert [device.name for device in found.devices] == ["GPU 0", "GPU 1", "CPU", "disk"]
+    assert on(found, "CPU")[quant] == 512 * 6 * 128 * 2
+    rounded = sum(s.on_cuda for s in placed) - sum(s.bytes for s in placed)
+    assert sum(d.bytes[quant] for d in found.devices) - sum(s.bytes for s in placed) <= rounded
+
+
+def test_what_plan_says_of_its_own_map(model_dir):
+    """The same GPU bytes as the plan that made the map."""
+    from gemma4_compat.plan import plan
+
+    whole = plan(model_dir, 2**40, context=16)
+    for less in (0, whole.weights // 3, whole.weights // 2):
+        planned = plan(model_dir, whole.needed - less, context=16)
+        found = check_device_map(model_dir, planned.device_map)
+        assert found.ok
+        assert on(found, "GPU 0")["nf4"] == planned.weights
+    assert len(planned.device_map) > 3
+
+
+def test_everything_on_one_gpu(model_dir):
+    found = check_device_map(model_dir, {"": "cuda:0"})
+    assert found.ok
+    assert not found.traps
+    assert set(found.saves.values()) == {0}
+    assert str(found).endswith("\nfine")
+
+
+def test_everything_on_the_cpu_is_quantised(model_dir):
+    found = check_device_map(model_dir, {"": "cpu"})
+    assert found.ok
+    assert not found.traps
+    held = on(found, "CPU")
+    assert held["nf4"] < held["int8"] < held["bf16"]
+
+
+# -- what real loading does -----------------------------------------------------------------------
+
+
+def test_uncovered_modules(model_dir, tmp_path):
+    given = {"model.vision_tower": "disk", "model.language_model.layers": "cpu"}
+    found = check_device_map(model_dir, given)
+    assert "model.audio_tower" in found.uncovered
+    assert "model.language_model.embed_tokens" in found.uncovered
+    assert not any(name.startswith("model.language_model.layers") for name in found.uncovered)
+    assert trap(found, "uncovered").level == "error"
+    with pytest.raises(ValueError, match="does not give any device for the following parameters"):
+        load_model(model_dir, None, given, offload_folder=str(tmp_path))
+    assert not check_device_map(model_dir, {**given, "": "cpu"}).uncovered
+
+
+def test_uncovered_by_a_map_with_one_gpu(model_dir):
+    found = check_device_map(model_dir, {"model.vision_tower": 0})
+    assert "without a word" in trap(found, "uncovered").text
+    assert str(found).endswith("this map does not work")
+
+
+def test_a_parameter_may_have_an_entry(model_dir):
+    name = "model.language_model.embed_tokens.weight"
+    found = check_device_map(model_dir, {name: 1, "": 0})
+    assert not found.unknown
+    assert on(found, "GPU 1")["bf16"] == sizes.meta_model(model_dir).get_parameter(name).nbytes
+
+
+def test_the_flag_that_quantised_models_want(model_dir):
+    assert trap(check_device_map(model_dir, SPLIT), "offload_flag").level == "note"
+    refused = quantization("nf4")
+    found = check_device_map(model_dir, SPLIT, quantization_config=refused)
+    assert trap(found, "offload_flag").level == "error"
+    assert not found.ok
+    with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload"):
+        load_model(model_dir, "nf4", {"model.vision_tower": "disk", "": "cpu"})
+    allowed = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
+    assert (
+        trap(check_device_map(model_dir, SPLIT, quantization_config=allowed), "offload_flag")
+        is None
+    )
+
+
+def test_disk_without_a_folder(model_dir, tmp_path):
+    given = {"model.vision_tower": "disk", "": "cpu"}
+    found = check_device_map(model_dir, given)
+    assert trap(found, "disk").level == "note"
+    model = load_model(model_dir, None, given)  # from the checkpoint's own file
+    assert offloaded(model)
+    shutil.copy(model_dir / "config.json", tmp_path)  # no safetensors here
+    assert trap(check_device_map(tmp_path, given), "disk").level == "warning"
+    assert trap(check_device_map(tmp_path, given, offload_folder="x"), "disk") is None
+
+
+def test_tied_weights_on_disk(model_dir, tmp_path):
+    given = {"model.language_model.embed_tokens": "disk", "": "cpu"}
+    assert trap(check_device_map(model_dir, given), "tied").level == "error"
+    with pytest.raises(ValueError, match="is on the meta device"):
+        load_model(model_dir, None, given, offload_folder=str(tmp_path))
+
+
+def test_tied_weights_with_one_on_the_gpu(model_dir):
+    """What is tied is one tensor, and the head keeps it on the GPU."""
+    found = check_device_map(model_dir, {"model.language_model.embed_tokens": "cpu", "": 0})
+    assert trap(found, "tied").level == "warning"
+    assert not found.ok
+    assert set(found.saves.values()) == {0}
+    both = {"model.language_model.embed_tokens": "cpu", "lm_head": "cpu", "": 0}
+    assert check_device_map(model_dir, both).saves["bf16"] == 512 * 128 * 2
+
+
+def test_a_quantised_checkpoint(model_dir, tmp_path):
+    saved = tmp_path / "quantised"
+    load_model(model_dir, "nf4").save_pretrained(saved)
+    assert check_device_map(saved, {"": 0}).ok
+    given = {"model.vision_tower": "disk", "": "cpu"}
+    found = check_device_map(saved, given)
+    assert trap(found, "quantised_checkpoint").level == "error"
+    from transformers import Gemma4ForConditionalGeneration
+
+    with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload"):
+        Gemma4ForConditionalGeneration.from_pretrained(saved, device_map=given)
+
+
+# -- traps ----------------------------------------------------------------------------------------
+
+
+def test_without_the_patches_nothing_is_handled(model_dir):
+    with gemma4_compat.disabled():
+        found = check_device_map(model_dir, {PLE: "cpu", **SPLIT})
+    opened = {t.name: t.state for t in found.traps if t.level == "warning"}
+    assert opened == dict.fromkeys(("root", "embedding", "adapters"), "disabled")
+    assert not found.ok
+    assert "[root_device_map: disabled]" in " ".join(str(found).split())
+
+
+def test_root_entry_says_the_peak(e2b_dir, model_dir):
+    """Measured on a GPU: 6.28 GiB in 4 bit, of which 1.91 GiB stay."""
+    found = check_device_map(e2b_dir, {PLE: "cpu", "": 0})
+    assert re.search(r"6\.2[89] GiB \(nf4\)", trap(found, "root").text)
+    assert on(found, "GPU 0")["nf4"] == pytest.approx(1.91 * 2**30, rel=0.01)
+    spelled = dict.fromkeys(("model.vision_tower", "model.audio_tower", "lm_head"), 0)
+    assert trap(check_device_map(model_dir, {**spelled, PLE: "cpu"}), "root") is None
+
+
+def test_an_entry_may_cover_others_below_the_root(model_dir):
+    given = {"model.language_model": 0, PLE: "cpu", "": 0}
+    texts = [t.text for t in check_device_map(model_dir, given).traps if t.name == "root"]
+    assert len(texts) == 2
+    assert any('"model.language_model"' in text for text in texts)
+
+
+def test_offloaded_embeddings(model_dir):
+    both = {PLE: "cpu", "model.language_model.embed_tokens": "cpu", "lm_head": "cpu", "": 0}
+    found = check_device_map(model_dir, both)
+    patches = {t.name: t.patch for t in found.traps}
+    assert patches["embedding"] == "host_embedding"
+    assert patches["pad_embedding"] == "offloaded_pad_embedding"
+    assert "768.0 KiB" in " ".join(t.text for t in found.traps if t.name == "embedding")
+
+
+def in_place(patch):
+    return gemma4_compat.status()[patch].state in (State.APPLIED, State.ARMED)
+
+
+def test_layers_that_share_keys_and_values(model_dir, e4b_dir):
+    second = {LAYER.format(i): 1 for i in range(24, 42)}
+    found = check_device_map(e4b_dir, {**second, "": 0})
+    assert "layers 22, 23" in trap(found, "kv_between_gpus").text  # the users' KeyError: 22
+    shared = trap(found, "shared_kv")
+    assert (shared is not None) is in_place("shared_kv_states")
+    if shared is not None:
+        assert "KeyError: 22, 23" in shared.text
+        assert shared.patch == "shared_kv_states"
+    # Here 1 and 2 have those of 3 to 5.  On their side nothing is between them.
+    second = {LAYER.format(i): 1 for i in range(1, 6)}
+    found = check_device_map(model_dir, {**second, "": 0})
+    assert trap(found, "shared_kv") is trap(found, "kv_between_gpus") is None
+    assert trap(found, "several_gpus") is not None
+    offload = check_device_map(model_dir, {LAYER.format(5): "cpu", "": 0})
+    assert trap(offload, "kv_between_gpus") is None  # it computes where they are
+    assert (trap(offload, "shared_kv") is not None) is in_place("shared_kv_states")
+
+
+def test_what_the_installed_versions_do_not_have_is_no_trap(model_dir):
+    """Switched off, the bug is open; where the versions do not have it, there is nothing to say."""
+    given = {LAYER.format(5): "cpu", "model.language_model.embed_tokens": 1, "lm_head": 1, "": 0}
+    there = {t.patch for t in check_device_map(model_dir, given).traps if t.patch}
+    assert all(map(in_place, there))
+    with gemma4_compat.disabled():
+        found = check_device_map(model_dir, given)
+        assert {t.patch for t in found.traps if t.patch} == there
+        assert {t.level for t in found.traps if t.patch} == {"warning"}
+
+
+def test_tokens_on_a_second_gpu(model_dir):
+    given = {"model.language_model.embed_tokens": 1, "lm_head": 1, "": 0}
+    found = trap(check_device_map(model_dir, given), "token_device")
+    assert (found is not None) is in_place("ple_mask_device")
+    assert found is None or "inputs come to GPU 0" in found.text
+
+
+def test_decoder_layers(deep_dir):
+    given = {LAYER.format(i): "cpu" for i in range(30, 35)}
+    found = check_device_map(deep_dir, {**given, "": 0})
+    assert found.ok
+    assert trap(found, "decoder_layers").text.startswith("5 decoder layers off the GPU")
+    whole = check_device_map(deep_dir, {"model.language_model.layers": "cpu", "": 0})
+    assert trap(whole, "decoder_layers").text.startswith("35 decoder layers")
+
+
+def test_a_layer_over_two_gpus(model_dir):
+    found = check_device_map(model_dir, {LAYER.format(3) + ".mlp": 1, "": 0})
+    assert LAYER.format(3) in trap(found, "split_layer").text
+    found = check_device_map(model_dir, {LAYER.format(3) + ".mlp": "cpu", "": 0})
+    assert trap(found, "split_layer") is None  # it computes on the GPU
+
+
+def test_what_the_map_keeps_from_being_quantised(model_dir):
+    found = check_device_map(model_dir, SPLIT)
+    linear = [
+        module.weight.numel() * 2
+        for name, module in sizes.meta_model(model_dir).named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith(TOWERS)
+    ]
+    assert f"{sum(linear) / MIB:.1f} MiB" in trap(found, "not_quantised").text
+    assert on(found, "CPU")["nf4"] == on(found, "CPU")["bf16"]
+
+
+def test_names_that_transformers_takes_for_patterns(deep_dir):
+    """Older versions read layers.3 as layers.30, too."""
+    given = {LAYER.format(3): "cpu", "": 0}
+    config = sizes.bnb_config("nf4", offload=True)
+    placed = sizes.meta_model(deep_dir, config, given)
+    kept = type(placed.get_submodule(LAYER.format(30) + ".mlp.up_proj")).__name__ == "Linear"
+    found = trap(check_device_map(deep_dir, given), "not_quantised_by_name")
+    assert (found is not None) is kept
+    if kept:
+        assert LAYER.format(30) in found.text
+    # The root as a name: everything begins with it, in all versions.
+    found = check_device_map(deep_dir, {"model.language_model": 0, "": "cpu"})
+    assert trap(found, "not_quantised_by_name").level == "warning"
+    assert on(found, "GPU 0")["nf4"] == on(found, "GPU 0")["bf16"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="what is there is known only with a GPU")
+def test_a_gpu_that_is_not_there(model_dir):
+    found = check_device_map(model_dir, {"": torch.cuda.device_count()})
+    assert trap(found, "no_such_gpu").level == "error"
+
+
+# -- other models, models in memory ---------------------------------------------------------------
+
+
+def test_llama(tmp_path):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    found = check_device_map(tmp_path, {"model.layers.1": "cpu", "": 0})
+    assert found.ok
+    assert found.architecture == "LlamaForCausalLM"
+    (unknown,) = check_device_map(tmp_path, SPLIT | {"model.vision_tower": 0}).unknown[:1]
+    assert unknown.closest is None
+
+
+def test_a_loaded_model(model_dir, language_adapter_dir):
+    pytest.importorskip("peft")
+    from peft import PeftModel
+
+    model = load_model(model_dir, "nf4")
+    before = {n: (p.device, p.data_ptr()) for n, p in model.named_parameters()}
+    of_folder = check_device_map(model_dir, SPLIT)
+    for given in (model, PeftModel.from_pretrained(model, language_adapter_dir)):
+        found = check_device_map(given, SPLIT)
+        assert found.architecture == "Gemma4ForConditionalGeneration"
+        assert found.devices == of_folder.devices
+        assert not found.unknown
+    assert model.config.quantization_config is not None
+    names = {n.replace(".base_layer", "") for n, _ in model.named_parameters()}
+    assert set(before) <= names
+
+
+def test_no_model():
+    with pytest.raises(UsageError, match="neither a folder nor a transformers model"):
+        check_device_map(torch.nn.Linear(1, 1), SPLIT)
+
+
+# -- maps that are none ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "empty"),
+        ("auto", "no map yet"),
+        (["cpu"], "is an object such as"),
+        ({"": None}, '"": None is no device'),
+        ({"": True}, "is no device"),
+        ({"": -1}, "is no device"),
+        ({"": "0"}, "is no device"),
+        ({"": "gpu"}, "is no device"),
+        ({"": "meta"}, "is no device"),
+        ({"": [0]}, "is no device"),
+        ({0: "cpu"}, "names of modules are text"),
+    ],
+)
+def test_no_maps(model_dir, given, message):
+    with pytest.raises(UsageError, match=message):
+        check_device_map(model_dir, given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{'': 0}", "not JSON.*write it in single quotes"),
+        ('{"": 0', "not JSON"),
+        ("", "not JSON"),
+        ('{"": 0, "": 1}', 'entry "" is there twice'),
+        ("[]", "is an object such as"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_json(text, message, capsys):
+    with pytest.raises(UsageError, match=message):
+        parse_map(text)
+
+
+def test_devices_as_torch_knows_them(model_dir):
+    found = check_device_map(model_dir, {"": torch.device("cuda:1"), "model.vision_tower": "cuda"})
+    assert [placed.name for placed in found.devices] == ["GPU 0", "GPU 1"]
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def test_cut_off_weights_are_not_read(model_dir, tmp_path):
+    shutil.copy(model_dir / "config.json", tmp_path)
+    whole = (model_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 3])
+    found = check_device_map(tmp_path, SPLIT)
+    assert found.devices == check_device_map(model_dir, SPLIT).devices
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no config.json"),
+        ("{", "config.json: not JSON"),
+        ("[]", "config.json: not a JSON object"),
+        ("{}", "config.json: not a model's config"),
+        ('{"model_type": "nothing_like_it"}', "config.json: not understood by transformers"),
+    ],
+)
+def test_folders_that_are_none(tmp_path, content, message, capsys):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises((Unreadable, UsageError), match=re.escape(message)) as raised:
+        check_device_map(tmp_path, {"": 0})
+    assert str(tmp_path) in str(raised.value)
+    assert run(tmp_path, "--map", '{"": 0}') == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"gemma4-compat map: {tmp_path}")
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_command(e2b_dir, capsys):
+    longest = {PLE: "cpu", **SPLIT}
+    assert run(e2b_dir, "--map", json.dumps(longest)) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(f"{PLE}  CPU") for line in lines), "names are to be copied"
+    assert lines[-1] == "fine, with gemma4_compat"
+    assert printed.err == ""
+
+
+def test_many_layers_are_one_row(deep_dir, capsys):
+    given = {LAYER.format(i): "cpu" for i in range(20, 35)}
+    assert run(deep_dir, "--map", json.dumps({**given, "": 0})) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("language_model.layers" in line for line in lines) == 1
+    assert f"{LAYER.format(20)} ... 34 (15)" in lines[3]
+
+
+def test_exit_codes(model_dir, capsys):
+    assert run(model_dir, "--map", '{"model.multi_modal_projector": "cpu", "": 0}') == 1
+    assert "model.embed_vision" in capsys.readouterr().out
+    assert run(model_dir, "--map", "{'': 0}") == 2
+    assert capsys.readouterr().err.startswith("gemma4-compat map: --map: ")
+    assert run("nowhere", "--map", '{"": 0}') == 2
+    assert capsys.readouterr().err == "gemma4-compat map: nowhere: no such folder\n"
+
+
+def test_json(model_dir, capsys):
+    given = {"model.multi_modal_projector": "cpu", **SPLIT}
+    assert run(model_dir, "--map", json.dumps(given), "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    expected = check_device_map(model_dir, given)
+    assert isinstance(expected, DeviceMapCheck)
+    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert set(found) == {
+        "model", "architecture", "device_map", "unknown", "uncovered", "entries", "devices",
+        "saves", "traps", "ok",
+    }  # fmt: skip
+    assert found["ok"] is False
+    assert found["unknown"][0]["closest"] == "model.embed_vision"

@@ -1,0 +1,269 @@
+"""``gemma4-compat report``: complete, and with nothing private in it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat.cli import report as command
+from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.inspection.report import LIBRARIES, Report, _Private, build_report
+from gemma4_compat.merge import UsageError
+from gemma4_compat.patches import load
+from tests.support import load_model
+
+pytest.importorskip("bitsandbytes")
+
+MAP = {"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "": 0}
+
+
+@pytest.fixture(autouse=True)
+def _everything_armed(pristine):
+    pass
+
+
+def run(*arguments):
+    """The command in this process; the exit code."""
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    options = parser.parse_args(["report", *map(str, arguments)])
+    return options.execute(options)
+
+
+# -- complete -------------------------------------------------------------------------------------
+
+
+def test_system_libraries_and_patches():
+    found = build_report()
+    assert platform.system() in found.system["OS"]
+    assert found.system["Python"].startswith(platform.python_version())
+    assert found.libraries["gemma4_compat"] == gemma4_compat.__version__
+    for name in ("transformers", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors"):
+        assert found.libraries[name] == importlib.metadata.version(name)
+    assert set(found.patches) == {patch.name for patch in load()}
+    text = str(found)
+    for name in [*found.patches, *found.libraries]:
+        assert name in text
+    assert "armed" not in {patch["state"] for patch in found.patches.values()}
+    assert found.model is found.placement is found.device_map is found.adapter is None
+
+
+def test_a_gpu_is_named():
+    import torch
+
+    found = build_report()
+    assert len(found.gpus) == torch.cuda.device_count()
+    if not found.gpus:
+        assert "- GPU: none that PyTorch sees" in str(found)
+
+
+def test_switches(monkeypatch):
+    monkeypatch.setenv("GEMMA4_COMPAT_PEFT_REDISPATCH", "force")
+    monkeypatch.setenv("GEMMA4_COMPAT_NOTE", "my secret plans")
+    found = build_report()
+    assert found.switches["GEMMA4_COMPAT_PEFT_REDISPATCH"] == "force"
+    assert found.switches["GEMMA4_COMPAT_NOTE"] == "(another value)"
+    assert "secret plans" not in str(found)
+
+
+def test_model_map_and_adapter(model_dir, adapter_dir):
+    found = build_report(model_dir, adapter_dir, MAP)
+    assert found.model["class"] == "Gemma4ForConditionalGeneration"
+    assert (found.model["layers"], found.model["layers_that_share_kv"]) == (6, 3)
+    assert found.model["weights"]["missing_bytes"] == 0
+    assert found.device_map["unknown"][0]["closest"] == "model.embed_vision"
+    text = str(found)
+    assert "model.multi_modal_projector is no module of this model" in text
+    for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
+        assert heading in text
+    assert text.count("```") == 4
+    assert found.adapter["tensors"] == 112
+
+
+def test_a_model_in_memory(model_dir):
+    model = load_model(model_dir, "nf4")
+    found = build_report(model)
+    assert found.placement["ok"]
+    assert found.model is None
+    assert "4-bit" in str(found)
+    assert "### Loaded model" in str(found)
+
+
+def test_cut_off_weights_are_told(model_dir, tmp_path):
+    shutil.copy(model_dir / "config.json", tmp_path)
+    whole = (model_dir / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1000])
+    found = build_report(tmp_path)
+    assert found.model["weights"]["missing_bytes"] == 1000
+    assert "**cut off**: 1000 B" in str(found)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no safetensors files there" in str(build_report(tmp_path))
+
+
+# -- nothing private ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="HOME is not where the home folder is")
+def test_nothing_private(model_dir, adapter_dir, tmp_path):
+    """User, home folder, host, tokens and folders' names: none of it is in the report."""
+    home = tmp_path / "home" / "Jane Doe-Smith"
+    projects = home / "top-secret-project"
+    model = projects / "gemma-of-janedoe"
+    shutil.copytree(model_dir, model)
+    lora = home / "loras" / "customer-acme" / "my-lora"
+    shutil.copytree(adapter_dir, lora)
+    config = json.loads((lora / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(projects / "elsewhere" / "base")
+    config["revision"] = "hf_abcdefghijklmnopqrstuvwx"
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    token = "s3cr3t-t0ken-value"
+    code = (
+        "import platform, sys\n"
+        "platform.node = lambda: 'janes-laptop.corp.example'\n"
+        "import gemma4_compat\n"
+        "from gemma4_compat.inspection.report import build_report\n"
+        "import json\n"
+        f"found = build_report({str(model)!r}, {str(lora)!r}, {MAP!r})\n"
+        "print(json.dumps(found.as_dict())); print(found)\n"
+    )
+    names = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={
+            **names,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "HOME": str(home),
+            "USER": "janedoe",
+            "LOGNAME": "janedoe",
+            "HOSTNAME": "janes-laptop",
+            "HF_TOKEN": token,
+            "MY_API_KEY": "0123456789abcdef",
+            "GEMMA4_COMPAT_PEFT_REDISPATCH": "0",
+        },
+        cwd=projects,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    private = (
+        "jane", "doe", "smith", "secret-project", "acme", "laptop", "corp.example", "elsewhere",
+        str(tmp_path), "/home", token, "0123456789abcdef", "hf_abc",
+    )  # fmt: skip
+    for text in private:
+        assert text.lower() not in ran.stdout.lower(), text
+    assert "gemma-of-<user>" in ran.stdout
+    assert "my-lora/adapter_model.safetensors" in ran.stdout
+    assert "peft_redispatch" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("in /data/models/x/config.json: bad", "in config.json: bad"),
+        ("(/data/models/x)", "(x)"),
+        (r"C:\Users\Jane Doe\models\gemma", "gemma"),
+        (r"\\server\share\gemma", "gemma"),
+        ("../up/there", "there"),
+        ("~/models/gemma", "gemma"),
+        ("/data/my models/the base", "the base"),
+        ("file:///data/models/gemma", "gemma"),
+        ("runs/customer/gemma/", "gemma"),
+        ("//server/share/gemma", "gemma"),
+        # what is none
+        ("https://github.com/huggingface/peft/issues/3129", None),
+        ("google/gemma-4-E4B-it", None),
+        ("4/8-bit and CPU/GPU", None),
+        (r".*\.layers\.(\d+)\.(q|o)_proj", None),
+        (r"(?:model\.language_model\.layers\.\d+)", None),
+        ("affects transformers>=5.5,<5.13; found transformers 5.6.2", None),
+    ],
+)
+def test_paths(text, expected):
+    assert _Private([]).text(text) == (text if expected is None else expected)
+
+
+def test_a_name_inside_of_a_word_stays(monkeypatch):
+    monkeypatch.setenv("USER", "ann")
+    clean = _Private([]).text
+    assert clean("ann's channel, ann-lora, Ann") == "<user>'s channel, <user>-lora, <user>"
+    monkeypatch.setenv("USER", "root")
+    assert _Private([]).text("root_device_map and root") == "root_device_map and root"
+
+
+def test_keys_and_numbers_stay():
+    found = {"a": [1, None, True, 0.5], 3: ("/x/y/z",)}
+    assert _Private([]).clean(found) == {"a": [1, None, True, 0.5], 3: ("z",)}
+
+
+def test_the_current_folder_is_no_dot(model_dir, monkeypatch):
+    monkeypatch.chdir(model_dir)
+    found = build_report(".")
+    assert found.model["name"] == model_dir.name
+    assert found.libraries["gemma4_compat"] == gemma4_compat.__version__
+    assert found.model["bytes"]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_command(model_dir, adapter_dir, capsys):
+    arguments = ["--model", model_dir, "--adapter", adapter_dir, "--map", json.dumps(MAP)]
+    assert run(*arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("### System\n")
+    assert printed.err == ""
+    assert str(model_dir.parent) not in printed.out
+    assert run(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(build_report(), Report)
+    assert set(found) == {
+        "system", "gpus", "libraries", "patches", "switches", "model", "placement", "device_map",
+        "adapter",
+    }  # fmt: skip
+    assert set(found["libraries"]) - {"trl", "huggingface_hub"} == {
+        "gemma4_compat", *LIBRARIES,
+    } - {"trl", "huggingface_hub"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "nowhere: no such folder"),
+        (["--adapter", "nowhere"], "nowhere"),
+        (["--model", "EMPTY"], "no config.json"),
+        (["--map", '{"": 0}'], "--map: checked against a model"),
+        (["--model", "MODEL", "--map", "{"], "--map: '{' is not JSON"),
+        (["--model", "DAMAGED"], "model.safetensors: "),
+    ],
+)
+def test_arguments_that_cannot_work(model_dir, tmp_path, arguments, message, capsys):
+    damaged = tmp_path / "damaged"
+    (tmp_path / "empty").mkdir()
+    damaged.mkdir()
+    shutil.copy(model_dir / "config.json", damaged)
+    (damaged / "model.safetensors").write_bytes(b"\x00\x01")
+    places = {"EMPTY": tmp_path / "empty", "MODEL": model_dir, "DAMAGED": damaged}
+    assert run(*(places.get(each, each) for each in arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("gemma4-compat report: ")
+    assert message in line
+
+
+def test_errors_from_python(model_dir):
+    with pytest.raises(Unreadable, match="no such folder"):
+        build_report("nowhere")
+    with pytest.raises(UsageError, match="checked against a model"):
+        build_report(device_map=MAP)
