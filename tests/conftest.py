@@ -18,6 +18,7 @@ import pytest
 import gemma4_compat  # first: before any of the libraries that it patches
 from gemma4_compat.engine.gate import Outcome, evaluate
 from gemma4_compat.patches import load
+from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -125,6 +126,39 @@ def language_adapter_dir(tmp_path_factory, model_dir):
     from gemma4_compat.demo.checkpoint import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("language"), model_dir, language_only=True)
+
+
+@pytest.fixture(scope="session")
+def e2b_dir(tmp_path_factory):
+    """The config.json of an E2B, and nothing else."""
+    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
+
+
+@pytest.fixture(scope="session")
+def e4b_dir(tmp_path_factory):
+    """The config.json of an E4B, and nothing else."""
+    return write_config(tmp_path_factory.mktemp("e4b"), E4B_TEXT, VISION, AUDIO)
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory):
+    """A tiny Llama; also the base of an adapter for another model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    with torch.random.fork_rng(devices=[]):
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        ).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

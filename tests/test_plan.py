@@ -13,19 +13,13 @@ from gemma4_compat.cli import main
 from gemma4_compat.demo.checkpoint import text_inputs
 from gemma4_compat.merge import UsageError
 from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
-from tests.test_sizes import AUDIO, E2B_TEXT, VISION, write_config
+from tests.shapes import E2B_TEXT, write_config
 
 pytest.importorskip("bitsandbytes")
 
 GIB = 2**30
 PLE = "model.language_model.embed_tokens_per_layer"
 TOWERS = ["model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"]
-
-
-@pytest.fixture(scope="module")
-def e2b_dir(tmp_path_factory):
-    """The config of E2B's true size."""
-    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
 
 
 def on_cpu(found):

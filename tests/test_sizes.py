@@ -10,29 +10,10 @@ import torch
 from gemma4_compat import sizes
 from gemma4_compat.demo.checkpoint import TOWERS, build_adapter
 from gemma4_compat.merge import UsageError
+from tests.shapes import write_config
 from tests.support import load_model, quantization
 
 bnb = pytest.importorskip("bitsandbytes")
-
-E2B_TEXT = {
-    "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
-    "hidden_size": 1536,
-    "hidden_size_per_layer_input": 256,
-    "intermediate_size": 6144,
-    "use_double_wide_mlp": True,
-    "num_hidden_layers": 35,
-    "num_kv_shared_layers": 20,
-    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "sliding_window": 512,
-    "tie_word_embeddings": True,
-}
-VISION = {"hidden_size": 768, "num_hidden_layers": 16, "use_clipped_linears": True}
-AUDIO = {"hidden_size": 1024, "num_hidden_layers": 12, "use_clipped_linears": True}
 
 
 def held(model):
@@ -130,21 +111,6 @@ def test_parts(model_dir):
     towers = [name for name in parts if name.startswith(TOWERS)]
     assert {parts[name] for name in towers} == {sizes.VISION, sizes.AUDIO}
     assert "lm_head.weight" not in parts  # tied
-
-
-@pytest.fixture(scope="session")
-def e2b_dir(tmp_path_factory):
-    """The config of E2B's true size."""
-    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
-
-
-def write_config(folder, text, vision=None, audio=None):
-    from transformers import Gemma4Config
-
-    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
-    config.architectures = ["Gemma4ForConditionalGeneration"]
-    config.save_pretrained(folder)
-    return folder
 
 
 def test_e2b(e2b_dir):

@@ -17,9 +17,8 @@ from gemma4_compat.inspection import inspect_adapter
 from gemma4_compat.inspection._files import Unreadable
 from gemma4_compat.merge import UsageError
 from tests.inspection.test_files import header_only
-from tests.inspection.test_targets import e2b_dir, llama_dir  # noqa: F401
+from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model
-from tests.test_sizes import E2B_TEXT, VISION, write_config
 
 peft = pytest.importorskip("peft")
 
@@ -124,7 +123,7 @@ def test_saved_by_transformers(model_dir, tmp_path, prefix):
     assert found.fit.loads == found.tensors == 12
 
 
-def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):  # noqa: F811
+def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):
     """Its shape tells the layers that share keys and values; the counts are the users'."""
     from transformers import Gemma4ForConditionalGeneration
 
@@ -329,7 +328,7 @@ def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
     assert counts(found.fit, "ignored") == 12 + 2 * 5 * 2
 
 
-def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):  # noqa: F811
+def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     """PEFT stops there."""
     narrow = write_config(tmp_path, {**E2B_TEXT, "hidden_size": 512}, VISION)
     fit = inspect_adapter(adapter_dir, e2b_dir).fit
@@ -374,7 +373,7 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
     assert fit.verdict == "fits only in PART"
 
 
-def test_llama(model_dir, llama_dir, tmp_path):  # noqa: F811
+def test_llama(model_dir, llama_dir, tmp_path):
     from transformers import LlamaForCausalLM
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -422,7 +421,7 @@ def test_command(adapter_dir, model_dir, capsys):
     assert max(map(len, lines)) <= 80
 
 
-def test_command_says_no(adapter_dir, llama_dir, capsys):  # noqa: F811
+def test_command_says_no(adapter_dir, llama_dir, capsys):
     assert run(adapter_dir, "--model", llama_dir) == 1
     assert capsys.readouterr().out.endswith("does NOT fit: nothing of it would load\n")
 

@@ -17,8 +17,8 @@ from gemma4_compat.engine.status import State
 from gemma4_compat.inspection._files import Unreadable
 from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
 from gemma4_compat.merge import UsageError
+from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, offloaded, quantization
-from tests.test_sizes import AUDIO, E2B_TEXT, VISION, write_config
 
 pytest.importorskip("bitsandbytes")
 
@@ -26,21 +26,6 @@ MIB = 2**20
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 LAYER = "model.language_model.layers.{}"
 PLE = "model.language_model.embed_tokens_per_layer"
-E4B_TEXT = {
-    **E2B_TEXT,
-    "hidden_size": 2560,
-    "intermediate_size": 10240,
-    "use_double_wide_mlp": False,
-    "num_hidden_layers": 42,
-    "num_kv_shared_layers": 18,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def e2b_dir(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +33,6 @@ def deep_dir(tmp_path_factory):
     """As many layers as E2B, and nothing else."""
     small = {"vocab_size": 512, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     return write_config(tmp_path_factory.mktemp("deep"), {**E2B_TEXT, **small})
-
-
-@pytest.fixture(scope="module")
-def e4b_dir(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("e4b"), E4B_TEXT, VISION, AUDIO)
 
 
 @pytest.fixture(autouse=True)

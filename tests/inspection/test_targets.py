@@ -16,34 +16,8 @@ from gemma4_compat.inspection._files import Unreadable
 from gemma4_compat.inspection.targets import parse_targets
 from gemma4_compat.merge import UsageError
 from tests.support import load_model
-from tests.test_sizes import AUDIO, E2B_TEXT, VISION, write_config
 
 peft = pytest.importorskip("peft")
-
-
-@pytest.fixture(scope="module")
-def e2b_dir(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("e2b"), E2B_TEXT, VISION, AUDIO)
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory):
-    """A tiny Llama; also the base of an adapter for another model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("llama")
-    with torch.random.fork_rng(devices=[]):
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=256,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-        ).save_pretrained(folder)
-    return folder
 
 
 def run(*arguments):
