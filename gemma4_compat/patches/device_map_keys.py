@@ -98,7 +98,8 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
     found = {key: _closest(key, modules) for key in unknown}
     hints = [f"{key} (closest: {name})" if name else key for key, name in found.items()]
     base = model.base_model_prefix if model.base_model_prefix in modules else ""
-    parts = [name for name in modules if name != base and name.rpartition(".")[0] in ("", base)]
+    top = ("", base)
+    parts = [name for name in modules if name not in top and name.rpartition(".")[0] in top]
     logger.warning(
         "the device_map has entries that name no module or parameter of %s: %s.  What they are "
         "meant for may follow other entries instead, or go to the CPU.%s  More: gemma4-compat map "

@@ -96,8 +96,10 @@ def test_closest_names(model_dir, listen):
             assert f"{key} (closest: model.language_model.layers." in message
         else:
             assert f"{key} (closest: {name})" in message
+    parts = message.partition("The model has: ")[2].partition(".  ")[0].split(", ")
     for part in ("model.language_model", "model.embed_vision", "model.embed_audio", "lm_head"):
-        assert part in message.partition("The model has: ")[2].rstrip(".").split(", ")
+        assert part in parts
+    assert "" not in parts
 
 
 def test_known_keys(model_dir, listen):
