@@ -183,6 +183,7 @@ class _Layer(_NotCopied):
         self.dtypes: set[Any] = set()
         self.there: dict[Any, Any] = {}  # the block on the device, seen as each dtype
         self.copied: Any = None  # the event of a copy that nothing has waited for
+        self.owner: Any = None  # the stream that the block's memory belongs to
         self.waiting: set[_Part] = set()  # had no turn since the block was sent
 
     def lay_out(self) -> None:
@@ -224,7 +225,8 @@ class _Layer(_NotCopied):
             if self.device.type == "cuda":
                 copying = _copying_stream(self.device)
                 # Until then this memory belongs to what was computed with it before.
-                copying.wait_stream(torch.cuda.current_stream(self.device))
+                self.owner = torch.cuda.current_stream(self.device)
+                copying.wait_stream(self.owner)
                 with torch.cuda.stream(copying):
                     block.copy_(self.host, non_blocking=True)
                     self.copied = copying.record_event()
@@ -237,9 +239,14 @@ class _Layer(_NotCopied):
         """Have the stream that computes wait for the copy."""
         import torch
 
-        if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-            self.copied = None
+        if self.copied is None:
+            return
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(self.copied)
+        if computing != self.owner:
+            for block in self.there.values():
+                block.record_stream(computing)
+        self.copied = None
 
     def release(self) -> None:
         """Give the block's memory back to the stream that computes; a graph may still hold it."""
