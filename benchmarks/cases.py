@@ -148,8 +148,6 @@ class Play:
             self.stage("adapter decode", lambda: self._decode("adapter decode"))
             if case.base and os.environ.get("GEMMA4_COMPAT") != "0":
                 self.stage("turns", self._turns, optional=True)
-            if case.base:
-                self.stage("adapter again", self._adapter_again, optional=True)
 
     def _import(self) -> None:
         import bitsandbytes  # noqa: F401
@@ -208,28 +206,30 @@ class Play:
         self.figures["adapter seconds"] = measure.seconds(self._attach)
         self.figures["adapter GiB"] = measure.resident()
 
-    def _adapter_again(self) -> None:
-        again = []
-        for _ in range(2):
-            self.model = self.model.unload()
-            again.append(measure.seconds(self._attach))
-        self.figures["adapter seconds again"] = again
-
     def _turns(self) -> None:
         """Against the same model all on the GPU without the patches, in this process."""
-        from peft import PeftModel
+        import gemma4_compat
 
-        other = self.model
-        if self.case.away:
-            other = _load(CASES["gpu"], self.shape, self.folder)
-            other = PeftModel.from_pretrained(other, self.folder / "adapter").eval()
-        unpatched = measure.decoder(other, self.text)
-        self.figures["turns with adapter"] = measure.turns(self.generate, unpatched)
-        if self.case.away:
-            models = (self.model.get_base_model(), other.get_base_model())
-            with self.model.disable_adapter(), other.disable_adapter():
-                base = [measure.decoder(model, self.text) for model in models]
-                self.figures["turns"] = measure.turns(*base)
+        other = Play("gpu", self.shape, self.folder) if self.case.away else self
+        if other is not self:
+            with gemma4_compat.disabled():
+                other._load_model()
+                other._attach()
+        generate = measure.decoder(other.model, self.text)
+        self.figures["turns with adapter"] = measure.turns(self.generate, generate)
+        if other is self:
+            return
+        self.model, other.model = self.model.unload(), other.model.unload()
+        both = [measure.decoder(play.model, self.text) for play in (self, other)]
+        self.figures["turns"] = measure.turns(*both)
+        ratios = []
+        for _ in range(5):
+            own = measure.seconds(self._attach)
+            with gemma4_compat.disabled():
+                ratios.append(own / measure.seconds(other._attach))
+                other.model = other.model.unload()
+            self.model = self.model.unload()
+        self.figures["adapter turns"] = ratios[1:]
 
 
 if __name__ == "__main__":

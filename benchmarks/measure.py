@@ -85,20 +85,21 @@ class Text:
         return ids.to(self._device)
 
 
-def decoder(model: Any, text: Text) -> Callable[[int], Any]:
+def decoder(model: Any, text: Text) -> Callable[..., Any]:
     """A function that greedily generates so many tokens after a prompt of 32."""
     import torch
 
     prompt = text.tokens(1, 32)
     mask = torch.ones_like(prompt)
 
-    def generate(count: int) -> Any:
+    def generate(count: int, **options: Any) -> Any:
         return model.generate(
             input_ids=prompt,
             attention_mask=mask,
             max_new_tokens=count,
             min_new_tokens=count,
             do_sample=False,
+            **options,
         )
 
     return generate
@@ -113,20 +114,47 @@ def decode(generate: Callable[[int], Any], repeats: int = 3, cap: float = 3.0) -
 
 
 def turns(
-    patched: Callable[[int], Any], unpatched: Callable[[int], Any], count: int = 12, pairs: int = 5
+    patched: Callable[..., Any], unpatched: Callable[..., Any], count: int = 8, pairs: int = 16
 ) -> list[float]:
-    """How fast ``patched`` decodes ÷ how fast ``unpatched`` does, the latter without the patches,
-    turn by turn in this process: the speed of a shared machine changes from minute to minute."""
+    """How fast ``patched`` decodes a token ÷ how fast ``unpatched`` does, the latter without the
+    patches, turn by turn in this process; one ratio of medians for each quarter of the turns.
+
+    The speed of a shared machine changes from second to second: a median over single tokens of
+    many short turns is little moved by that.
+    """
     import gemma4_compat
 
-    ratios = []
-    for pair in range(pairs + 1):
-        own = seconds(lambda: patched(count))
+    own: list[list[float]] = []
+    other: list[list[float]] = []
+    for _ in range(pairs + 1):
+        own.append(_token_seconds(patched, count))
         with gemma4_compat.disabled():
-            other = seconds(lambda: unpatched(count))
-        if pair:  # the first warms both up
-            ratios.append(other / own)
-    return ratios
+            other.append(_token_seconds(unpatched, count))
+
+    def middle(turns: list[list[float]]) -> float:
+        return statistics.median(itertools.chain.from_iterable(turns))
+
+    quarter = pairs // 4
+    parts = [slice(start, start + quarter) for start in range(1, pairs, quarter)]  # 0 warms up
+    return [middle(other[part]) / middle(own[part]) for part in parts]
+
+
+def _token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
+    """The time of each decode step of one generation, the prompt's forward left out."""
+    moments: list[float] = []
+
+    class Clock:
+        """A streamer: gets each token once it is there."""
+
+        def put(self, tokens: Any) -> None:
+            moments.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    generate(count, streamer=Clock())
+    # The prompt is put first, then the token that its forward gave.
+    return [after - before for before, after in itertools.pairwise(moments[1:])]
 
 
 def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -> float:

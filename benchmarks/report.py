@@ -109,9 +109,8 @@ def rows(results: Results) -> Iterator[Row]:
     yield Row("load-time peak ÷ resident, PLE on cpu", *peak, most=1.05)
     yield Row("largest tensor on the GPU, PLE on cpu (GiB)", *pair("ple", "largest tensor GiB"))
     split = [_over(v("ple", p, "adapter seconds"), v("gpu", p, "adapter seconds")) for p in (0, 1)]
-    yield Row("adapter load time, PLE on cpu ÷ all on the GPU", *split, most=1.1)
-    again = [v(name, True, "adapter seconds again") for name in ("ple", "gpu")]
-    yield Row("the same, adapter unloaded and loaded again", None, _over(*again), most=1.1)
+    yield Row("adapter load time, PLE on cpu ÷ all on the GPU, in processes of their own", *split)
+    yield Row("the same, turn by turn", None, v("ple", True, "adapter turns"), most=1.1)
 
     four = pair("layers_4bit", "decode tok/s")
     bf16 = pair("layers_bf16", "decode tok/s")

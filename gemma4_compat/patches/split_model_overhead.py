@@ -11,6 +11,8 @@ that is not offloaded, with tensors on its device and plain values.
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -46,39 +48,45 @@ def inputs_are_always_sent() -> Finding:
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
 def align_devices_hook_pre_forward(original: Any) -> Any:
-    import torch
+    from torch import Tensor
+    from torch.compiler import is_dynamo_compiling as is_compiling
 
     @wraps(original)
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.offload or self.io_same_device or torch.compiler.is_compiling():
-            return original(self, module, *args, **kwargs)
-        device = _device(self.execution_device)
-        if device is None or not (are_on(device, args) and are_on(device, kwargs.values())):
-            return original(self, module, *args, **kwargs)
-        return args, kwargs
+        if not (self.offload or self.io_same_device or is_compiling()):
+            device = _device(self.execution_device)
+            if device is not None and are_on(device, args):
+                if not kwargs or are_on(device, kwargs.values()):
+                    return args, kwargs
+        return original(self, module, *args, **kwargs)
 
     def are_on(device: Any, values: Any) -> bool:
         for value in values:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 if value.device != device:
                     return False
             elif type(value) is tuple:
                 if not are_on(device, value):
                     return False
-            elif type(value) not in _PLAIN:
+            elif type(value) not in _PLAIN and not stays(device, value):
                 return False
         return True
+
+    def stays(device: Any, value: Any) -> bool:
+        if isinstance(value, UserDict) and hasattr(value, "to"):  # moves its tensors in place
+            return are_on(device, value.values())
+        return not (hasattr(value, "to") or isinstance(value, (tuple, list, Mapping)))
 
     return pre_forward
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
 def align_devices_hook_post_forward(original: Any) -> Any:
-    import torch
+    from torch.compiler import is_dynamo_compiling as is_compiling
 
     @wraps(original)
     def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload or self.io_same_device or torch.compiler.is_compiling():
+        if self.offload or self.io_same_device or is_compiling():
             return original(self, module, output)
         return output
 
