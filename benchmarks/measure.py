@@ -126,10 +126,13 @@ def turns(
 
     own: list[list[float]] = []
     other: list[list[float]] = []
-    for _ in range(pairs + 1):
-        own.append(_token_seconds(patched, count))
+    for turn in range(pairs + 1):
+        if turn % 2:
+            own.append(_token_seconds(patched, count))
         with gemma4_compat.disabled():
             other.append(_token_seconds(unpatched, count))
+        if not turn % 2:
+            own.append(_token_seconds(patched, count))
 
     def middle(turns: list[list[float]]) -> float:
         return statistics.median(itertools.chain.from_iterable(turns))

@@ -1,19 +1,19 @@
 """Every module of a split model spends time on moving inputs that are in place already.
 
-Under a device map accelerate puts a hook on each module with weights, some 19 a decoder layer.
+Under a device map accelerate puts a hook on each module with weights, some 18 a decoder layer.
 Most rest on the device that they compute on, and so do their inputs.  Still every call goes through
 ``send_to_device``, which examines each input, and twice through a wrapper that keeps torch.compile
 out.  A model that decodes a token in 50 ms loses a tenth to that.
 
-The fix hands inputs and outputs on as they are where that is what the hook would do: for a module
-that is not offloaded, with tensors on its device and plain values.
+The fix calls a module's own forward at once where that is what the hook would come to: for a module
+that is not offloaded, with tensors on its device and values that have none.
 """
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping
-from functools import cache, wraps
+from functools import cache, partial, update_wrapper, wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
@@ -23,8 +23,8 @@ PATCH = Patch(
     symptom="a model under a device map decodes a tenth slower than on one GPU, offloading aside",
     affects=(("transformers>=5.5", "accelerate>=1.10"),),
     changes=(
-        "AlignDevicesHook.pre_forward and post_forward return at once where a module's weights and "
-        "inputs are on its execution device and its outputs stay there."
+        "A module that accelerate hooks computes without going through its hook where its weights "
+        "and inputs are on the execution device and its outputs stay there."
     ),
     ends="not fixed upstream as of accelerate 1.15.0",
 )
@@ -46,19 +46,33 @@ def inputs_are_always_sent() -> Finding:
     return fixed("AlignDevicesHook.pre_forward does not call send_to_device")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.replaces("accelerate.hooks", "add_hook_to_module")
+def add_hook_to_module(original: Any) -> Any:
+    from accelerate.hooks import AlignDevicesHook
     from torch import Tensor
-    from torch.compiler import is_dynamo_compiling as is_compiling
+    from torch.compiler import is_dynamo_compiling
 
     @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.offload or self.io_same_device or is_compiling()):
-            device = _device(self.execution_device)
+    def add_hook_to_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module = original(module, *args, **kwargs)
+        hooked = module.__dict__.get("forward")
+        if hooked is not None and idle(module._hf_hook):
+            module.forward = update_wrapper(partial(forward, module, hooked), module._old_forward)
+        return module
+
+    def idle(hook: Any) -> bool:
+        return type(hook) is AlignDevicesHook and not (
+            hook.offload or hook.io_same_device or hook.no_grad
+        )
+
+    def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hook = module._hf_hook  # somebody may have changed it since
+        if idle(hook) and not is_dynamo_compiling():
+            device = _device(hook.execution_device)
             if device is not None and are_on(device, args):
                 if not kwargs or are_on(device, kwargs.values()):
-                    return args, kwargs
-        return original(self, module, *args, **kwargs)
+                    return module._old_forward(*args, **kwargs)
+        return hooked(*args, **kwargs)
 
     def are_on(device: Any, values: Any) -> bool:
         for value in values:
@@ -73,24 +87,12 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
         return True
 
     def stays(device: Any, value: Any) -> bool:
-        if isinstance(value, UserDict) and hasattr(value, "to"):  # moves its tensors in place
-            return are_on(device, value.values())
-        return not (hasattr(value, "to") or isinstance(value, (tuple, list, Mapping)))
+        if hasattr(value, "to"):
+            # one that moves its tensors in place
+            return isinstance(value, UserDict) and are_on(device, value.values())
+        return not isinstance(value, (tuple, list, Mapping))
 
-    return pre_forward
-
-
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
-    from torch.compiler import is_dynamo_compiling as is_compiling
-
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload or self.io_same_device or is_compiling():
-            return original(self, module, output)
-        return output
-
-    return post_forward
+    return add_hook_to_module
 
 
 @cache
