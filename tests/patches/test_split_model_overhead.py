@@ -7,7 +7,12 @@ from copy import deepcopy as copy_of
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+)
 from torch import nn
 
 import gemma4_compat
