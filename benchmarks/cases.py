@@ -56,10 +56,10 @@ ORDER = [
     ("ple", False),
     ("layers_4bit", True),
     ("layers_bf16", False),
-    ("layers_bf16", True),
     ("ple_towers", True),
     ("layers_4bit", False),
     ("ple_towers", False),
+    ("layers_bf16", True),
     ("ple_disk", True),
     ("ple_disk", False),
 ]

@@ -4,14 +4,21 @@ A test marked ``@pytest.mark.regression(patch, error)`` shows one bug.  Normally
 ``GEMMA4_COMPAT=0`` in the environment, on versions inside the patch's gate, it must *fail*, with an
 exception whose text matches ``error``: the users' own message.  The report is then turned around,
 so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is there.  Where
-another bug ends the test before its own can show, ``behind=PATCH`` names that one.
+another bug ends the test before its own can show, ``behind=PATCH`` names that one; ``then=PATCH``
+names one that ends it where its own is gone.
+
+``--matrix=FILE`` measures instead (``tests/matrix.py``): regression tests run inside and outside of
+their gates, a sample of those with many parameters, and FILE gets a JSON line for each, and for the
+state of each patch.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
+from collections import defaultdict
 
 import pytest
 
@@ -33,8 +40,21 @@ def inside(patch):
     return evaluate(GATES[patch]).outcome is not Outcome.OUTSIDE
 
 
+#: How many of a regression test's parameters the matrix runs.
+SAMPLE = 2
+#: What another failure than its own says of a test's bug where another patch's bug is to blame.
+OTHER_BUG = {"behind": "skipped", "then": "passes"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="FILE", help="see tests/conftest.py")
+    parser.addoption("--matrix-patch", action="append", default=[], metavar="NAME")
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "regression(patch, error, behind): see tests/conftest.py")
+    config.addinivalue_line(
+        "markers", "regression(patch, error, behind, then): see tests/conftest.py"
+    )
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 
@@ -50,7 +70,7 @@ def pytest_collection_modifyitems(config, items):
         if wanted is not None and gpus < wanted.kwargs.get("gpus", 1):
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA, found {gpus} GPU(s)"))
         marker = item.get_closest_marker("regression")
-        if not WITHOUT or marker is None:
+        if not WITHOUT or marker is None or config.getoption("matrix"):
             continue
         if not inside(marker.args[0]):
             item.add_marker(pytest.mark.skip(reason="the bug is not in these versions"))
@@ -58,11 +78,59 @@ def pytest_collection_modifyitems(config, items):
             reason = f"the bug of {marker.kwargs['behind']} comes first in these versions"
             item.add_marker(pytest.mark.skip(reason=reason))
 
+    if config.getoption("matrix"):
+        items[:] = matrix_sample(items, config.getoption("matrix_patch"))
+
+
+def matrix_sample(items, patches):
+    """The regression tests of these patches (of all, if none), few of each function's."""
+    functions = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("regression")
+        if marker is not None and (not patches or marker.args[0] in patches):
+            functions[item.nodeid.partition("[")[0]].append(item)
+    sample = []
+    for found in functions.values():
+        step = max((len(found) - 1) / (SAMPLE - 1), 1)
+        sample += [found[round(i * step)] for i in range(min(SAMPLE, len(found)))]
+    return sample
+
+
+def matrix_line(config, **line):
+    with open(config.getoption("matrix"), "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def matrix_report(item, call, report):
+    """``bug``, ``passes``, ``skipped`` or how it fails otherwise."""
+    marker = item.get_closest_marker("regression")
+    patch, error = marker.args
+    if report.when == "teardown" or (report.when == "setup" and report.passed):
+        return
+    outcome = "skipped" if report.skipped else "passes"
+    if report.failed:
+        text = f"{call.excinfo.type.__name__}: {call.excinfo.value}"
+        shown = call.when == "call" and re.search(error, text, re.DOTALL)
+        outcome = "bug" if shown else " ".join(text.split())[:300]
+        if WITHOUT and not shown:
+            outcome = next((OTHER_BUG[name] for name in marker.kwargs), outcome)
+    matrix_line(item.config, test=item.nodeid, patch=patch, outcome=outcome)
+
+
+def pytest_sessionfinish(session):
+    if session.config.getoption("matrix"):
+        gemma4_compat._engine.import_targets()
+        for each in gemma4_compat.status():
+            matrix_line(session.config, patch=each.name, state=str(each.state), reason=each.reason)
+
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
     marker = item.get_closest_marker("regression")
+    if marker is not None and item.config.getoption("matrix"):
+        matrix_report(item, call, outcome.get_result())
+        return
     if not WITHOUT or marker is None or call.when != "call":
         return
     report = outcome.get_result()

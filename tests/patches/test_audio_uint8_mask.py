@@ -29,7 +29,7 @@ def features(model):
     return found.last_hidden_state.float()
 
 
-@pytest.mark.regression("audio_uint8_mask", FINFO)
+@pytest.mark.regression("audio_uint8_mask", FINFO, then="cpu_strided_input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
     """Against the same weights, dequantised: the roundings of the activations are between, to

@@ -1,0 +1,258 @@
+"""What each patch does on every released version: writes ``tests/matrix.json``.
+
+    python tests/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--anchors] [--jobs N]
+
+Takes each library through its releases, with the others as the users had them and again with the
+newest; then the corners.  On each such stack the regression tests run twice, at the same time:
+without the patches (is the bug there?) and with them (is it fixed?).  The tests' own Python brings
+torch and what the libraries depend on; their releases are laid over it, from folders that are
+fetched once.
+
+A stack that was measured is not measured again, unless patches are named: then theirs is.  Safe to
+interrupt.  What shows on a GPU alone is unknown without one; with one, stacks are named apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "tests" / "matrix.json"
+sys.path.insert(0, str(ROOT))
+
+from gemma4_compat.patches import load  # noqa: E402
+
+LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+USERS = ("5.6.2", "1.13.0", "0.19.1", "0.49.2")
+OLDEST = {"transformers": "5.5.0", "accelerate": "1.10.0", "peft": "0.18.0", "bitsandbytes": "0.46"}
+#: The first releases with Gemma 4 came in quick succession, and each changed something.
+EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
+#: What goes with a release of transformers, and only with some.
+COMPANIONS = ("tokenizers", "huggingface-hub")
+SECONDS = 900
+
+Stack = dict[str, str]
+
+
+def releases(library: str, index: list[str]) -> list[str]:
+    """Those to measure: of transformers the last of each minor release, of the others all."""
+    known = sorted(Version(v) for v in index)
+    known = [v for v in known if v >= Version(OLDEST[library]) and not v.is_prerelease]
+    if (early := EVERY_PATCH_RELEASE_BEFORE.get(library)) is not None:
+        last = {v.release[:2]: v for v in known}
+        known = [v for v in known if v < Version(early) or last[v.release[:2]] == v]
+    return [str(v) for v in known]
+
+
+def index_of(library: str, folder: Path | None) -> list[str]:
+    """All releases on the package index, or those that were fetched to the folder."""
+    if folder is not None:
+        return [path.name.partition("-")[2] for path in folder.glob(f"{library}-*")]
+    command = [sys.executable, "-m", "pip", "index", "versions", library]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    line = next(line for line in found.splitlines() if line.startswith("Available versions:"))
+    return line.partition(":")[2].replace(" ", "").split(",")
+
+
+def stacks(of: dict[str, list[str]]) -> Iterator[Stack]:
+    """The users' and the newest; one axis at a time from each of them; the corners."""
+    users = dict(zip(LIBRARIES, USERS, strict=True))
+    newest = {library: of[library][-1] for library in LIBRARIES}
+    oldest = {library: of[library][0] for library in LIBRARIES}
+    yield from (users, newest)
+    for library, anchor in itertools.product(LIBRARIES, (users, newest)):
+        yield from ({**anchor, library: version} for version in of[library])
+    yield oldest
+    yield {**newest, "transformers": oldest["transformers"]}
+    yield {**oldest, "transformers": newest["transformers"]}
+
+
+class Overlays:
+    """One folder for each release, fetched when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, stack: Stack) -> str:
+        """``PYTHONPATH`` for a stack."""
+        folders = [self._release(f"{name}=={stack[name]}") for name in LIBRARIES]
+        [distribution] = metadata.distributions(name="transformers", path=[str(folders[0])])
+        for text in distribution.requires or ():
+            name = re.split(r"[^\w-]", text)[0]
+            if name in COMPANIONS and "extra" not in text:
+                folders.append(self._release(text))
+        return os.pathsep.join(map(str, folders))
+
+    def _release(self, requirement: str) -> Path:
+        name = re.sub(r"[^\w.]+", "-", requirement.replace("==", "-"))
+        target = self.folder / name
+        if not target.exists():
+            partial = self.folder / f".{name}.{os.getpid()}"
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+            subprocess.run([*command, str(partial), requirement], check=True)
+            partial.rename(target)
+        return target
+
+
+def measure(stack: Stack, path: str, patches: list[str]) -> dict[str, str]:
+    """For each patch "without/with/state"; empty where the stack cannot be imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [
+            _start(Path(folder) / side, path, patches, switch)
+            for side, switch in (("without", "0"), ("with", "1"))
+        ]
+        lines = [_finish(*side) for side in sides]
+    found = {}
+    for name in patches:
+        tests = [
+            [line["outcome"] for line in side if line["patch"] == name and "outcome" in line]
+            for side in lines
+        ]
+        states = [e["state"] for e in lines[1] if e["patch"] == name and "state" in e]
+        if states:
+            found[name] = f"{without(tests[0])}/{with_(tests[1])}/{states[0]}"
+    return found
+
+
+def without(outcomes: list[str]) -> str:
+    """What the tests say of the bug."""
+    ran = [each for each in outcomes if each != "skipped"]
+    if "bug" in ran:
+        return "broken"
+    return "unknown" if not ran or set(ran) != {"passes"} else "fixed"
+
+
+def with_(outcomes: list[str]) -> str:
+    """What the tests say of the patch."""
+    ran = [each for each in outcomes if each != "skipped"]
+    return "unknown" if not ran else "works" if set(ran) == {"passes"} else "fails"
+
+
+def _start(file: Path, path: str, patches: list[str], switch: str) -> tuple[Any, Path]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((path, str(ROOT))),
+        "GEMMA4_COMPAT": switch,
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
+    command += ["-m", "regression", f"--matrix={file}", str(ROOT / "tests")]
+    command += [f"--matrix-patch={name}" for name in patches]
+    with file.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=file.parent, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    return process, file
+
+
+def _finish(process: Any, file: Path) -> list[dict[str, str]]:
+    try:
+        process.wait(SECONDS)
+    except BaseException as error:
+        process.kill()
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    text = file.with_suffix(".log").read_text(errors="replace")
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not any("state" in line for line in lines):
+        print("\n".join(text.splitlines()[-15:]))
+    for line in lines:
+        if line.get("outcome", "skipped") not in ("bug", "passes", "skipped"):
+            print(f"    {file.name}: {line['test']}: {line['outcome'][:160]}")
+    return lines
+
+
+def read() -> list[dict[str, Any]]:
+    """The measured stacks: versions by library, torch's too, and ``patches``."""
+    entries: list[dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else []
+    return entries
+
+
+def write(entries: list[dict[str, Any]]) -> None:
+    """One line a stack, in order of versions."""
+    entries.sort(key=lambda e: (e["device"], *(Version(e[n]) for n in ("torch", *LIBRARIES))))
+    lines = ",\n".join(json.dumps(entry, sort_keys=True) for entry in entries)
+    partial = DATA.with_suffix(".partial")
+    partial.write_text(f"[\n{lines}\n]\n")
+    partial.replace(DATA)
+
+
+def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[Any]:
+    """The stacks that lack patches, and these."""
+    import torch
+
+    here = {
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__.partition("+")[0],
+    }
+    folder = options.overlays if options.offline else None
+    of = {library: releases(library, index_of(library, folder)) for library in LIBRARIES}
+    names = [patch.name for patch in load()]
+    found = []
+    for stack in itertools.islice(stacks(of), 2 if options.anchors else None):
+        key = {**here, **stack}
+        known = next((e for e in entries if {**e, **key} == e), {"patches": {}})
+        wanted = named or [name for name in names if name not in known["patches"]]
+        if wanted and (key, wanted) not in found:
+            found.append((key, wanted))
+    return found
+
+
+def main() -> None:
+    """Measure what is not measured yet."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("patches", nargs="*", metavar="PATCH")
+    parser.add_argument("--overlays", type=Path, default=ROOT / ".nox" / "overlays")
+    parser.add_argument("--offline", action="store_true", help="what the folder holds")
+    parser.add_argument("--anchors", action="store_true", help="the users' and the newest alone")
+    parser.add_argument("--jobs", type=int, default=1, help="stacks at a time, two cores each")
+    options = parser.parse_args()
+    options.overlays.mkdir(parents=True, exist_ok=True)
+    if unknown := set(options.patches) - {patch.name for patch in load()}:
+        parser.error(f"no such patch: {', '.join(sorted(unknown))}")
+    overlays = Overlays(options.overlays)
+    wanted = plan(read(), options.patches, options)
+    took: list[float] = []
+
+    def one(item: Any) -> Any:
+        start = time.monotonic()
+        key, patches = item
+        return key, measure(key, overlays.path(key), patches), time.monotonic() - start
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            for number, (key, found, seconds) in enumerate(pool.map(one, wanted), 1):
+                entries = read()
+                entry = next((e for e in entries if {**e, **key} == e), None)
+                if entry is None:
+                    entries.append(entry := {**key, "patches": {}})
+                entry["patches"] |= found
+                write(entries)
+                took.append(seconds)
+                left = statistics.median(took) * (len(wanted) - number) / options.jobs / 60
+                title = ", ".join(f"{name} {version}" for name, version in key.items())
+                print(f"[{number}/{len(wanted)}] {title}: {seconds:.0f} s; {left:.0f} min left")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+if __name__ == "__main__":
+    main()
