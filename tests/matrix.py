@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="what the folder holds")
     parser.add_argument("--anchors", action="store_true", help="the users' and the newest alone")
     parser.add_argument("--jobs", type=int, default=1, help="stacks at a time, two cores each")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.overlays.mkdir(parents=True, exist_ok=True)
     if unknown := set(options.patches) - {patch.name for patch in load()}:
         parser.error(f"no such patch: {', '.join(sorted(unknown))}")

@@ -89,7 +89,7 @@ def add_hook_to_module(original: Any) -> Any:
     def stays(device: Any, value: Any) -> bool:
         if hasattr(value, "to"):
             # one that moves its tensors in place
-            return isinstance(value, UserDict) and are_on(device, value.values())
+            return isinstance(value, UserDict) and are_on(device, value.data.values())
         return not isinstance(value, (tuple, list, Mapping))
 
     return add_hook_to_module
