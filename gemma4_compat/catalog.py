@@ -1,13 +1,21 @@
-"""Generates ``patches.md`` from the patches: ``python -m gemma4_compat.catalog [FILE]``."""
+"""Generates documentation from the patches, and from what was measured of them on each release.
+
+    python -m gemma4_compat.catalog [PATCHES.MD [README.MD]]
+
+The measurements are those of ``tests/matrix.json`` beside ``patches.md``.  In the README the table
+of releases is replaced.
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from .engine import Patch
+from .measured import LIBRARIES, Measured
 from .patches import load
 
 _HEAD = """\
@@ -21,12 +29,57 @@ code finds the bug there; `gemma4-compat status` shows what was done on your mac
 """
 
 
-def render(patches: Iterable[Patch]) -> str:
+_MEASURED = """
+## Measured
+
+On each of these releases the patch's regression tests were run, without it and with it: one library
+at a time through its releases, the others as the users had them (transformers 5.6.2, accelerate
+1.13.0, peft 0.19.1, bitsandbytes 0.49.2) and again the newest.  The table says where the bug is.
+With the patch every test passes on every stack, and where the bug is not, the patch is not applied.
+"all" are all those measured; "-" means that releases of that library alone do not bring the bug
+back.
+"""
+
+
+def render(patches: Iterable[Patch], measured: Measured) -> str:
     """The whole of ``patches.md``."""
     patches = list(patches)
     rows = [f"| [`{p.name}`](#{p.name}) | {p.symptom} | {_gate(p)} |" for p in patches]
     table = "\n".join(["| patch | symptom | affects |", "|---|---|---|", *rows])
-    return "\n".join([_HEAD, table, *map(_section, patches)])
+    parts = [_HEAD, table, _MEASURED, _releases(measured), _matrix(patches, measured)]
+    return "\n".join([*parts, *(_section(patch) for patch in patches)])
+
+
+def _releases(measured: Measured) -> str:
+    return "\n".join(
+        f"- {library}: {', '.join(measured.releases(library))}" for library in LIBRARIES
+    )
+
+
+def _matrix(patches: list[Patch], measured: Measured) -> str:
+    lines = ["", f"| patch | {' | '.join(LIBRARIES)} |", f"|---|{'---|' * len(LIBRARIES)}"]
+    for patch in patches:
+        cells = [_where(measured, patch, library) for library in LIBRARIES]
+        lines.append(f"| [`{patch.name}`](#{patch.name}) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _where(measured: Measured, patch: Patch, library: str) -> str:
+    runs = measured.runs(patch.name, library)
+    if not runs:
+        return "needs a GPU"
+    broken = [run for run in runs if run.broken]
+    return "all" if broken == runs else ", ".join(map(str, broken)) or "-"
+
+
+def with_releases(readme: str, measured: Measured) -> str:
+    """The README with the table of what was measured."""
+    lines = ["<!-- measured -->", "| library | releases measured |", "|---|---|"]
+    for library in LIBRARIES:
+        releases = measured.releases(library)
+        lines.append(f"| {library} | {len(releases)}, {releases[0]} to {releases[-1]} |")
+    table = "\n".join([*lines, "<!-- /measured -->"])
+    return re.sub(r"<!-- measured -->.*<!-- /measured -->", table, readme, flags=re.DOTALL)
 
 
 def _section(patch: Patch) -> str:
@@ -62,11 +115,15 @@ def _gate(patch: Patch) -> str:
 
 
 def main(argv: list[str]) -> None:
-    text = render(load())
-    if argv:
-        Path(argv[0]).write_text(text, encoding="utf-8", newline="\n")
-    else:
+    files = [Path(each) for each in argv]
+    root = files[0].parent if files else Path()
+    measured = Measured.read(root / "tests" / "matrix.json")
+    text = render(load(), measured)
+    if not files:
         sys.stdout.write(text)
+    for file, new in zip(files, (lambda *_: text, with_releases), strict=False):
+        old = file.read_text(encoding="utf-8") if file.exists() else ""
+        file.write_text(new(old, measured), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

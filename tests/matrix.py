@@ -1,6 +1,7 @@
 """What each patch does on every released version: writes ``tests/matrix.json``.
 
-    python tests/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--anchors] [--jobs N]
+    python tests/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
+    python tests/matrix.py --expiry
 
 Takes each library through its releases, with the others as the users had them and again with the
 newest; then the corners.  On each such stack the regression tests run twice, at the same time:
@@ -10,6 +11,9 @@ fetched once.
 
 A stack that was measured is not measured again, unless patches are named: then theirs is.  Safe to
 interrupt.  What shows on a GPU alone is unknown without one; with one, stacks are named apart.
+
+``--newest`` measures the users' stack, the newest and, if there are any, the pre-releases of each
+library with it.  ``--expiry`` says which patches the newest releases do not need any more.
 """
 
 from __future__ import annotations
@@ -36,10 +40,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "matrix.json"
 sys.path.insert(0, str(ROOT))
 
+from gemma4_compat.measured import LIBRARIES, USERS, Measured  # noqa: E402
 from gemma4_compat.patches import load  # noqa: E402
 
-LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
-USERS = ("5.6.2", "1.13.0", "0.19.1", "0.49.2")
 OLDEST = {"transformers": "5.5.0", "accelerate": "1.10.0", "peft": "0.18.0", "bitsandbytes": "0.46"}
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
 EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
@@ -64,19 +67,27 @@ def index_of(library: str, folder: Path | None) -> list[str]:
     """All releases on the package index, or those that were fetched to the folder."""
     if folder is not None:
         return [path.name.partition("-")[2] for path in folder.glob(f"{library}-*")]
-    command = [sys.executable, "-m", "pip", "index", "versions", library]
+    command = [sys.executable, "-m", "pip", "index", "versions", "--pre", library]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     line = next(line for line in found.splitlines() if line.startswith("Available versions:"))
     return line.partition(":")[2].replace(" ", "").split(",")
 
 
+def early(of: dict[str, list[str]], index: dict[str, list[str]]) -> Iterator[Stack]:
+    """The newest with the newest pre-release of one library, if that is later."""
+    newest = {library: of[library][-1] for library in LIBRARIES}
+    for library in LIBRARIES:
+        last = max(index[library], key=Version)
+        if Version(last) > Version(newest[library]):
+            yield {**newest, library: last}
+
+
 def stacks(of: dict[str, list[str]]) -> Iterator[Stack]:
     """The users' and the newest; one axis at a time from each of them; the corners."""
-    users = dict(zip(LIBRARIES, USERS, strict=True))
     newest = {library: of[library][-1] for library in LIBRARIES}
     oldest = {library: of[library][0] for library in LIBRARIES}
-    yield from (users, newest)
-    for library, anchor in itertools.product(LIBRARIES, (users, newest)):
+    yield from (USERS, newest)
+    for library, anchor in itertools.product(LIBRARIES, (USERS, newest)):
         yield from ({**anchor, library: version} for version in of[library])
     yield oldest
     yield {**newest, "transformers": oldest["transformers"]}
@@ -194,6 +205,21 @@ def write(entries: list[dict[str, Any]]) -> None:
     partial.replace(DATA)
 
 
+def expiry(measured: Measured) -> Iterator[str]:
+    """A line for each patch whose bug is gone from the newest releases."""
+    newest = measured.newest()
+    yield "measured up to " + ", ".join(f"{name} {version}" for name, version in newest.items())
+    obsolete = [patch for patch in load() if measured.on_newest(patch.name) == "fixed"]
+    for patch in obsolete:
+        axes = {library: measured.runs(patch.name, library) for library in LIBRARIES}
+        gone = [f"{name}>={runs[-1].first}" for name, runs in axes.items() if len(runs) > 1]
+        since = " or ".join(gone) or "the newest together"
+        yield f"{patch.name}: gone with {since}; where nothing older is supported, delete"
+        yield f"    gemma4_compat/patches/{patch.name}.py tests/patches/test_{patch.name}.py"
+    if not obsolete:
+        yield "every patch is still needed there"
+
+
 def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[Any]:
     """The stacks that lack patches, and these."""
     import torch
@@ -203,10 +229,12 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
         "torch": torch.__version__.partition("+")[0],
     }
     folder = options.overlays if options.offline else None
-    of = {library: releases(library, index_of(library, folder)) for library in LIBRARIES}
+    index = {library: index_of(library, folder) for library in LIBRARIES}
+    of = {library: releases(library, index[library]) for library in LIBRARIES}
     names = [patch.name for patch in load()]
-    found = []
-    for stack in itertools.islice(stacks(of), 2 if options.anchors else None):
+    found: list[Any] = []
+    asked = itertools.islice(stacks(of), 2 if options.newest else None)
+    for stack in itertools.chain(asked, early(of, index) if options.newest else ()):
         key = {**here, **stack}
         known = next((e for e in entries if {**e, **key} == e), {"patches": {}})
         wanted = named or [name for name in names if name not in known["patches"]]
@@ -221,9 +249,13 @@ def main() -> None:
     parser.add_argument("patches", nargs="*", metavar="PATCH")
     parser.add_argument("--overlays", type=Path, default=ROOT / ".nox" / "overlays")
     parser.add_argument("--offline", action="store_true", help="what the folder holds")
-    parser.add_argument("--anchors", action="store_true", help="the users' and the newest alone")
+    parser.add_argument("--newest", action="store_true", help="these, the users', pre-releases")
+    parser.add_argument("--expiry", action="store_true", help="say what is not needed any more")
     parser.add_argument("--jobs", type=int, default=1, help="stacks at a time, two cores each")
     options = parser.parse_intermixed_args()
+    if options.expiry:
+        print("\n".join(expiry(Measured.read(DATA))))
+        return
     options.overlays.mkdir(parents=True, exist_ok=True)
     if unknown := set(options.patches) - {patch.name for patch in load()}:
         parser.error(f"no such patch: {', '.join(sorted(unknown))}")

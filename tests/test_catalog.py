@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gemma4_compat.catalog import render
+import pytest
+
+from gemma4_compat.catalog import render, with_releases
+from gemma4_compat.measured import Measured
 from gemma4_compat.patches import load
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_patches_md_is_up_to_date():
-    stored = (ROOT / "patches.md").read_text(encoding="utf-8")
-    assert stored == render(load()), "run: python -m gemma4_compat.catalog patches.md"
+MEASURED = Measured.read(ROOT / "tests" / "matrix.json")
+
+
+@pytest.mark.parametrize("file", ["patches.md", "README.md"])
+def test_documentation_is_up_to_date(file):
+    stored = (ROOT / file).read_text(encoding="utf-8")
+    due = render(load(), MEASURED) if file == "patches.md" else with_releases(stored, MEASURED)
+    assert stored == due, "run: nox -s docs"
 
 
 def test_readme_lists_every_patch():
