@@ -5,6 +5,7 @@ With nox installed, ``nox``; without, ``python noxfile.py`` fetches it into ``.n
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 
 TORCH = "torch==2.13.0"
+OLDEST_TORCH = "torch==2.8.0"
 STACKS = {
     # what the users had when they reported the failures
     "users": (
@@ -108,6 +110,35 @@ def tests(session: nox.Session, stack: str) -> None:
 
 
 @nox.session
+def matrix(session: nox.Session) -> None:
+    """Every patch on every released version, without and with it: tests/matrix.json.
+
+    Takes two hours for all that is missing there; names of patches after ``--`` measure these anew.
+    """
+    measure(session, TORCH, *session.posargs)
+    session.run("python", "-m", "gemma4_compat.catalog", "patches.md", "README.md")
+
+
+@nox.session(name="matrix-oldest-torch")
+def matrix_oldest_torch(session: nox.Session) -> None:
+    """The same for the users' and the newest libraries on the oldest torch that they take."""
+    measure(session, OLDEST_TORCH, "--newest", *session.posargs)
+
+
+@nox.session
+def expiry(session: nox.Session) -> None:
+    """Which patches the newest releases, and pre-releases, do not need any more."""
+    measure(session, TORCH, "--newest")
+    session.run("python", "tests/matrix.py", "--expiry")
+
+
+def measure(session: nox.Session, torch: str, *arguments: str) -> None:
+    """Run tests/matrix.py where the newest libraries and all that they need are installed."""
+    session.install(torch, *STACKS["newest"], *TEST_TOOLS, "wrapt", "packaging", "pip")
+    session.run("python", "tests/matrix.py", "--overlays", ".nox/overlays", *arguments)
+
+
+@nox.session
 @nox.parametrize("stack", list(STACKS))
 def upstream(session: nox.Session, stack: str) -> None:
     """The libraries' own tests, without and with the patches: none may fare worse.
@@ -130,22 +161,65 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write patches.md anew from the patches."""
+    """Write patches.md, and the README's table of versions, anew."""
     session.install(".")
-    session.run("python", "-m", "gemma4_compat.catalog", "patches.md")
+    session.run("python", "-m", "gemma4_compat.catalog", "patches.md", "README.md")
 
 
 @nox.session
 def package(session: nox.Session) -> None:
     """Build, check, and use the wheel in an empty environment, from outside the checkout."""
+    build_and_try(session)
+
+
+@nox.session(name="release-check")
+def release_check(session: nox.Session) -> None:
+    """What ``package`` does, and all else that a release needs, on the newest libraries.
+
+    sdist and wheel are compared with the checkout; demo and contract tests run on the installed
+    wheel.  A version after ``--`` says that this is to be released, as that version.
+    """
+    source, wheel = build_and_try(session)
+    work = source.parents[1]
+    direct = str(work / "direct")
+    session.install("packaging")
+    session.run("python", "-m", "build", "--wheel", "--outdir", direct, silent=True)
+    session.run("python", "tests/release.py", str(source.parent), direct, *session.posargs)
+
+    wanted = (TORCH, *STACKS["newest"], f"{wheel}[gemma4]")
+    bin_dir = empty_environment(session, work / "newest", *wanted)
+    shutil.unpack_archive(source, work)
+    unpacked = work / source.name.removesuffix(".tar.gz")
+    shutil.rmtree(unpacked / "gemma4_compat")  # so that the tests find the installed one
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.chdir(unpacked)
+    session.run(str(bin_dir / "gemma4-compat"), "demo", external=True)
+    python = str(bin_dir / "python")
+    session.run(python, "-m", "pip", "install", "-q", TEST_TOOLS[0], external=True)
+    files = ("tests/test_contract.py", "tests/test_catalog.py")
+    session.run(python, "-m", "pytest", *files, external=True)
+
+
+def build_and_try(session: nox.Session) -> tuple[Path, Path]:
+    """Build sdist and wheel in a folder of their own, and use the wheel without libraries."""
     session.install("build", "twine")
-    out = Path(session.create_tmp()).resolve() / "dist"
-    session.run("python", "-m", "build", "--outdir", str(out), silent=True)
-    built = sorted(str(path) for path in out.iterdir() if path.is_file())
-    session.run("twine", "check", "--strict", *built)
-    wheel = max(path for path in built if path.endswith(".whl"))
-    session.run("python", "-m", "venv", "--clear", str(out / "empty"))
-    bin_dir = out / "empty" / ("Scripts" if sys.platform == "win32" else "bin")
-    session.chdir(out)
-    session.run(str(bin_dir / "python"), "-m", "pip", "install", "-q", wheel, external=True)
-    session.run(str(bin_dir / "gemma4-compat"), "status", external=True)
+    session.env["PYTHONPATH"] = ""  # or what it names would be there as well
+    work = Path(session.create_tmp()).resolve()
+    shutil.rmtree(work)
+    work.mkdir()
+    dist = work / "dist"
+    session.run("python", "-m", "build", "--outdir", str(dist), silent=True)
+    session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
+    [source], [wheel] = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    bin_dir = empty_environment(session, work / "empty", str(wheel))
+    with session.chdir(dist):
+        session.run(str(bin_dir / "gemma4-compat"), "status", external=True)
+    return source, wheel
+
+
+def empty_environment(session: nox.Session, folder: Path, *requirements: str) -> Path:
+    """A virtual environment with these alone; its folder of programs."""
+    session.run("python", "-m", "venv", "--clear", str(folder))
+    bin_dir = folder / ("Scripts" if sys.platform == "win32" else "bin")
+    session.run(str(bin_dir / "python"), "-m", "pip", "install", "-q", *requirements, external=True)
+    return bin_dir

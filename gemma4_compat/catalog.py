@@ -67,7 +67,7 @@ def _matrix(patches: list[Patch], measured: Measured) -> str:
 def _where(measured: Measured, patch: Patch, library: str) -> str:
     runs = measured.runs(patch.name, library)
     if not runs:
-        return "needs a GPU"
+        return "shows on a GPU" if patch.name in measured.found else "not measured"
     broken = [run for run in runs if run.broken]
     return "all" if broken == runs else ", ".join(map(str, broken)) or "-"
 

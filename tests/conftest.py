@@ -230,6 +230,18 @@ def llama_dir(tmp_path_factory):
 
 
 @pytest.fixture
+def native_adapters():
+    """Skips where transformers finds the installed PEFT too old for its own adapter methods."""
+    from importlib.metadata import version
+
+    from packaging.version import Version
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    if Version(version("peft")) < Version(MIN_PEFT_VERSION):
+        pytest.skip(f"this transformers wants peft {MIN_PEFT_VERSION}")
+
+
+@pytest.fixture
 def pristine():
     """All patches as the process started with them, before and after the test."""
     gemma4_compat.install()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -19,8 +20,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+#: beside the tests, or installed
+PACKAGE = Path(importlib.util.find_spec("gemma4_compat").origin).parent
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
-NAMES = sorted(p.stem for p in (ROOT / "gemma4_compat" / "patches").glob("[a-z]*.py"))
+NAMES = sorted(p.stem for p in (PACKAGE / "patches").glob("[a-z]*.py"))
 ENVIRONMENT = {name: f"GEMMA4_COMPAT_{name.upper()}" for name in NAMES}
 
 
@@ -79,7 +82,7 @@ def changes(before):
 
 def leftovers():
     """Everything of ours in the libraries."""
-    ours = str(ROOT / "gemma4_compat")
+    ours = str(PACKAGE)
     found = []
     for owner, attributes in namespaces().items():
         for name, value in attributes.items():

@@ -762,6 +762,7 @@ def test_inject_and_set_state(base, layout, reference, low_cpu_mem_usage, with_s
         }
 
 
+@pytest.mark.usefixtures("native_adapters")
 @pytest.mark.regression(
     "clippable_linear", r"Target module Gemma4ClippableLinear\(.*is not supported"
 )
@@ -791,6 +792,7 @@ def test_native_load_adapter(base, layout, reference, low_cpu_mem_usage, caplog)
     assert_same(logits(model), reference)
 
 
+@pytest.mark.usefixtures("native_adapters")
 def test_native_add_adapter(base, tmp_path):
     torch.manual_seed(0)
     model = copy.deepcopy(base)

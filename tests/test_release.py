@@ -1,0 +1,135 @@
+"""What the checks of a release find."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat.patches import load
+from tests import release
+
+ROOT = Path(__file__).parents[1]
+DATED = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nMore.\n\n## 0.1.0 (2026-11-20)\n\nFirst.\n"
+TRACKED = {
+    ".gitignore",
+    ".ci/run",
+    "README.md",
+    "gemma4_compat/__init__.py",
+    "gemma4_compat/py.typed",
+    "gemma4_compat/patches/_template.py",
+    "tests/test_all.py",
+}
+
+
+def write_sdist(path, names):
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"gemma4_compat-0.1.0/{name}"), io.BytesIO())
+    return path
+
+
+def write_wheel(path, names, content=""):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Write an sdist that is as it should be but for these names."""
+    right = TRACKED - {".ci/run"} | {"PKG-INFO"}
+    return lambda change=frozenset(): write_sdist(tmp_path / "s.tar.gz", right ^ set(change))
+
+
+@pytest.fixture
+def built(tmp_path):
+    """Write a wheel that is as it should be but for these names."""
+    metadata = {f"gemma4_compat-0.1.0.dist-info/{name}" for name in release.METADATA}
+    right = {"gemma4_compat/__init__.py", "gemma4_compat/py.typed"} | metadata
+    return lambda change=frozenset(): write_wheel(tmp_path / "w.whl", right ^ set(change))
+
+
+def test_the_changelog_of_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert release.changelog(text, gemma4_compat.__version__) == []
+
+
+def test_the_changelog_names_every_patch():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert not [patch.name for patch in load() if f"`{patch.name}`" not in text]
+
+
+def test_dated():
+    assert release.changelog(DATED, "0.2.0", "0.2.0") == []
+
+
+def test_unreleased_is_fine_until_it_is_released():
+    text = DATED.replace("2026-12-01", "unreleased")
+    assert release.changelog(text, "0.2.0") == []
+    [problem] = release.changelog(text, "0.2.0", "0.2.0")
+    assert problem.startswith("0.2.0 has no day yet")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ((r"## 0.2.0 \(.*\)", "## 0.2.1 (2026-12-01)"), "the first entry is 0.2.1, the package is"),
+        ((r"2026-11-20", "unreleased"), "0.1.0 is below 0.2.0 and unreleased"),
+        ((r"2026-11-20", "2026-12-24"), "the days do not descend"),
+        ((r"2026-11-20", "2026-11-31"), "2026-11-31 is no day"),
+        ((r"## 0.1.0 ", "## 0.10.0 "), "the versions do not descend"),
+        ((r"## 0.1.0 ", "## 0.2.0 "), "the versions do not descend"),
+        ((r"## 0.1.0 .*", "## 0.1.0"), "'## 0.1.0' is neither"),
+        ((r"## .*", ""), "no entry"),
+    ],
+)
+def test_wrong_changelog(change, problem):
+    [found] = release.changelog(re.sub(*change, DATED), "0.2.0")
+    assert found.startswith(problem)
+
+
+def test_released_as_another_version():
+    assert release.changelog(DATED, "0.2.0", "0.2.1") == ["the package is 0.2.0, not 0.2.1"]
+
+
+def test_sdist(source):
+    assert release.sdist(source(), TRACKED) == []
+    for name in ("README.md", "tests/test_all.py"):
+        assert release.sdist(source({name}), TRACKED) == [f"{name} is missing"]
+    found = release.sdist(source({"tests/notes.txt"}), TRACKED)
+    assert found == ["tests/notes.txt is not tracked by git"]
+
+
+def test_wheel(built):
+    assert release.wheel(built(), TRACKED, "0.1.0") == []
+    for name in ("gemma4_compat/__init__.py", "gemma4_compat-0.1.0.dist-info/entry_points.txt"):
+        assert release.wheel(built({name}), TRACKED, "0.1.0") == [f"{name} is missing"]
+    for name in ("tests/test_all.py", "gemma4_compat/patches/_template.py"):
+        found = release.wheel(built({name}), TRACKED, "0.1.0")
+        assert found == [f"{name} is no part of the package"]
+
+
+def test_wheel_without_its_marker_of_types(built):
+    """Also where git does not track it any more."""
+    name = "gemma4_compat/py.typed"
+    assert release.wheel(built({name}), TRACKED - {name}, "0.1.0") == [f"{name} is missing"]
+
+
+def test_wheel_of_another_version(built):
+    found = release.wheel(built(), TRACKED, "0.2.0")
+    assert "gemma4_compat-0.2.0.dist-info/METADATA is missing" in found
+
+
+def test_wheels_that_differ(tmp_path):
+    one = write_wheel(tmp_path / "1.whl", ["a.py", "b.py"])
+    assert release.differences(one, write_wheel(tmp_path / "2.whl", ["b.py", "a.py"])) == []
+    assert release.differences(one, write_wheel(tmp_path / "3.whl", ["a.py"])) == ["b.py differs"]
+    other = write_wheel(tmp_path / "4.whl", ["a.py", "b.py"], "x = 1")
+    assert release.differences(one, other) == ["a.py differs", "b.py differs"]

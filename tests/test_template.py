@@ -1,0 +1,81 @@
+"""What CONTRIBUTING.md says to copy, a patch and its test, keeps the contract of all patches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NAME = "copied_from_the_template"
+PATCH, TEST = f"gemma4_compat/patches/{NAME}.py", f"tests/patches/test_{NAME}.py"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project whose only patch is a copy of the template."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("gemma4_compat", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (folder / "gemma4_compat" / "patches").glob("[a-z]*.py"):
+        file.unlink()
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    copies = re.findall(r"^ *sed (s/\S+) (\S+) > (\S+)$", contributing, re.MULTILINE)
+    for expression, source, target in copies:
+        _, old, new, flags = expression.replace("MY_BUG", NAME).split("/")
+        assert flags == "g"
+        text = (ROOT / source).read_text(encoding="utf-8").replace(old, new)
+        (folder / target.replace("MY_BUG", NAME)).write_text(text, encoding="utf-8")
+    assert (folder / PATCH).exists()
+    assert (folder / TEST).exists()
+    return folder
+
+
+def python(project, *arguments, **environ):
+    found = {k: v for k, v in os.environ.items() if not k.startswith(("GEMMA4_COMPAT", "PYTEST_"))}
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(project), found.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=600, cwd=project,
+        env={**found, **environ}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def pytest_on(project, *arguments, **environ):
+    return python(project, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **environ)
+
+
+def test_keeps_the_contract(project):
+    # Left out is what takes long and is the engine's, or about other classes.
+    wanted = "not ordinary_use and not switched_off"
+    said = pytest_on(project, "tests/test_contract.py", "-k", wanted)
+    assert "skipped" not in said, "the installed accelerate lies outside the template's gate"
+
+
+def test_fixes_its_bug(project):
+    said = pytest_on(project, TEST)
+    assert "3 passed" in said
+
+
+def test_the_bug_is_there_without_it(project):
+    said = pytest_on(project, TEST, "-m", "regression", GEMMA4_COMPAT="0")
+    assert "2 regression tests show their bug" in said
+
+
+def test_is_in_the_documentation(project):
+    said = python(project, "-m", "gemma4_compat.catalog")
+    assert f"\n## {NAME}\n" in said
+
+
+def test_is_no_patch_itself():
+    from gemma4_compat.patches import load
+
+    assert not {"_template", "template", "patch_name"} & {patch.name for patch in load()}
