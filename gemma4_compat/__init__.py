@@ -16,6 +16,7 @@ import logging
 from contextlib import AbstractContextManager
 
 from . import patches as _patches
+from ._tested import NEWEST as _NEWEST
 from ._version import __version__
 from .engine.core import Engine, PatchError
 from .engine.status import PatchStatus, State, Status
@@ -42,7 +43,7 @@ _logger = logging.getLogger(__name__)
 def _start() -> Engine:
     found = _patches.load()
     switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in found], _logger)
-    engine = Engine(found, switches, _logger)
+    engine = Engine(found, switches, _logger, _NEWEST)
     engine.start()
     return engine
 

@@ -65,11 +65,13 @@ def _matrix(patches: list[Patch], measured: Measured) -> str:
 
 
 def _where(measured: Measured, patch: Patch, library: str) -> str:
-    runs = measured.runs(patch.name, library)
-    if not runs:
-        return "shows on a GPU" if patch.name in measured.found else "not measured"
-    broken = [run for run in runs if run.broken]
-    return "all" if broken == runs else ", ".join(map(str, broken)) or "-"
+    if patch.name not in measured.found:
+        return "not measured"
+    found = set(measured.axis(patch.name, library).values())
+    if found == {"unknown"}:
+        return "shows on a GPU"
+    broken = [str(run) for run in measured.runs(patch.name, library) if run.broken]
+    return "all" if found == {"broken"} else ", ".join(broken) or "-"
 
 
 def with_releases(readme: str, measured: Measured) -> str:
@@ -115,6 +117,8 @@ def _gate(patch: Patch) -> str:
 
 
 def main(argv: list[str]) -> None:
+    if sys.flags.optimize > 1:
+        sys.exit("the root causes are docstrings, which python -OO leaves out")
     files = [Path(each) for each in argv]
     root = files[0].parent if files else Path()
     measured = Measured.read(root / "tests" / "matrix.json")

@@ -80,15 +80,19 @@ class Measured:
         found = [f.without for f in self.found.get(patch, ()) if newest <= f.stack.items()]
         return _joined(found)
 
-    def runs(self, patch: str, library: str) -> list[Run]:
-        """Where the bug is along one library's releases, the others as the users had them or the
-        newest; releases that tell nothing are left out."""
+    def axis(self, patch: str, library: str) -> dict[str, str]:
+        """The verdict for each release of one library, the others as the users had them or the
+        newest."""
         found: dict[str, list[str]] = {}
         for each in self.found.get(patch, ()):
             if self._is_on_axis(each.stack, library):
                 found.setdefault(each.stack[library], []).append(each.without)
-        verdicts = [(version, _joined(found[version])) for version in sorted(found, key=Version)]
-        known = [(version, verdict) for version, verdict in verdicts if verdict != "unknown"]
+        return {version: _joined(found[version]) for version in sorted(found, key=Version)}
+
+    def runs(self, patch: str, library: str) -> list[Run]:
+        """Where the bug is along that axis; releases that tell nothing are left out."""
+        axis = self.axis(patch, library).items()
+        known = [(version, verdict) for version, verdict in axis if verdict != "unknown"]
         runs = []
         for verdict, group in groupby(known, key=lambda pair: pair[1]):
             versions = [version for version, _ in group]

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     assert cli.main(["status"]) == 1
     printed = capsys.readouterr()
     assert "no_such_function" in (printed.err if strict else printed.out)
+
+
+def test_status_says_untested_version(monkeypatch, capsys):
+    monkeypatch.setattr(cli.status, "NEWEST", {"transformers": "5.0", "peft": "9999"})
+    cli.main(["status"])
+    version = metadata.version("transformers")
+    assert f"untested version: transformers {version}; " in capsys.readouterr().out
+    cli.main(["status", "--json"])
+    assert json.loads(capsys.readouterr().out)["untested"] == [f"transformers {version}"]
 
 
 # -- without the libraries ------------------------------------------------------------------------

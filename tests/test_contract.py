@@ -199,7 +199,7 @@ def behaviours():
                 # Not the traceback that torch.compile adds: our functions are in it.
                 message = str(error).partition("\n\nfrom user code")[0]
                 outcome = f"{type(error).__name__}: {message}"
-            found.setdefault(name, {})[mode] = str(outcome)
+            found.setdefault(name, {})[mode] = re.sub(r" at 0x[0-9a-f]+", "", str(outcome))
     return found
 
 

@@ -57,6 +57,7 @@ def bare(tmp_path):
         ("-W", "error"),
         ("-X", "dev"),
         ("-X", "importtime"),
+        ("-X", "frozen_modules=off"),
         ("-bb",),
         ("-P",),
     ],

@@ -9,6 +9,8 @@ import sys
 import textwrap
 
 from .. import PatchError, Status, __version__, _engine
+from .._tested import NEWEST
+from ..engine.gate import later
 from ._libraries import library_versions, quiet_libraries
 
 
@@ -31,11 +33,13 @@ def execute(options: argparse.Namespace) -> int:
         print(f"gemma4-compat: {error}", file=sys.stderr)
         return 1
     versions = library_versions()
+    untested = later(versions, NEWEST)
     if options.json:
         found = {
             "version": __version__,
             "healthy": status.healthy,
             "libraries": versions,
+            "untested": untested,
             "patches": status.as_dict(),
         }
         print(json.dumps(found, indent=2))
@@ -43,6 +47,8 @@ def execute(options: argparse.Namespace) -> int:
         print(f"gemma4-compat {__version__}\n")
         for name, version in versions.items():
             print(f"{name:<12}  {version or 'not installed'}")
+        for release in untested:
+            print(f"\nuntested version: {release}; what its code shows decides on each patch")
         print(f"\n{_patch_table(status, shutil.get_terminal_size().columns)}")
     return 0 if status.healthy else 1
 

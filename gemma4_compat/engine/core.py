@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import wrapt
 from . import gate, journal
 from .gate import Outcome
 from .journal import Entry
-from .patch import Patch, Replacement, Verdict, broken
+from .patch import Finding, Patch, Replacement, Verdict, broken, drifted
 from .status import PatchStatus, State, Status
 from .switches import Switch, Switches
 
@@ -72,15 +72,21 @@ class Engine:
     """Arms, applies and takes back a fixed set of patches in this process.
 
     Patches of one slot are stacked in the order in which they are given here, in whatever order
-    they are applied.
+    they are applied.  ``newest`` holds the newest version of each distribution that the patches
+    were tested on: of a later one the status says so.
     """
 
     def __init__(
-        self, patches: Iterable[Patch], switches: Switches, logger: logging.Logger
+        self,
+        patches: Iterable[Patch],
+        switches: Switches,
+        logger: logging.Logger,
+        newest: Mapping[str, str] | None = None,
     ) -> None:
         self._records = {patch.name: _Record(patch) for patch in patches}
         self._switches = switches
         self._logger = logger
+        self._newest = newest or {}
         self._hooked: set[str] = set()
         self._complete: dict[str, Any] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -144,7 +150,8 @@ class Engine:
             self._lift(records)
             for record in records:
                 if record.entries:
-                    self._warn(record, f"not taken back, for {self._changed(record)}")
+                    between = "somebody else's is between it and a patch of ours"
+                    self._warn(record, f"not taken back, for {self._changed(record) or between}")
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
             for record in reversed(self._records.values()):
@@ -250,12 +257,11 @@ class Engine:
 
     def _advance(self) -> None:
         self._decide()
-        ready = []
+        self._leave_reloaded()
+        armed, ready = [], []
         for record in self._records.values():
-            if record.state is State.APPLIED and self._reloaded(record):
-                record.former += record.entries
-                record.entries, record.state = [], State.ARMED
             if record.state is State.ARMED:
+                armed.append(record)
                 waiting = ", ".join(self._waiting(record))
                 if waiting:
                     self._set(record, State.ARMED, f"waits for the import of {waiting}")
@@ -271,7 +277,7 @@ class Engine:
             if record.state is State.ARMED and not self._waiting(record):
                 self._apply(record)
         for record in self._records.values():
-            if record in ready and record.state is State.APPLIED:
+            if record in armed and record.state is State.APPLIED:
                 held = journal.count_held(holders, record.entries)
                 text = f"{held} reference(s) taken before the patch keep the original"
                 self._set(record, State.APPLIED, text if held else "")
@@ -281,7 +287,7 @@ class Engine:
         written: list[Entry] = []
         try:
             self._lift([record], map(id, _originals(record.replacements)))
-            found = record.patch.find() if record.patch.find else broken()
+            found = self._ask(record.patch)
             if found.verdict is not Verdict.BROKEN:
                 state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, found.reason)
@@ -300,6 +306,13 @@ class Engine:
             self._logger.debug("%s failed", record.patch.name, exc_info=True)
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
         record.entries, record.state = written, State.APPLIED
+
+    def _ask(self, patch: Patch) -> Finding:
+        try:
+            return patch.find() if patch.find else broken()
+        except (AttributeError, ImportError, TypeError) as error:
+            # What it looks at is not there, or it calls what takes other arguments now.
+            return drifted(f"its probe raised {type(error).__name__}: {error}")
 
     def _lift(self, records: Sequence[_Record], functions: Iterable[int] = ()) -> None:
         """Take patches back, and those stacked on them, which are then armed again.
@@ -323,8 +336,22 @@ class Engine:
                     entry.restore()
                 record.entries, record.state = [], State.ARMED
 
-    def _reloaded(self, record: _Record) -> bool:
-        return any(journal.reloaded(each, record.entries) for each in record.replacements)
+    def _leave_reloaded(self) -> None:
+        """Arm patches with a reloaded target again, and take them off their other targets: a
+        probe has to see the original there, too."""
+        records = [r for r in self._records.values() if r.state is State.APPLIED]
+        left = []
+        for record in records:
+            pairs = list(zip(record.replacements, record.entries, strict=True))
+            kept = [entry for each, entry in pairs if not journal.reloaded(each, record.entries)]
+            if len(kept) < len(pairs):
+                record.former += [entry for entry in record.entries if entry not in kept]
+                record.entries = kept
+                left.append(record)
+        self._lift(left)
+        for record in left:
+            record.former += record.entries
+            record.entries, record.state = [], State.ARMED
 
     def _changed(self, record: _Record) -> str:
         names = ", ".join(map(str, record.covered(self._records.values())))
@@ -410,8 +437,11 @@ class Engine:
 
     def _describe(self, record: _Record) -> PatchStatus:
         patch = record.patch
-        changed = self._changed(record)
-        reason = "; ".join(filter(None, (record.reason, changed)))
+        changed, untested = self._changed(record), ""
+        if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
+            later = gate.later(record.versions, self._newest)
+            untested = f"untested version: {', '.join(later)}" if later else ""
+        reason = "; ".join(filter(None, (record.reason, changed, untested)))
         return PatchStatus(patch.name, record.state, reason, patch.symptom, record.versions)
 
     def _after_fork(self, child: bool = False) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a third of this package's import time, and not needed before a gate is asked
     from packaging.requirements import Requirement
@@ -33,7 +35,7 @@ class Gate:
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """The installed version, or ``None`` where the package is there without usable metadata.
+    """The installed version, or ``None`` where the package is there and does not tell.
 
     Raises:
         importlib.metadata.PackageNotFoundError: the package is not there at all.
@@ -43,10 +45,11 @@ def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except Exception:  # none, or broken
-        # Frozen applications ship packages without their metadata.
-        if not _importable(distribution.replace("-", "_")):
+        # Frozen applications and zip files ship packages without their metadata.
+        name = distribution.replace("-", "_")
+        if not _importable(name):
             raise importlib.metadata.PackageNotFoundError(distribution) from None
-        return None
+        return _declared_version(name)
 
 
 def evaluate(alternatives: Sequence[Sequence[str]]) -> Gate:
@@ -74,6 +77,18 @@ def holds(requirement: str) -> bool:
 
     outcome = _check(Requirement(requirement), {}, set())
     return outcome in (Outcome.INSIDE, Outcome.UNDECIDED)
+
+
+def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list[str]:
+    """The distributions, with their versions, that are later than the newest given."""
+    from packaging.version import InvalidVersion, Version
+
+    found = []
+    for name, version in versions.items():
+        with suppress(InvalidVersion):
+            if version and name in newest and Version(version) > Version(newest[name]):
+                found.append(f"{name} {version}")
+    return found
 
 
 def _check(requirement: Requirement, versions: dict[str, str | None], missing: set[str]) -> Outcome:
@@ -113,3 +128,20 @@ def _importable(name: str) -> bool:
     except (ImportError, ValueError):  # a stand-in in sys.modules
         return True
     return spec is not None and spec.origin is not None
+
+
+def _declared_version(name: str) -> str | None:
+    """The string that a package calls its ``__version__``, read off its code: no import."""
+    import dis
+    import importlib.util
+
+    try:
+        loader: Any = importlib.util.find_spec(name).loader  # type: ignore[union-attr]
+        code = [*dis.get_instructions(loader.get_code(name))]
+    except Exception:  # a stand-in, or a loader of another kind
+        return None
+    for value, store in pairwise(code):
+        literal = value.opname == "LOAD_CONST" and isinstance(value.argval, str)
+        if literal and (store.opname, store.argval) == ("STORE_NAME", "__version__"):
+            return str(value.argval)
+    return None

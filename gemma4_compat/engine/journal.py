@@ -15,10 +15,11 @@ import wrapt
 from .patch import Replacement
 
 _ABSENT = object()
+_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class Missing(AttributeError):
-    """A target that a patch names is not there."""
+    """A target that a patch names is not there, or not as the patch takes it to be."""
 
 
 class Target(NamedTuple):
@@ -113,7 +114,8 @@ def prepare(replacement: Replacement) -> Entry:
     """The change that a replacement makes.  Nothing is written yet.
 
     Raises:
-        Missing: the target does not exist, or is no function.
+        Missing: the target does not exist, is no function, or takes calls that the replacement
+            would not.
     """
     target = resolve(replacement)
     function, rewrap = _unwrap(target.raw)
@@ -123,6 +125,9 @@ def prepare(replacement: Replacement) -> Entry:
     # A wrapt proxy claims to be a function; torch.compile would leave it out.
     if type(new) is not types.FunctionType:
         raise TypeError(f"the factory of {replacement} made no plain function: {type(new)}")
+    if not _takes_all_calls_of(function, new):
+        takes = ", ".join(inspect.signature(function).parameters)
+        raise Missing(f"{replacement} takes other parameters than expected: {takes}")
     before = vars(target.owner).get(target.name, _ABSENT)
     if before is _ABSENT and isinstance(target.owner, type):
         # Pickled by reference, it must be found under this class, not under the one it is from.
@@ -168,6 +173,32 @@ def count_held(holders: Iterable[Any], entries: Iterable[Entry]) -> int:
         for held in gc.get_referents(holder)
         if id(held) in rightful
     )
+
+
+def _takes_all_calls_of(original: Any, new: Any) -> bool:
+    """Whether every call of the original suits ``new``, with each argument under the same name.
+
+    What somebody's wrapper takes as ``*args`` is not known.
+    """
+    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
+    bare.__kwdefaults__ = new.__kwdefaults__
+    ours = inspect.signature(bare)  # not what ``functools.wraps`` says
+    every = inspect.signature(original).parameters.values()
+    named = [p for p in every if p.kind not in (_ARGS, _KWARGS)]
+    names = [p.name for p in named]
+    bind = ours.bind if _ARGS not in [p.kind for p in every] else ours.bind_partial
+    required = [p for p in named if p.default is p.empty]
+    for parameters, by_position in ((every, (0, 1, _ARGS)), (every, (0,)), (required, (0,))):
+        # Each argument is the name of its parameter.
+        args = [p.name for p in parameters if p.kind in by_position]
+        kwargs = {p.name: p.name for p in parameters if p.name not in args and p.kind is not _ARGS}
+        try:
+            bound = bind(*args, **kwargs).arguments
+        except TypeError:
+            return False
+        if any(value in names and value != name for name, value in bound.items()):
+            return False
+    return True
 
 
 def _rebind(old: Any, new: Any) -> None:

@@ -49,24 +49,34 @@ def tower_refuses_sdpa() -> Finding:
 @PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
 def check_and_adjust_attn_implementation(original: Any) -> Any:
     """Asked when the model is built."""
-    return _fall_back(original)
+
+    @wraps(original)
+    def _check_and_adjust_attn_implementation(
+        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
+
+    return _check_and_adjust_attn_implementation
 
 
 @PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
 def get_correct_attn_implementation(original: Any) -> Any:
     """Asked by ``set_attn_implementation`` of the whole model."""
-    return _fall_back(original)
 
-
-def _fall_back(original: Any) -> Any:
     @wraps(original)
-    def with_fallback(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> Any:
-        if requested is not None and not _supported(self, requested):
-            logger.info("the audio tower does not support %s attention and uses eager", requested)
-            requested = "eager"
-        return original(self, requested, *args, **kwargs)
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(self, _or_eager(self, requested_attention), *args, **kwargs)
 
-    return with_fallback
+    return get_correct_attn_implementation
+
+
+def _or_eager(model: Any, requested: str | None) -> str | None:
+    if requested is None or _supported(model, requested):
+        return requested
+    logger.info("the audio tower does not support %s attention and uses eager", requested)
+    return "eager"
 
 
 def _supported(model: Any, implementation: str) -> bool:

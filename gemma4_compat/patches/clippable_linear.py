@@ -20,6 +20,7 @@ from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
 from ._clippable import inner_keys, resolving, searched, wrappers
+from ._code import mentions
 from ._shadow import shadowed
 
 PATCH = Patch(
@@ -38,14 +39,12 @@ PATCH = Patch(
 
 @PATCH.probe
 def wrapper_is_unknown() -> Finding:
-    """PEFT has no plugin for this: support would have to name the class in its own source."""
-    import inspect
-
+    """PEFT has no plugin for this: support would have to name the class in its own code."""
     from peft.tuners import tuners_utils
     from peft.tuners.lora import model as lora_model
 
     for module in (tuners_utils, lora_model):
-        if "ClippableLinear" in inspect.getsource(module):
+        if mentions(module.__spec__.loader.get_code(module.__name__), "ClippableLinear"):
             return fixed(f"{module.__name__} handles ...ClippableLinear itself")
     return broken()
 

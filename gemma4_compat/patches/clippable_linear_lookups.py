@@ -67,13 +67,13 @@ def preprocess_loraga(original: Any) -> Any:
 @PATCH.replaces("peft.tuners.lily.model", "LilyModel._post_injection_hook", when="peft>=0.19")
 def lily_sharing(original: Any) -> Any:
     @wraps(original)
-    def _post_injection_hook(self: Any, model: Any, config: Any, *args: Any) -> Any:
+    def _post_injection_hook(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         targets = config.target_modules
         if not searched.get() or isinstance(targets, str):
-            return original(self, model, config, *args)
+            return original(self, model, config, *args, **kwargs)
         # Lily shares matrices between layers whose names end in the same target.
         names = {*targets, *(f"{target}.linear" for target in targets)}
         with shadowed(config, target_modules=names):
-            return original(self, model, config, *args)
+            return original(self, model, config, *args, **kwargs)
 
     return _post_injection_hook

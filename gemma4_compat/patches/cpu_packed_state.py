@@ -13,12 +13,14 @@ is unpacked.  The packed weight itself is a permutation and comes back whole.
 
 from __future__ import annotations
 
-from functools import wraps
+import logging
+from functools import cache, wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
 
 _UNPACKED = "_unpacked_state"
+logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="cpu_packed_state",
@@ -82,9 +84,20 @@ def convert_weight_packed_for_cpu_inverse(original: Any) -> Any:
     ) -> Any:
         before = vars(quant_state).pop(_UNPACKED, None)
         qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
-        if before is not None:
+        if before is None:
+            _say_approximate()
+        else:
             vars(quant_state).clear()
             vars(quant_state).update(before)
         return qweight, quant_state
 
     return _convert_weight_packed_for_cpu_inverse
+
+
+@cache
+def _say_approximate() -> None:
+    """Once: of a model that ran before the patch was there, what was is not known."""
+    logger.warning(
+        "a 4-bit weight was repacked for the CPU before this patch was there: its quant state "
+        "comes back only approximately; import gemma4_compat first and load the model again"
+    )

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
+from ._code import mentions
 from ._offload import executing_map
 
 PATCH = Patch(
@@ -38,8 +39,7 @@ def load_adapter_reads_device_map() -> Finding:
 
     from transformers.integrations.peft import PeftAdapterMixin
 
-    source = inspect.getsource(inspect.unwrap(PeftAdapterMixin.load_adapter))
-    if "hf_device_map" in source:
+    if mentions(inspect.unwrap(PeftAdapterMixin.load_adapter).__code__, "hf_device_map"):
         return broken()
     return fixed("load_adapter no longer loads by hf_device_map")
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-from ..engine import Finding, Patch, broken, fixed
+from ..engine import Finding, Patch, broken, drifted, fixed
 
 #: by name of a module: the device it executes on, and whether it is offloaded
 _Placement = dict[str, tuple[Any, bool]]
@@ -39,13 +39,22 @@ PATCH = Patch(
     ends="not fixed upstream as of accelerate 1.15.0",
 )
 
+#: The arguments that the replacement looks at.
+_BY_NAME = ("module", "execution_device", "offload", "module_name", "skip_keys", "tied_params_map")
+
 
 @PATCH.probe
 def entry_covers_all_below() -> Finding:
     """Give one entry to a module and another one to a module in it, and look at the hooks."""
+    import inspect
+
     import torch
     from accelerate.hooks import SequentialHook, attach_align_device_hook_on_blocks
 
+    parameters = inspect.signature(attach_align_device_hook_on_blocks).parameters
+    gone = [name for name in _BY_NAME if name not in parameters]
+    if gone:
+        return drifted(f"attach_align_device_hook_on_blocks has no parameter {', '.join(gone)}")
     model = torch.nn.Module()
     model.part = torch.nn.Linear(1, 1)
     values = {f"part.{name}": tensor for name, tensor in model.part.state_dict().items()}

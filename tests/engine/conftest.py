@@ -91,9 +91,10 @@ def make(caplog):
     caplog.set_level(logging.DEBUG, "engine")
     made = []
 
-    def build(*patches, install=True, prefix=None, **switches):
+    def build(*patches, install=True, prefix=None, newest=None, **switches):
         prefix = prefix or f"TEST{next(_numbers)}"
-        engine = Engine(patches, Switches(prefix, **switches), logging.getLogger("engine"))
+        logger = logging.getLogger("engine")
+        engine = Engine(patches, Switches(prefix, **switches), logger, newest)
         made.append(engine)
         if install:
             engine.install()

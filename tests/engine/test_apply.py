@@ -12,6 +12,7 @@ import pickle
 import sys
 import types
 from contextlib import suppress
+from importlib import metadata
 
 import pytest
 
@@ -406,6 +407,26 @@ def test_gates_and_switches(lib, make):
             assert engine.status()["p"] == status
         assert engine.status()["p"] == status
         engine.retire()
+
+
+@pytest.mark.parametrize(
+    ("newest", "said"),
+    [
+        ({}, False),
+        ({"packaging": "9999"}, False),
+        ({"packaging": metadata.version("packaging")}, False),
+        ({"packaging": "1.0"}, True),
+        ({"another": "1.0"}, False),
+    ],
+)
+def test_untested_versions_are_said(lib, make, newest, said):
+    lib.load("m")
+    here = f"untested version: packaging {metadata.version('packaging')}"
+    outside = lib.patch("q", "m:g", affects=NEVER)
+    status = make(lib.patch("p", "m:f", affects=ALWAYS), outside, newest=newest).status()
+    assert status["p"].state is State.APPLIED
+    assert (here in status["p"].reason) == said
+    assert "untested" not in status["q"].reason
 
 
 def test_switched_restores_and_nests(lib, make):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import itertools
 import json
 import logging
@@ -249,6 +250,116 @@ def check(engine, module, other, targets, on):
         if not any(f"Sub.{attribute}" in targets[index] for index in on):
             found = getattr(module.Sub(), attribute)()
             assert found == tags(f"Base.{attribute}") + value.replace("Base", "Sub")
+
+
+class Stranger:
+    """Another library that wraps what it finds, and takes that back where it is still on top."""
+
+    def __init__(self):
+        self.patches = []
+
+    def patch(self, owner, name):
+        before, raw = vars(owner).get(name), inspect.getattr_static(owner, name)
+        tag = f"stranger{next(_numbers)}"
+        new = tagging(tag)(getattr(raw, "__func__", raw))
+        if isinstance(raw, (staticmethod, classmethod)):
+            new = type(raw)(new)
+        setattr(owner, name, new)
+        self.patches.append((owner, name, before, new, tag))
+
+    def leave(self):
+        """Whether anything was taken back."""
+        for patch in reversed(self.patches):
+            owner, name, before, new, _ = patch
+            if vars(owner).get(name) is new:
+                delattr(owner, name) if before is None else setattr(owner, name, before)
+                self.patches.remove(patch)
+                return True
+        return False
+
+
+ACTIONS = st.one_of(
+    st.tuples(
+        st.sampled_from(["install", "uninstall", "disabled", "enabled"]),
+        st.sets(st.integers(0, 3)),
+    ),
+    st.tuples(st.just("end of block"), st.none()),
+    st.tuples(st.just("stranger comes"), st.sampled_from(TARGETS)),
+    st.tuples(st.just("stranger leaves"), st.none()),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.lists(st.sampled_from(TARGETS), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(ACTIONS, max_size=12),
+)
+def test_any_order_with_another_library(targets, actions):
+    """What another library has put in place stays and is called once; so is what is ours."""
+    name = f"neighbours{next(_numbers)}"
+    module = sys.modules[name] = types.ModuleType(name)
+    try:
+        exec(SOURCE, vars(module))
+        owners = (module, module.Base, module.Sub)
+        before = snapshot(*owners)
+        patches = []
+        for index, attributes in enumerate(targets):
+            patch = Patch(f"p{index}", symptom="", affects=ALWAYS, changes="", ends="")
+            for attribute in attributes:
+                patch.replaces(name, attribute)(tagging(f"p{index}"))
+            patches.append(patch)
+        engine, stranger = Engine(patches, Switches("WITH"), logging.getLogger("with")), Stranger()
+        block = []
+        for action, argument in actions:
+            if action == "stranger comes":
+                owner, _, attribute = argument.rpartition(".")
+                stranger.patch(vars(module)[owner] if owner else module, attribute)
+            elif action == "stranger leaves":
+                stranger.leave()
+            elif action == "end of block":
+                if block:
+                    block.pop().__exit__(None, None, None)
+            else:
+                names = [f"p{index}" for index in sorted(argument) if index < len(patches)]
+                if action in ("install", "uninstall"):
+                    getattr(engine, action)(*names)
+                else:
+                    block.append(engine.switched(names, on=action == "enabled"))
+                    block[-1].__enter__()
+            check_with_another(engine, module, targets, stranger)
+        while block:
+            block.pop().__exit__(None, None, None)
+        engine.uninstall()
+        while stranger.leave():
+            engine.uninstall()
+        assert not stranger.patches
+        assert snapshot(*owners) == before
+    finally:
+        del sys.modules[name]
+
+
+def check_with_another(engine, module, targets, stranger):
+    status = engine.status()
+    for target in TARGETS:
+        owner, _, attribute = target.rpartition(".")
+        instance = vars(module)[owner]() if owner else module
+        *tags, value = getattr(instance, attribute)().split(">")
+        assert value == (owner if attribute == "c" else attribute)
+        mine = (vars(module)[owner] if owner else module, attribute)
+        for *slot, _, _, tag in stranger.patches:
+            assert tags.count(tag) == 1 if tuple(slot) == mine else tags.count(tag) <= 1
+        slots = [target] + [f"Base.{attribute}"] * (owner == "Sub")
+        for index, attributes in enumerate(targets):
+            most = sum(attributes.count(slot) for slot in slots)
+            assert tags.count(f"p{index}") <= most
+            state = status[f"p{index}"]
+            if state.state is State.DISABLED:
+                assert f"p{index}" not in tags, state.reason
+            elif not stranger.patches:
+                assert state.state is State.APPLIED
+                assert tags.count(f"p{index}") >= attributes.count(target)
+    for state in status:
+        assert state.state in (State.APPLIED, State.DISABLED)
 
 
 # -- the status -----------------------------------------------------------------------------------

@@ -80,11 +80,18 @@ def test_packed_layer_survives_copying(duplicate):
     assert_equal(contents(module), expected)
 
 
-def test_layer_packed_without_the_patch_is_still_unpacked():
+def test_layer_packed_without_the_patch_is_still_unpacked(caplog):
     import gemma4_compat
+    from gemma4_compat.patches import cpu_packed_state
 
-    module = layer(False)
+    cpu_packed_state._say_approximate.cache_clear()
+    layers = [layer(False) for _ in range(2)]
     with gemma4_compat.disabled("cpu_packed_state"):
-        weight = module.weight.data.clone()
-        pack(module)
-    assert torch.equal(module.state_dict()["weight"], weight)
+        weight = layers[0].weight.data.clone()
+        for module in layers:
+            pack(module)
+    for module in layers:
+        assert torch.equal(module.state_dict()["weight"], weight)
+    said = [r.getMessage() for r in caplog.records if r.name == cpu_packed_state.__name__]
+    assert len(said) == 1
+    assert "import gemma4_compat first" in said[0]

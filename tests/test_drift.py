@@ -1,0 +1,463 @@
+"""Upstream changed under our feet: every target renamed, removed, with another signature, or
+turned into something else.
+
+Whatever happens to a target, its patch steps aside with one warning, or goes on to work; the
+libraries are left as the change left them.  The first worker changes the imported libraries, one
+thing at a time; the others import changed sources, with all patches armed before.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import importlib
+import importlib.machinery
+import inspect
+import itertools
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+NAMES = sorted(p.stem for p in (ROOT / "gemma4_compat" / "patches").glob("[a-z]*.py"))
+#: What remains of a patch that found its target changed.
+ASIDE = ("drifted", "fixed upstream")
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+NEW = "added_upstream"
+
+
+# -- changes to the syntax tree of a function ------------------------------------------------------
+
+
+def own_calls(function):
+    """The function's calls of itself: their keywords change with its parameters."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            if getattr(node.func, "id", getattr(node.func, "attr", "")) == function.name:
+                yield node
+
+
+def rename_parameter(function, name):
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg) and node.arg == name:
+            node.arg = f"{name}_renamed"
+        elif isinstance(node, ast.Name) and node.id == name:
+            node.id = f"{name}_renamed"
+    for keyword in itertools.chain(*(call.keywords for call in own_calls(function))):
+        if keyword.arg == name:
+            keyword.arg = f"{name}_renamed"
+
+
+def remove_parameter(function, name):
+    """Its default, or None, is what the body sees of it."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    everything = dict(zip([p.arg for p in positional], defaults, strict=True))
+    only = [p.arg for p in arguments.kwonlyargs]
+    everything |= dict(zip(only, arguments.kw_defaults, strict=True))
+    default = everything.pop(name) or ast.Constant(None)
+    for each in (arguments.posonlyargs, arguments.args, arguments.kwonlyargs):
+        each[:] = [p for p in each if p.arg != name]
+    names = [p.arg for p in (*arguments.posonlyargs, *arguments.args)]
+    arguments.defaults = [everything[n] for n in names if everything[n] is not None]
+    arguments.kw_defaults = [everything[p.arg] for p in arguments.kwonlyargs]
+    for call in own_calls(function):
+        call.keywords = [keyword for keyword in call.keywords if keyword.arg != name]
+    function.body.insert(0, ast.Assign([ast.Name(name, ast.Store())], default, lineno=0))
+
+
+def add_parameter(function, at):
+    """A required one, after so many others."""
+    function.args.args.insert(at, ast.arg(NEW))
+
+
+def add_keyword(function):
+    """A required one, by keyword alone."""
+    function.args.kwonlyargs.append(ast.arg(NEW))
+    function.args.kw_defaults.append(None)
+
+
+# -- the worker that changes one thing at a time ---------------------------------------------------
+
+
+class Other:
+    """In place of a function."""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("not a function any more")
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def source_of(function):
+    return textwrap.dedent(inspect.getsource(function))
+
+
+def changed(function, change, *arguments):
+    """The function compiled anew from its changed source."""
+    tree = ast.parse("def make(__class__):\n    pass")
+    definition = ast.parse(source_of(function)).body[0]
+    context = [d for d in definition.decorator_list if ast.unparse(d) == "contextmanager"]
+    definition.decorator_list = context
+    change(definition, *arguments)
+    tree.body[0].body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
+    file = f"<changed {next(_numbers)}>"
+    source = ast.unparse(ast.fix_missing_locations(tree))
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    found = {}
+    exec(compile(source, file, "exec", flags, dont_inherit=True), function.__globals__, found)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cell = cells.get("__class__")
+    new = found["make"](cell and cell.cell_contents)
+    new.__module__, new.__qualname__ = function.__module__, function.__qualname__
+    return new
+
+
+def changes_of(raw, method):
+    """(kind, name, what the attribute is then) for all changes of what is behind a function."""
+    plain = inspect.unwrap(getattr(raw, "__func__", raw))
+    wrap = type(raw) if isinstance(raw, (staticmethod, classmethod)) else lambda function: function
+    parameters = inspect.signature(plain).parameters.values()
+    names = [p.name for p in parameters if p.kind not in VARIADIC][method:]
+    for name in names:
+        yield "parameter renamed", name, wrap(changed(plain, rename_parameter, name))
+        yield "parameter removed", name, wrap(changed(plain, remove_parameter, name))
+    yield "parameter added", "first", wrap(changed(plain, add_parameter, method))
+    yield "parameter added", "by keyword", wrap(changed(plain, add_keyword))
+    yield "no function", "class", Other
+    yield "no function", "partial", functools.partial(plain)
+    yield "no function", "None", None
+
+
+def one_at_a_time():
+    """What becomes of each patch for each change, and of what was changed."""
+    import gc
+
+    import gemma4_compat
+    from gemma4_compat.engine import journal
+
+    engine, messages, results = gemma4_compat._engine, listen(), []
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    start = {s.name: [s.state.value, s.reason] for s in engine.import_targets()}
+    replaced = [(n, r.replacements) for n, r in engine._records.items() if r.entries]
+    misfits = [str(e) for r in engine._records.values() for e in r.entries if not fits(e)]
+    gemma4_compat.uninstall()
+    gc.freeze()  # the search for references to the originals passes by all there is
+
+    def try_patch(name, replacement, kind, what, owner, attribute, value=journal._ABSENT):
+        messages.clear()
+        engine._warned.clear()
+        status = gemma4_compat.install(name)[name]
+        entries = engine._records[name].entries
+        ours = (journal.resolve(r) for r in engine._records[name].replacements if not entries)
+        try:
+            left = [str(target) for target in ours if is_ours(target.function)]
+        except journal.Missing:
+            left = []
+        results.append(
+            {
+                "patch": name,
+                "kind": kind,
+                "change": f"{replacement}: {kind} ({what})",
+                "state": status.state.value,
+                "reason": status.reason,
+                "warnings": list(messages),
+                "untouched": vars(owner).get(attribute, journal._ABSENT) is value,
+                "left": left,
+                "misfits": [str(entry) for entry in entries if not fits(entry)],
+                "call": outcome(name),
+            }
+        )
+        gemma4_compat.uninstall(name)
+        results[-1]["plain call"] = outcome(name)
+        if value is not journal._ABSENT:
+            assert vars(owner)[attribute] is value, f"not taken back: {results[-1]}"
+
+    for name, replacements in replaced:
+        for replacement in replacements:
+            module = sys.modules[replacement.module]
+            owner, attribute, raw = journal.resolve(replacement)
+            is_class = isinstance(owner, type)
+            home = owner
+            if is_class:
+                home = next(cls for cls in owner.__mro__ if attribute in vars(cls))
+            for kind, what, value in changes_of(raw, is_class and type(raw) is not staticmethod):
+                setattr(home, attribute, value)
+                try_patch(name, replacement, kind, what, home, attribute, value)
+            delattr(home, attribute)
+            try_patch(name, replacement, "removed", "alone", home, attribute)
+            setattr(home, f"{attribute}_renamed", raw)
+            try_patch(name, replacement, "renamed", "alone", home, attribute)
+            delattr(home, f"{attribute}_renamed")
+            setattr(home, attribute, raw)
+            if is_class:
+                cls = replacement.attribute.partition(".")[0]
+                delattr(module, cls)
+                try_patch(name, replacement, "removed class", cls, module, cls)
+                factory = functools.partial(owner)
+                setattr(module, cls, factory)
+                try_patch(name, replacement, "no class", cls, module, cls, factory)
+                setattr(module, cls, owner)
+    return {"start": start, "results": results, "misfits": misfits}
+
+
+def attach_hooks():
+    """What the patch that looks at its arguments by name makes of a call by position."""
+    import torch
+    from accelerate.hooks import attach_align_device_hook_on_blocks
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": False})
+    return model(torch.ones(1, 1)).shape
+
+
+CALLS = {"root_device_map": attach_hooks}
+
+
+def outcome(name):
+    try:
+        return str(CALLS[name]()) if name in CALLS else ""
+    except Exception as error:
+        return repr(error)
+
+
+def is_ours(function):
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(str(ROOT / "gemma4_compat"))
+
+
+def fits(entry):
+    """Whether the replacement shows the signature of what it replaced, and takes its calls."""
+    shown = inspect.signature(entry.replacement)
+    taken = inspect.signature(entry.replacement, follow_wrapped=False)
+    expected = inspect.signature(entry.original)
+    if shown != expected:
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [p for p in expected.parameters.values() if p.kind not in VARIADIC]
+    # What is in the *args of a wrapper, or of a base class, is not known.
+    unknown = VARIADIC[0] in [p.kind for p in expected.parameters.values()]
+    take = taken.bind_partial if unknown else taken.bind
+    everything = {p.name: object() for p in named}
+    for given in (everything, {p.name: everything[p.name] for p in named if p.default is p.empty}):
+        for by_position in range(len(given) + 1):
+            args = [p for p in named if p.name in given][:by_position]
+            if any(p.kind not in positional for p in args):
+                break
+            kwargs = {n: v for n, v in given.items() if n not in [p.name for p in args]}
+            try:
+                expected.bind(*(given[p.name] for p in args), **kwargs)
+                call = take(*(given[p.name] for p in args), **kwargs)
+            except TypeError:
+                return False
+            for name, value in call.arguments.items():
+                if taken.parameters[name].kind not in VARIADIC and value is not given.get(name):
+                    return False
+    return True
+
+
+# -- the worker that imports changed libraries -----------------------------------------------------
+
+
+CHANGES = ("signature", "renamed", "partial", None)
+
+
+class Changing:
+    """Finds the libraries' modules as ever; changes targets as soon as their module is executed.
+
+    What waits for a module's import sees it changed.
+    """
+
+    def __init__(self, targets):
+        self.targets = targets  # module: {attribute: change}
+        self.left = {}  # what the change left, by owner and name
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.targets:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            for attribute, change in self.targets[name].items():
+                self.apply(module, attribute, change)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    def apply(self, module, attribute, change):
+        *path, name = attribute.split(".")
+        owner = getattr(module, path[0]) if path else module
+        raw = inspect.getattr_static(owner, name)
+        if change == "renamed" and path:
+            home = next(cls for cls in owner.__mro__ if name in vars(cls))
+            setattr(home, f"{name}_renamed", raw)
+            delattr(home, name)
+            self.left[home, name] = None
+            return
+        # A function that others import by name is None where a method is gone.
+        wanted = {"signature": "first", "partial": "partial", "renamed": "None"}[change]
+        method = bool(path) and not isinstance(raw, staticmethod)
+        value = next(value for _, what, value in changes_of(raw, method) if what == wanted)
+        setattr(owner, name, value)
+        self.left[owner, name] = value
+
+
+def all_at_once(turn):
+    """Import the libraries while the targets of three patches of four change."""
+    targets = {}
+    for index, replacements in enumerate(json.loads(os.environ["DRIFT_TARGETS"]).values()):
+        change = CHANGES[(index + turn) % len(CHANGES)]
+        for module, attribute in replacements if change else ():
+            targets.setdefault(module, {}).setdefault(attribute, change)
+    finder = Changing(targets)
+    sys.meta_path.insert(0, finder)
+
+    import gemma4_compat
+
+    messages = listen()
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    status = gemma4_compat._engine.import_targets()
+    entries = [e for r in gemma4_compat._engine._records.values() for e in r.entries]
+    slots = {(entry.target.owner, entry.target.name) for entry in entries}
+    return {
+        "targets": targets,
+        "states": {s.name: [s.state.value, s.reason] for s in status},
+        "warnings": messages,
+        "not as left": [
+            f"{owner.__name__}.{name}"
+            for (owner, name), value in finder.left.items()
+            if (owner, name) not in slots and vars(owner).get(name) is not value
+        ],
+        "misfits": [str(entry) for entry in entries if not fits(entry)],
+    }
+
+
+def listen():
+    """The package's warnings from now on."""
+    import logging
+
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("gemma4_compat").addHandler(handler)
+    return messages
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def worker(name, *arguments):
+    """The findings of a worker."""
+    for library in LIBRARIES:
+        pytest.importorskip(library)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+    environ["DRIFT_TARGETS"] = json.dumps(targets())
+    code = f"import json, tests.test_drift as drift\nprint(json.dumps(drift.{name}(*{arguments})))"
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
+        timeout=600, cwd=ROOT, env=environ, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def targets():
+    """What each patch replaces in the installed releases, if they have its bug."""
+    from gemma4_compat.engine import gate
+    from gemma4_compat.patches import load
+
+    return {
+        patch.name: [
+            (r.module, r.attribute)
+            for r in patch.replacements
+            if r.when is None or gate.holds(r.when)
+        ]
+        for patch in load()
+        if gate.evaluate(patch.affects).outcome is gate.Outcome.INSIDE
+    }
+
+
+@pytest.fixture(params=NAMES)
+def changes(request):
+    """What became of a patch, change by change."""
+    found = worker("one_at_a_time")
+    state, reason = found["start"][request.param]
+    if state != "applied":
+        pytest.skip(f"{state}: {reason}")
+    results = [result for result in found["results"] if result["patch"] == request.param]
+    assert len(results) >= 8
+    return results
+
+
+def test_replacements_take_the_calls_of_the_originals():
+    assert worker("one_at_a_time")["misfits"] == []
+
+
+def test_patches_step_aside_or_go_on_to_work(changes):
+    for found in changes:
+        assert found["state"] in (*ASIDE, "applied"), found
+        if found["state"] == "applied":
+            assert found["misfits"] == [], found
+            assert found["call"] == found["plain call"], found
+        else:
+            assert found["reason"], found
+
+
+def test_what_is_gone_or_no_function_is_not_patched(changes):
+    for found in changes:
+        if found["kind"] in ("no function", "no class", "removed class"):
+            assert found["state"] in ASIDE, found
+
+
+def test_drift_is_said_once(changes):
+    for found in changes:
+        assert len(found["warnings"]) == (found["state"] == "drifted"), found
+        assert all(f"{found['reason']}; stepping aside" in text for text in found["warnings"])
+
+
+def test_patches_that_step_aside_leave_nothing(changes):
+    for found in changes:
+        if found["state"] != "applied":
+            assert found["untouched"], found
+        assert found["left"] == [], found
+
+
+@pytest.mark.parametrize("turn", range(len(CHANGES)))
+def test_import_of_changed_libraries(turn):
+    found = worker("all_at_once", turn)
+    assert found["misfits"] == found["not as left"] == []
+    changed = found["targets"]
+    owners = {attribute.partition(".")[0] for each in changed.values() for attribute in each}
+    drifted, untouched = [], []
+    for name, replacements in targets().items():
+        state, reason = found["states"][name]
+        assert state in (*ASIDE, "applied"), f"{name}: {reason}"
+        drifted += [name] * (state == "drifted")
+        if "partial" in [changed.get(module, {}).get(target) for module, target in replacements]:
+            assert state in ASIDE, name
+        source = (ROOT / "gemma4_compat" / "patches" / f"{name}.py").read_text()
+        if not re.search(rf"\b({'|'.join(owners)})\b", source):
+            untouched.append(name)
+            assert found["states"][name] == worker("one_at_a_time")["start"][name]
+    assert sorted(text.partition(":")[0] for text in found["warnings"]) == drifted
+    assert drifted
+    assert untouched
