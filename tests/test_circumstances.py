@@ -18,9 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from gemma4_compat.engine import broken, fixed, gate
-from gemma4_compat.engine.status import State
-from tests.engine.conftest import lib, make  # noqa: F401  (fixtures)
+from gemma4_compat.engine import gate
 from tests.test_import import LIBRARIES, ROOT, python
 
 PATCH = "quant_state_offload"
@@ -285,43 +283,6 @@ print(json.dumps(found))
     }
 
 
-def test_reload_of_one_target_of_two(lib, make):  # noqa: F811
-    """The probe sees the originals of all targets, as at first."""
-    lib.write("n", "def h(): return 'h'")
-    m, n = lib.load("m"), lib.load("n")
-
-    def probe():
-        return broken() if n.h() == "h" else fixed("n is already right")
-
-    engine = make(
-        lib.patch("a", "m:f", "n:h", probe=probe), lib.patch("b", "n:h"), lib.patch("c", "m:f")
-    )
-    for module in (m, n, m):
-        importlib.reload(module)
-        assert [entry.state for entry in engine.status()] == [State.APPLIED] * 3
-        assert (m.f(), n.h()) == ("c>a>f", "b>a>h")
-    engine.uninstall("a")
-    assert (m.f(), n.h()) == ("c>f", "b>h")
-    engine.uninstall()
-    assert (m.f(), n.h()) == ("f", "h")
-
-
-def test_target_imported_while_another_patch_is_applied(lib, make, caplog):  # noqa: F811
-    def probe():
-        lib.load("n")  # in practice, another thread does
-        return broken()
-
-    lib.write("n", "def h(): return 'h'")
-    lib.load("m")
-    engine = make(lib.patch("a", "m:f", probe=probe), lib.patch("b", "n:h"))
-    assert lib.load("n").h() == "b>h"
-    assert [(entry.state, entry.reason) for entry in engine.status()] == [(State.APPLIED, "")] * 2
-    assert [r.getMessage() for r in caplog.records if r.levelname == "INFO"] == [
-        "a: applied",
-        "b: applied",
-    ]
-
-
 # -- installations ---------------------------------------------------------------------------------
 
 
@@ -407,7 +368,7 @@ for name in {packages!r}:
 
 
 def test_packages_without_sources(tmp_path, ask, usual):
-    """A patch whose probe wants to read the source steps aside, and says so."""
+    """Probes look at code."""
     for package in ("peft", "gemma4_compat"):
         without_sources(tmp_path, package)
     layout = [tmp_path, ask, *links(tmp_path, without=["peft", "gemma4_compat"])]

@@ -474,6 +474,43 @@ def test_reload_of_a_target(lib, make, caplog):
     assert logged(caplog, logging.WARNING) == []
 
 
+def test_reload_of_one_target_of_two(lib, make):
+    """The probe sees the originals of all targets, as at first."""
+    lib.write("n", "def h(): return 'h'")
+    m, n = lib.load("m"), lib.load("n")
+
+    def probe():
+        return broken() if n.h() == "h" else fixed("n is already right")
+
+    engine = make(
+        lib.patch("a", "m:f", "n:h", probe=probe), lib.patch("b", "n:h"), lib.patch("c", "m:f")
+    )
+    for module in (m, n, m):
+        importlib.reload(module)
+        assert [entry.state for entry in engine.status()] == [State.APPLIED] * 3
+        assert (m.f(), n.h()) == ("c>a>f", "b>a>h")
+    engine.uninstall("a")
+    assert (m.f(), n.h()) == ("c>f", "b>h")
+    engine.uninstall()
+    assert (m.f(), n.h()) == ("f", "h")
+
+
+def test_target_imported_while_another_patch_is_applied(lib, make, caplog):
+    def probe():
+        lib.load("n")  # in practice, another thread does
+        return broken()
+
+    lib.write("n", "def h(): return 'h'")
+    lib.load("m")
+    engine = make(lib.patch("a", "m:f", probe=probe), lib.patch("b", "n:h"))
+    assert lib.load("n").h() == "b>h"
+    assert [(entry.state, entry.reason) for entry in engine.status()] == [(State.APPLIED, "")] * 2
+    assert [r.getMessage() for r in caplog.records if r.levelname == "INFO"] == [
+        "a: applied",
+        "b: applied",
+    ]
+
+
 def test_module_imported_anew(lib, make):
     engine = make(lib.patch("p", "m:f", "m:Base.method"))
     old = lib.load("m")
