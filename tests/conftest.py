@@ -230,6 +230,17 @@ def llama_dir(tmp_path_factory):
 
 
 @pytest.fixture
+def eight_bit_files():
+    """Skips where an 8-bit model on the CPU, split or not, comes back from a file as another."""
+    from importlib.metadata import version
+
+    from packaging.version import Version
+
+    if Version(version("bitsandbytes")) < Version("0.48.1"):
+        pytest.skip("8-bit weights do not survive a file on the CPU before bitsandbytes 0.48.1")
+
+
+@pytest.fixture
 def native_adapters():
     """Skips where transformers finds the installed PEFT too old for its own adapter methods."""
     from importlib.metadata import version

@@ -43,7 +43,13 @@ sys.path.insert(0, str(ROOT))
 from gemma4_compat.measured import LIBRARIES, USERS, Measured  # noqa: E402
 from gemma4_compat.patches import load  # noqa: E402
 
-OLDEST = {"transformers": "5.5.0", "accelerate": "1.10.0", "peft": "0.18.0", "bitsandbytes": "0.46"}
+#: transformers 5.5 wants bitsandbytes 0.46.1.
+OLDEST = {
+    "transformers": "5.5.0",
+    "accelerate": "1.10.0",
+    "peft": "0.18.0",
+    "bitsandbytes": "0.46.1",
+}
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
 EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
 #: What goes with a release of transformers, and only with some.

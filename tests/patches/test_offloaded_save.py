@@ -176,7 +176,7 @@ def eight_bit_layers(model):
     return [module for module in found if module.weight.is_meta]
 
 
-@pytest.mark.usefixtures("_stable_eight_bit")
+@pytest.mark.usefixtures("_stable_eight_bit", "eight_bit_files")
 @pytest.mark.regression(
     "offloaded_save",
     r"no attribute `SCB`|SCB` is neither a parameter",

@@ -36,7 +36,9 @@ def saved_skips(folder):
 @pytest.mark.regression("saved_skip_modules", r"^AssertionError: $|has no attribute 'CB'")
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
 @SKIPPED
-def test_loaded_again_on_one_device(model_dir, kind, skipped, tmp_path):
+def test_loaded_again_on_one_device(model_dir, kind, skipped, tmp_path, request):
+    if kind == "int8":
+        request.getfixturevalue("eight_bit_files")
     model = load(model_dir, kind, skipped=skipped)
     assert type(model.model.vision_tower.patch_embedder.input_proj) is nn.Linear
     model.save_pretrained(tmp_path)
