@@ -1,0 +1,111 @@
+"""The gates agree with what was measured on released versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from gemma4_compat._tested import NEWEST
+from gemma4_compat.measured import LIBRARIES, Measured, Run
+from gemma4_compat.patches import load
+from tests.matrix import releases, stacks, with_, without
+
+MEASURED = Measured.read(Path(__file__).with_name("matrix.json"))
+PATCHES = {patch.name: patch for patch in load()}
+#: What their regression tests show needs a GPU.
+ON_A_GPU = {"offload_device_copy", "offload_streaming"}
+
+
+def inside(patch, stack):
+    return any(
+        all(Requirement(r).specifier.contains(stack[Requirement(r).name]) for r in alternative)
+        for alternative in patch.affects
+    )
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_gate_agrees(name):
+    """Where the bug is, the gate is open and the patch works; where it is not, nothing is done."""
+    wrong = []
+    for found in MEASURED.found[name]:
+        fine = found.with_ != "fails" and found.state not in ("drifted", "failed")
+        if found.without == "broken":
+            fine &= inside(PATCHES[name], found.stack)
+            fine &= (found.with_, found.state) == ("works", "applied")
+        elif found.without == "fixed":
+            fine &= not inside(PATCHES[name], found.stack) or found.state == "fixed upstream"
+        if not fine:
+            wrong.append(found)
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_every_bug_was_seen(name):
+    seen = {found.without for found in MEASURED.found[name]}
+    assert ("broken" in seen) != (name in ON_A_GPU)
+
+
+def test_every_patch_was_measured_on_every_stack():
+    of = {library: MEASURED.releases(library) for library in LIBRARIES}
+    for stack in stacks(of):
+        names = {
+            name
+            for name, found in MEASURED.found.items()
+            if any(stack.items() <= each.stack.items() for each in found)
+        }
+        assert names == set(PATCHES), stack
+
+
+def test_no_release_is_left_out():
+    minors = {version.rpartition(".")[0] for version in MEASURED.releases("transformers")}
+    newest = int(NEWEST["transformers"].split(".")[1])
+    assert minors >= {f"5.{minor}" for minor in range(5, newest + 1)}
+
+
+def test_newest_versions_are_those_measured():
+    assert MEASURED.newest() == NEWEST
+
+
+# -- the instrument itself ----------------------------------------------------------------------
+
+
+def test_releases():
+    index = ["5.4.0", "5.5.0", "5.5.1", "5.8.0", "5.8.1", "5.6.1", "5.6.0", "5.9.0rc1", "5.10.0"]
+    assert releases("transformers", index) == [
+        *("5.5.0", "5.5.1", "5.6.0", "5.6.1", "5.8.1", "5.10.0")
+    ]
+    assert releases("peft", ["0.17.1", "0.18.0", "0.18.1"]) == ["0.18.0", "0.18.1"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "bug", "patch"),
+    [
+        ([], "unknown", "unknown"),
+        (["skipped"], "unknown", "unknown"),
+        (["skipped", "passes"], "fixed", "works"),
+        (["passes", "bug"], "broken", "fails"),
+        (["passes", "ValueError: another"], "unknown", "fails"),
+    ],
+)
+def test_verdicts(outcomes, bug, patch):
+    assert without(outcomes) == bug
+    assert with_(outcomes) == patch
+
+
+def test_runs():
+    users = {"accelerate": "1.13.0", "peft": "0.19.1", "bitsandbytes": "0.49.2"}
+    verdicts = {"5.5.0": "fixed", "5.5.2": "broken", "5.6.2": "broken", "5.10.0": "unknown"}
+    entries = [
+        {**users, "transformers": version, "patches": {"p": f"{verdict}/works/applied"}}
+        for version, verdict in (*verdicts.items(), ("5.11.0", "fixed"))
+    ]
+    measured = Measured(entries)
+    assert measured.runs("p", "transformers") == [
+        Run(False, "5.5.0", "5.5.0"),
+        Run(True, "5.5.2", "5.6.2"),
+        Run(False, "5.11.0", "5.11.0"),
+    ]
+    assert measured.runs("another", "transformers") == []
+    assert measured.on_newest("p") == "fixed"
