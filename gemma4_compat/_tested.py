@@ -1,4 +1,4 @@
-"""The newest releases that the patches were measured on; written from ``tests/matrix.json``."""
+"""The newest releases that the patches were measured on: those of ``tests/matrix.json``."""
 
 NEWEST = {
     "transformers": "5.23.0",

@@ -37,7 +37,8 @@ at a time through its releases, the others as the users had them (transformers 5
 1.13.0, peft 0.19.1, bitsandbytes 0.49.2) and again the newest.  The table says where the bug is.
 With the patch every test passes on every stack, and where the bug is not, the patch is not applied.
 "all" are all those measured; "-" means that releases of that library alone do not bring the bug
-back.
+back.  Releases with which the tests cannot be run, since the libraries refuse each other or lack
+what the bug is in, are left out.
 """
 
 
@@ -52,7 +53,7 @@ def render(patches: Iterable[Patch], measured: Measured) -> str:
 
 def _releases(measured: Measured) -> str:
     return "\n".join(
-        f"- {library}: {', '.join(measured.releases(library))}" for library in LIBRARIES
+        f"- {library}: {', '.join(measured.releases(library))}" for library in (*LIBRARIES, "torch")
     )
 
 
