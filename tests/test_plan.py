@@ -112,20 +112,8 @@ def test_without_towers_and_per_layer_embeddings(tmp_path):
     assert on_cpu(found)[0] == "model.language_model.layers.9"
 
 
-def test_no_gemma(tmp_path):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(tmp_path)
-    whole = plan(tmp_path, GIB, context=16)
+def test_no_gemma(llama_dir):
+    whole = plan(llama_dir, GIB, context=16)
     assert whole.device_map == {"": 0}
     assert {part.name for part in whole.parts} == {sizes.LAYERS, sizes.EMBEDDINGS, sizes.REST}
 

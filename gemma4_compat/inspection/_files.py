@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,22 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
     raise Unreadable(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
 
 
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What the system says of a file is said as ``Unreadable``."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Unreadable(f"{file}: no such file") from None
+    except OSError as error:
+        raise Unreadable(f"{file}: {error.strerror or error}") from error
+
+
+def _refuse_pointer(file: Path, raw: bytes) -> None:
+    if raw.startswith(_POINTER):
+        raise Unreadable(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -79,14 +96,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         Unreadable: no such file, not JSON, or JSON of another kind.
     """
     file = Path(path)
-    try:
+    with _reading(file):
         raw = file.read_bytes()
-    except FileNotFoundError:
-        raise Unreadable(f"{file}: no such file") from None
-    except OSError as error:
-        raise Unreadable(f"{file}: {error.strerror or error}") from error
-    if raw.startswith(_POINTER):
-        raise Unreadable(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
+    _refuse_pointer(file, raw)
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -120,19 +132,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         Unreadable: no such file, or its header is damaged.
     """
     file = Path(path)
-    try:
+    with _reading(file):
         size = file.stat().st_size
         with file.open("rb") as opened:
             start = opened.read(8)
             length = int.from_bytes(start, "little")
             readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)
             raw = opened.read(length) if readable else start + opened.read(len(_POINTER))
-    except FileNotFoundError:
-        raise Unreadable(f"{file}: no such file") from None
-    except OSError as error:
-        raise Unreadable(f"{file}: {error.strerror or error}") from error
-    if raw.startswith(_POINTER):
-        raise Unreadable(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
+    _refuse_pointer(file, raw)
     if not readable:
         if len(start) < 8 or length <= _LONGEST_HEADER:
             raise Unreadable(f"{file}: cut off in the safetensors header ({size} bytes)")

@@ -399,23 +399,11 @@ def test_a_gpu_that_is_not_there(model_dir):
 # -- other models, models in memory ---------------------------------------------------------------
 
 
-def test_llama(tmp_path):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(tmp_path)
-    found = check_device_map(tmp_path, {"model.layers.1": "cpu", "": 0})
+def test_llama(llama_dir):
+    found = check_device_map(llama_dir, {"model.layers.1": "cpu", "": 0})
     assert found.ok
     assert found.architecture == "LlamaForCausalLM"
-    (unknown,) = check_device_map(tmp_path, SPLIT | {"model.vision_tower": 0}).unknown[:1]
+    (unknown,) = check_device_map(llama_dir, SPLIT | {"model.vision_tower": 0}).unknown[:1]
     assert unknown.closest is None
 
 
