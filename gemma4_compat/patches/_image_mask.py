@@ -15,12 +15,12 @@ def probe(model_class: Any) -> Finding:
     from transformers.cache_utils import PreTrainedConfig, StaticCache
 
     class Model(model_class):  # type: ignore[misc]
+        config = PreTrainedConfig(num_hidden_layers=1, layer_types=["full_attention"])
         dtype = torch.float32
         device = torch.device("cpu")
 
         def __init__(self) -> None:
-            config = PreTrainedConfig(num_hidden_layers=1, layer_types=["full_attention"])
-            vars(self)["config"] = config
+            pass  # no module at all
 
         @staticmethod
         def create_masks_for_generate(mm_token_type_ids: Any = None, **kwargs: Any) -> Any:
@@ -88,6 +88,8 @@ def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
     """The layers of a cache by the name of their mask."""
     found: dict[str, list[Any]] = {}
     for layer in cache.layers:
+        if not hasattr(layer, "is_sliding"):
+            continue  # stands for one that shares the keys and values of another
         name = "sliding_attention" if layer.is_sliding else "full_attention"
         found.setdefault(name, []).append(layer)
     return found

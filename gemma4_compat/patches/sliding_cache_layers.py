@@ -2,14 +2,14 @@
 
 A cache has no layers for those that share the keys and values of earlier ones, so it drops their
 types: ``layer_types[:-num_kv_shared_layers]``.  Gemma 4 12B, 26B-A4B and 31B share none, and
-``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layers takes every layer for one with full
-attention, and keeps all tokens where the last ``sliding_window`` are needed.  A ``StaticCache``
-without layers raises IndexError when the first keys are stored.
+``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layers takes every layer for one with
+full attention, and keeps all tokens where the last ``sliding_window`` are needed.  A
+``StaticCache`` without layers raises IndexError when the first keys are stored.
 
 The fix builds the cache from a view of the config that does not have ``num_kv_shared_layers``.
-Assisted generation and prompt lookup take back tokens, which a sliding layer cannot do once it is
-full.  They ask for a cache without sliding layers.  transformers 5.12 and 5.13 do not heed that,
-which showed in no model whose cache had no sliding layers anyway; there the fix heeds it.
+Assisted generation and prompt lookup take tokens back, which a sliding layer cannot do once it is
+full, so ``generate`` asks for a cache of full layers.  transformers 5.12 and 5.13 give it sliding
+layers all the same, except, by this bug, in models without KV sharing; there they stay full.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ PATCH = Patch(
     name="sliding_cache_layers",
     symptom=(
         "12B, 26B-A4B and 31B run out of memory in long contexts (31B: 24 GiB too much at 32k "
-        "tokens); IndexError: list index out of range with cache_implementation=\"static\""
+        'tokens); IndexError: list index out of range with cache_implementation="static"'
     ),
     affects=(("transformers>=5.5,<5.14",),),
     changes=(
-        "DynamicCache and StaticCache keep all layer types of a config with "
-        "num_kv_shared_layers=0."
+        "DynamicCache and StaticCache keep all layer types of a config with num_kv_shared_layers=0."
     ),
     ends="StaticCache: transformers 5.10.1; DynamicCache: transformers 5.14.0",
 )

@@ -1,10 +1,10 @@
 """Under a static cache image tokens attend causally.
 
 In 12B, 26B-A4B and 31B the tokens of an image attend to each other in both directions.  The mask
-for that is made from ``mm_token_type_ids``.  With a static cache ``generate`` makes the mask itself,
-in ``prepare_inputs_for_generation``, before it has put the token types among the inputs of the
-model: the mask comes out causal, and the model takes a finished mask as it is.  No error, other
-logits than with a dynamic cache.
+for that is made from ``mm_token_type_ids``.  With a static cache ``generate`` makes the mask
+itself, in ``prepare_inputs_for_generation``, before it has put the token types among the inputs of
+the model: the mask comes out causal, and the model takes a finished mask as it is.  No error, but
+other logits than with a dynamic cache.
 
 Since transformers 5.23.0 the types are there, but cut to the tokens of the current forward, while
 the mask looks them up by position in the whole sequence.  So images are still masked wrongly in
@@ -23,7 +23,7 @@ PATCH = Patch(
     name="static_cache_image_mask",
     symptom=(
         "12B, 26B-A4B and 31B see images differently, without an error, with "
-        "cache_implementation=\"static\" than with a dynamic cache"
+        'cache_implementation="static" than with a dynamic cache'
     ),
     affects=(("transformers>=5.5",),),
     changes=(

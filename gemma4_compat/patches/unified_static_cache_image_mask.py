@@ -1,7 +1,7 @@
 """Under a static cache the image tokens of Gemma 4 unified attend causally.
 
-The same mistake as in Gemma 4 (see ``static_cache_image_mask``): ``generate`` makes the mask without
-the token types, or from those of the current forward alone.
+The same mistake as in Gemma 4 (see ``static_cache_image_mask``): ``generate`` makes the mask
+without the token types, or from those of the current forward alone.
 
 The fix makes the mask again from the token types that the model gets.
 """
