@@ -102,7 +102,7 @@ def test_other_models(llama_dir, tmp_path):
 
 @pytest.mark.regression("split_model_device", r"the device is meta")
 def test_offloaded_without_a_device_map(model_dir):
-    """``cpu_offload`` writes no ``hf_device_map``: nothing but the device kept it from compiling."""
+    """Without ``hf_device_map`` nothing but the device kept ``generate`` from compiling."""
     from accelerate import cpu_offload
     from transformers import GenerationConfig, StaticCache
 
