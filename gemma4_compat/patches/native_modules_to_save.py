@@ -26,12 +26,12 @@ PATCH = Patch(
         "model.load_adapter leaves the modules in modules_to_save, and trainable tokens, at the "
         "base model's values, without a word"
     ),
-    affects=(("transformers>=5.5,<5.19", "peft>=0.18"),),
+    affects=(("transformers>=5.5,<5.18", "peft>=0.18"),),
     changes=(
         "PeftAdapterMixin.load_adapter loads the tensors of modules_to_save and "
         "trainable_token_indices."
     ),
-    ends="transformers 5.19.0",
+    ends="transformers 5.18.0",
 )
 
 
