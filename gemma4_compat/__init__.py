@@ -18,12 +18,15 @@ from contextlib import AbstractContextManager
 from . import patches as _patches
 from ._tested import NEWEST as _NEWEST
 from ._version import __version__
-from .engine.core import Engine, PatchError
+from .engine.core import Engine
 from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
+from .errors import InputError, MergeError, PatchError
 from .placement import input_device
 
 __all__ = [
+    "InputError",
+    "MergeError",
     "PatchError",
     "PatchStatus",
     "State",

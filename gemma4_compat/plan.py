@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import sizes
-from .merge import UsageError
+from .errors import InputError
 from .sizes import QUANTS, TensorSize
 
 #: What the CUDA context, its libraries and the driver take of a GPU, which PyTorch does not count.
@@ -120,12 +120,12 @@ def plan(
         adapter: folder of a PEFT adapter; it counts in float32, which PEFT loads it in.
 
     Raises:
-        UsageError: an argument cannot work.
+        InputError: an argument cannot work.
     """
     if quant not in QUANTS:
-        raise UsageError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
+        raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
     if context < 1:
-        raise UsageError(f"context must be at least 1 token, not {context}")
+        raise InputError(f"context must be at least 1 token, not {context}")
     model_dir = Path(model_dir)
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
     model = sizes.meta_model(model_dir, sizes.bnb_config(quant))
@@ -175,11 +175,11 @@ def parse_size(text: str) -> int:
     """Bytes of "12GiB", "12 GB" (decimal) or "12288MiB".
 
     Raises:
-        UsageError: the unit is missing or unknown.
+        InputError: the unit is missing or unknown.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
+        raise InputError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
     power = 1 + "KMGT".index(match[2].upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

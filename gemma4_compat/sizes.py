@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .merge import UsageError
+from .errors import InputError
 
 QUANTS = ("nf4", "int8", "bf16")
 LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
@@ -91,7 +91,7 @@ def meta_model(
     those that transformers keeps: among others what ``device_map`` puts on "cpu" or "disk".
 
     Raises:
-        UsageError: no such folder, or its ``config.json`` does not describe a model that the
+        InputError: no such folder, or its ``config.json`` does not describe a model that the
             installed transformers knows, or one that is quantised already.
     """
     import torch
@@ -102,17 +102,17 @@ def meta_model(
         config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
     except Exception as error:  # a config can be wrong in many ways
         why = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{file}: not understood by transformers {_version()}: {why}") from error
+        raise InputError(f"{file}: not understood by transformers {_version()}: {why}") from error
     name = model_class(config)
     architecture = getattr(transformers, name, None)
     if architecture is None:
-        raise UsageError(f"{file}: transformers {_version()} has no {name}")
+        raise InputError(f"{file}: transformers {_version()} has no {name}")
     try:
         with torch.device("meta"):
             model = architecture._from_config(config, dtype=torch.bfloat16)
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{file}: {name} cannot be built from it: {why}") from error
+        raise InputError(f"{file}: {name} cannot be built from it: {why}") from error
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
@@ -176,18 +176,18 @@ def bnb_options(quant: str, *, offload: bool) -> dict[str, Any]:
 def _config_file(model_dir: str | os.PathLike[str]) -> Path:
     folder = Path(model_dir)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
+        raise InputError(f"{folder}: no such folder")
     file = folder / "config.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UsageError(f"{folder}: no config.json") from error
+        raise InputError(f"{folder}: no config.json") from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: not JSON: {error}") from error
+        raise InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(content, dict) or "model_type" not in content:
-        raise UsageError(f"{file}: no model's config (no model_type)")
+        raise InputError(f"{file}: no model's config (no model_type)")
     if "quantization_config" in content:
-        raise UsageError(f"{file}: a quantised checkpoint. Name the one that it was made from")
+        raise InputError(f"{file}: a quantised checkpoint. Name the one that it was made from")
     return file
 
 
@@ -250,14 +250,14 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
     Of ``adapter_model.safetensors`` only the header is read.
 
     Raises:
-        UsageError: the folder holds no such adapter.
+        InputError: the folder holds no such adapter.
     """
     folder = Path(adapter_dir)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
+        raise InputError(f"{folder}: no such folder")
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
-        raise UsageError(f"{folder}: no adapter_model.safetensors")
+        raise InputError(f"{folder}: no adapter_model.safetensors")
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -265,7 +265,7 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return tuple(TensorSize(n, 4 * _numel(e["shape"])) for n, e in entries.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{file}: not a safetensors file") from error
+        raise InputError(f"{file}: not a safetensors file") from error
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ import torch
 from gemma4_compat import sizes
 from gemma4_compat.cli import main
 from gemma4_compat.demo.checkpoint import text_inputs
-from gemma4_compat.merge import UsageError
+from gemma4_compat.errors import InputError
 from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
 from tests.shapes import E2B_TEXT, write_config
 
@@ -224,7 +224,7 @@ def test_parse_size(text, expected):
 
 @pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "0GiB", "12Gib/s", "12 G", "1e3GB"])
 def test_sizes_that_are_none(text, model_dir, capsys):
-    with pytest.raises(UsageError, match="write 12GiB"):
+    with pytest.raises(InputError, match="write 12GiB"):
         parse_size(text)
     assert main(["plan", str(model_dir), f"--gpu={text}"]) == 2
     printed = capsys.readouterr()
@@ -253,5 +253,5 @@ def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
 
 
 def test_unknown_quant(model_dir):
-    with pytest.raises(UsageError, match="quant must be one of nf4, int8, bf16"):
+    with pytest.raises(InputError, match="quant must be one of nf4, int8, bf16"):
         plan(model_dir, GIB, quant="fp4")

@@ -9,7 +9,7 @@ import torch
 
 from gemma4_compat import sizes
 from gemma4_compat.demo.checkpoint import TOWERS, build_adapter
-from gemma4_compat.merge import UsageError
+from gemma4_compat.errors import InputError
 from tests.shapes import write_config
 from tests.support import load_model, quantization
 
@@ -145,12 +145,12 @@ def test_adapter_as_peft_loads_it(model_dir, tmp_path):
 
 
 def test_no_adapter(tmp_path):
-    with pytest.raises(UsageError, match="nowhere: no such folder"):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
         sizes.adapter_sizes(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=r"no adapter_model\.safetensors"):
+    with pytest.raises(InputError, match=r"no adapter_model\.safetensors"):
         sizes.adapter_sizes(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"not one at all")
-    with pytest.raises(UsageError, match=r"adapter_model\.safetensors: not a safetensors file"):
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors: not a safetensors file"):
         sizes.adapter_sizes(tmp_path)
 
 
@@ -290,10 +290,10 @@ def test_configs_that_cannot_work(tmp_path, content, message):
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InputError, match=message):
         sizes.meta_model(tmp_path)
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(UsageError, match="nowhere: no such folder"):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
         sizes.meta_model(tmp_path / "nowhere")

@@ -38,15 +38,14 @@ def execute(options: argparse.Namespace) -> int:
     if options.model is not None:
         if (code := require_libraries("adapter --model", ("torch", "transformers"))) is not None:
             return code
+    from ..errors import InputError
     from ..inspection import _text
-    from ..inspection._files import Unreadable
     from ..inspection.adapter import inspect_adapter
-    from ..merge import UsageError
 
     try:
         with quiet_libraries():
             found = inspect_adapter(options.path, options.model)
-    except (Unreadable, UsageError) as error:
+    except InputError as error:
         print(f"gemma4-compat adapter: {error}", file=sys.stderr)
         return 2
     if options.json:

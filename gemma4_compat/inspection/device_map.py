@@ -18,11 +18,11 @@ from typing import Any
 from .. import sizes
 from ..engine.gate import Outcome, evaluate, installed_version
 from ..engine.status import State
-from ..merge import UsageError
+from ..errors import InputError
+from ..model.files import existing_folder, read_config
 from ..patches.device_map_keys import _closest, _left_out
 from ..patches.root_device_map import _differs
 from ..sizes import TensorSize
-from ._files import Unreadable, existing_folder, read_config
 from ._text import plural, size, table, wrap
 
 OFFLOADED = ("cpu", "disk")
@@ -126,8 +126,8 @@ def check_device_map(
         offload_folder: as given to ``from_pretrained``.
 
     Raises:
-        Unreadable: no such folder, or its ``config.json`` is missing or damaged.
-        UsageError: the installed transformers does not know the model, or the map is none.
+        InputError: no such folder, or its ``config.json`` is missing or damaged.
+        InputError: the installed transformers does not know the model, or the map is none.
     """
     given = _checked(device_map)
     with _folder(model) as (name, folder, found):
@@ -169,13 +169,13 @@ def parse_map(text: str) -> dict[str, int | str]:
     """A device map from JSON: ``{"model.vision_tower": "cpu", "": 0}``.
 
     Raises:
-        UsageError: not JSON, not an object, or with values that are no devices.
+        InputError: not JSON, not an object, or with values that are no devices.
     """
     try:
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         hint = "; write it in single quotes, its names in double quotes" if "'" in text else ""
-        raise UsageError(f"{text!r} is not JSON: {error}{hint}") from error
+        raise InputError(f"{text!r} is not JSON: {error}{hint}") from error
     return _checked(found)
 
 
@@ -183,24 +183,24 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f'the entry "{twice}" is there twice')
+        raise InputError(f'the entry "{twice}" is there twice')
     return dict(pairs)
 
 
 def _checked(device_map: Any) -> dict[str, int | str]:
     if isinstance(device_map, str) and device_map in _AUTOMATIC:
-        raise UsageError(f"{device_map!r} is no map yet: from_pretrained makes one of it")
+        raise InputError(f"{device_map!r} is no map yet: from_pretrained makes one of it")
     if not isinstance(device_map, Mapping):
-        raise UsageError('a device map is an object such as {"model.vision_tower": "cpu", "": 0}')
+        raise InputError('a device map is an object such as {"model.vision_tower": "cpu", "": 0}')
     if not device_map:
-        raise UsageError("the device map is empty")
+        raise InputError("the device map is empty")
     return {_name(key): _device(key, value) for key, value in device_map.items()}
 
 
 def _name(key: Any) -> str:
     if isinstance(key, str):
         return key
-    raise UsageError(f"the device map names {key!r}: names of modules are text")
+    raise InputError(f"the device map names {key!r}: names of modules are text")
 
 
 def _device(key: str, value: Any) -> int | str:
@@ -217,7 +217,7 @@ def _device(key: str, value: Any) -> int | str:
             return value
     except RuntimeError:
         pass
-    raise UsageError(f'"{key}": {value!r} is no device: write 0, "cuda:1", "cpu" or "disk"')
+    raise InputError(f'"{key}": {value!r} is no device: write 0, "cuda:1", "cpu" or "disk"')
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def _folder(model: Any) -> Iterator[tuple[str, Path, dict[str, Any]]]:
     else:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not hasattr(getattr(base, "config", None), "to_json_string"):
-            raise UsageError(f"{type(model).__name__} is neither a folder nor a transformers model")
+            raise InputError(f"{type(model).__name__} is neither a folder nor a transformers model")
         found = json.loads(base.config.to_json_string())
         found.pop("quantization_config", None)
         found["architectures"] = [type(base).__name__]
@@ -783,4 +783,4 @@ def _verdict(check: DeviceMapCheck) -> str:
     return "fine, with gemma4_compat" if "handled" in levels else "fine"
 
 
-__all__ = ["DeviceMapCheck", "Placed", "Trap", "UnknownKey", "Unreadable", "check_device_map"]
+__all__ = ["DeviceMapCheck", "InputError", "Placed", "Trap", "UnknownKey", "check_device_map"]

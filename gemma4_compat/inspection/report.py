@@ -19,7 +19,7 @@ from typing import Any
 from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
-from ._files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
 from ._text import plural, size
 
 LIBRARIES = (
@@ -88,8 +88,8 @@ def build_report(
         device_map: checked against the model.
 
     Raises:
-        Unreadable: a file or folder is missing or damaged.
-        UsageError: the model is none that transformers knows, or the map none.
+        InputError: a file or folder is missing or damaged.
+        InputError: the model is none that transformers knows, or the map none.
     """
     from .. import _engine
 
@@ -103,11 +103,11 @@ def build_report(
 
         placement = _told(private.clean(inspect_model(model)))
     if device_map is not None:
-        from ..merge import UsageError
+        from ..errors import InputError
         from .device_map import check_device_map
 
         if model is None:
-            raise UsageError("a device map is checked against a model: name one")
+            raise InputError("a device map is checked against a model: name one")
         mapped = _told(private.clean(check_device_map(model, device_map)))
     if adapter is not None:
         from .adapter import inspect_adapter

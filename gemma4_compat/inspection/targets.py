@@ -20,9 +20,9 @@ from typing import Any
 
 from .. import sizes
 from ..engine.patch import Verdict
-from ..merge import UsageError
+from ..errors import InputError
+from ..model.files import existing_folder, read_config
 from . import _text
-from ._files import existing_folder, read_config
 
 ALL_LINEAR = "all-linear"
 TOWERS = ("language", "vision", "audio", "other")
@@ -107,14 +107,14 @@ def scan_targets(
         rank: of the LoRA adapter to count parameters for.
 
     Raises:
-        Unreadable: the folder holds no readable ``config.json``.
-        UsageError: the targets, the rank or the model cannot work.
+        InputError: the folder holds no readable ``config.json``.
+        InputError: the targets, the rank or the model cannot work.
     """
     if rank < 1:
-        raise UsageError(f"rank must be at least 1, not {rank}")
+        raise InputError(f"rank must be at least 1, not {rank}")
     targets = target_modules if isinstance(target_modules, str) else tuple(target_modules)
     if not targets or not all(targets):
-        raise UsageError("no target modules are named")
+        raise InputError("no target modules are named")
     looked = look_at(model)
     matched = matching(looked, SimpleNamespace(target_modules=targets))
     needed = wrappers_need_patch()
@@ -225,7 +225,7 @@ def _on_meta(folder: Path) -> tuple[Any, str | None]:
     if method == "bitsandbytes":
         missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
         if missing:
-            raise UsageError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
+            raise InputError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
         from transformers import BitsAndBytesConfig
 
         options = BitsAndBytesConfig.from_dict(quantization)
@@ -233,8 +233,8 @@ def _on_meta(folder: Path) -> tuple[Any, str | None]:
         Path(plain, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             return sizes.meta_model(plain, options), method
-        except UsageError as error:
-            raise UsageError(str(error).replace(plain, str(folder))) from error
+        except InputError as error:
+            raise InputError(str(error).replace(plain, str(folder))) from error
 
 
 def shared_layers(config: Any) -> range:
@@ -268,19 +268,19 @@ def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
     Without the patch clippable_linear, that is: wrappers are matched as they are.
 
     Raises:
-        UsageError: the targets are no regular expression, or need a PEFT that is not installed.
+        InputError: the targets are no regular expression, or need a PEFT that is not installed.
     """
     try:
         return list(_matching(looked, config))
     except re.error as error:
-        raise UsageError(f"{error.pattern!r} is not a regular expression: {error}") from error
+        raise InputError(f"{error.pattern!r} is not a regular expression: {error}") from error
 
 
 def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
     targets = config.target_modules
     if importlib.util.find_spec("peft") is None:
         if targets == ALL_LINEAR:
-            raise UsageError(f"{ALL_LINEAR} needs peft, which knows what it means")
+            raise InputError(f"{ALL_LINEAR} needs peft, which knows what it means")
         yield from (name for name in looked.modules if _plain_match(targets, name))
         return
     from peft.tuners import tuners_utils

@@ -14,9 +14,8 @@ from gemma4_compat import sizes
 from gemma4_compat.cli import map as command
 from gemma4_compat.demo.checkpoint import TOWERS
 from gemma4_compat.engine.status import State
-from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
-from gemma4_compat.merge import UsageError
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, offloaded, quantization
 
@@ -425,7 +424,7 @@ def test_a_loaded_model(model_dir, language_adapter_dir):
 
 
 def test_no_model():
-    with pytest.raises(UsageError, match="neither a folder nor a transformers model"):
+    with pytest.raises(InputError, match="neither a folder nor a transformers model"):
         check_device_map(torch.nn.Linear(1, 1), SPLIT)
 
 
@@ -449,7 +448,7 @@ def test_no_model():
     ],
 )
 def test_no_maps(model_dir, given, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InputError, match=message):
         check_device_map(model_dir, given)
 
 
@@ -465,7 +464,7 @@ def test_no_maps(model_dir, given, message):
     ],
 )
 def test_bad_json(text, message, capsys):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InputError, match=message):
         parse_map(text)
 
 
@@ -498,7 +497,7 @@ def test_cut_off_weights_are_not_read(model_dir, tmp_path):
 def test_folders_that_are_none(tmp_path, content, message, capsys):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises((Unreadable, UsageError), match=re.escape(message)) as raised:
+    with pytest.raises(InputError, match=re.escape(message)) as raised:
         check_device_map(tmp_path, {"": 0})
     assert str(tmp_path) in str(raised.value)
     assert run(tmp_path, "--map", '{"": 0}') == 2
