@@ -441,7 +441,7 @@ def _inputs(
 
 def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
     """An image and a sound of noise, among random tokens, for the towers that the model has."""
-    from .demo.checkpoint import audio_inputs, image_inputs
+    from .tiny import audio_inputs, image_inputs
 
     config = model.config
     towers = {"vision": ("image", image_inputs), "audio": ("sound", audio_inputs)}

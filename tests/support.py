@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import TOWERS, audio_inputs, image_inputs, text_inputs
 from gemma4_compat.patches._offload import offload_hook
+from gemma4_compat.tiny import TOWERS, audio_inputs, image_inputs, text_inputs
 
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 #: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11

@@ -10,9 +10,9 @@ import torch
 
 from gemma4_compat import sizes
 from gemma4_compat.cli import main
-from gemma4_compat.demo.checkpoint import text_inputs
 from gemma4_compat.errors import InputError
 from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
+from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
 
 pytest.importorskip("bitsandbytes")

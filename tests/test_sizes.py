@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gemma4_compat import sizes
-from gemma4_compat.demo.checkpoint import TOWERS, build_adapter
 from gemma4_compat.errors import InputError
+from gemma4_compat.tiny import TOWERS, build_adapter
 from tests.shapes import write_config
 from tests.support import load_model, quantization
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from .checkpoint import (
+from ..tiny import (
     TOWERS,
     audio_inputs,
     build_adapter,

@@ -12,9 +12,9 @@ from safetensors.torch import load, save_file
 
 import gemma4_compat
 from gemma4_compat.cli import adapter as command
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
+from gemma4_compat.tiny import BROAD_TARGETS
 from tests.inspection.test_files import header_only
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model

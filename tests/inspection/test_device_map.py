@@ -12,10 +12,10 @@ import torch
 import gemma4_compat
 from gemma4_compat import sizes
 from gemma4_compat.cli import map as command
-from gemma4_compat.demo.checkpoint import TOWERS
 from gemma4_compat.engine.status import State
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
+from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, offloaded, quantization
 

@@ -12,10 +12,10 @@ import torch
 
 import gemma4_compat
 from gemma4_compat import sizes
-from gemma4_compat.demo.checkpoint import TOWERS
 from gemma4_compat.inspection import inspect_model
 from gemma4_compat.inspection.model import DISK, Offloaded
 from gemma4_compat.patches._offload import offload_hook
+from gemma4_compat.tiny import TOWERS
 from tests.support import adapter_parameters, load_model, offloaded, split
 from tests.test_sizes import held
 

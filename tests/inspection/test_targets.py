@@ -10,10 +10,10 @@ import torch
 
 import gemma4_compat
 from gemma4_compat.cli import scan as command
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
 from gemma4_compat.inspection.targets import parse_targets
+from gemma4_compat.tiny import BROAD_TARGETS
 from tests.support import load_model
 
 peft = pytest.importorskip("peft")
