@@ -16,13 +16,13 @@ import logging
 from contextlib import AbstractContextManager
 
 from . import patches as _patches
-from ._tested import NEWEST as _NEWEST
 from ._version import __version__
 from .engine.core import Engine
 from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
 from .errors import InputError, MergeError, PatchError
 from .placement import input_device
+from .versions import NEWEST as _NEWEST
 
 __all__ = [
     "InputError",

@@ -7,7 +7,7 @@ so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is 
 another bug ends the test before its own can show, ``behind=PATCH`` names that one; ``then=PATCH``
 names one that ends it where its own is gone.
 
-``--matrix=FILE`` measures instead (``tests/matrix.py``): regression tests run inside and outside of
+``--matrix=FILE`` measures instead (``tools/matrix.py``): regression tests run inside and outside of
 their gates, a sample of those with many parameters, and FILE gets a JSON line for each, and for the
 state of each patch.
 """

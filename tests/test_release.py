@@ -12,7 +12,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat.patches import load
-from tests import release
+from tools import release
 
 ROOT = Path(__file__).parents[1]
 DATED = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nMore.\n\n## 0.1.0 (2026-11-20)\n\nFirst.\n"

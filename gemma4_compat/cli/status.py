@@ -9,8 +9,8 @@ import sys
 import textwrap
 
 from .. import PatchError, Status, __version__, _engine
-from .._tested import NEWEST
 from ..engine.gate import later
+from ..versions import NEWEST
 from ._libraries import library_versions, quiet_libraries
 
 

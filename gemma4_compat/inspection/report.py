@@ -20,12 +20,10 @@ from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
 from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..versions import WITH_TORCH
 from ._text import plural, size
 
-LIBRARIES = (
-    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
-    "huggingface_hub", "trl",
-)  # fmt: skip
+REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
 #: left out of the list where they are not installed
 _OPTIONAL = ("huggingface_hub", "trl")
 #: account names that say nothing about anybody
@@ -279,7 +277,7 @@ def _gpus() -> Iterator[dict[str, Any]]:
 
 def _libraries() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"gemma4_compat": __version__}
-    for name in LIBRARIES:
+    for name in REPORTED:
         try:
             versions[name] = installed_version(name) or "unknown version"
         except importlib.metadata.PackageNotFoundError:

@@ -16,7 +16,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat.cli import report as command
 from gemma4_compat.errors import InputError
-from gemma4_compat.inspection.report import LIBRARIES, Report, _Private, build_report
+from gemma4_compat.inspection.report import REPORTED, Report, _Private, build_report
 from gemma4_compat.patches import load
 from tests.support import load_model
 
@@ -231,7 +231,7 @@ def test_command(model_dir, adapter_dir, capsys):
         "adapter",
     }  # fmt: skip
     assert set(found["libraries"]) - {"trl", "huggingface_hub"} == {
-        "gemma4_compat", *LIBRARIES,
+        "gemma4_compat", *REPORTED,
     } - {"trl", "huggingface_hub"}  # fmt: skip
 
 
