@@ -21,7 +21,7 @@ from .engine.core import Engine
 from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
 from .errors import InputError, MergeError, PatchError
-from .placement import input_device
+from .model.hooks import input_device
 from .versions import NEWEST as _NEWEST
 
 __all__ = [

@@ -10,10 +10,7 @@ All are importable from ``gemma4_compat`` itself::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .merge import MergeResult
+from typing import Any
 
 
 class InputError(ValueError):
@@ -23,10 +20,10 @@ class InputError(ValueError):
 class MergeError(RuntimeError):
     """Merging an adapter failed, and nothing was written.
 
-    ``result`` holds the comparison of the two models, if it was made.
+    ``result`` is the ``MergeResult`` with the comparison of the two models, if it was made.
     """
 
-    def __init__(self, message: str, result: MergeResult | None = None) -> None:
+    def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ._colour import coloured
 from ._libraries import quiet_libraries, require_libraries
 
 _HELP = """\
@@ -39,7 +40,6 @@ def execute(options: argparse.Namespace) -> int:
         if (code := require_libraries("adapter --model", ("torch", "transformers"))) is not None:
             return code
     from ..errors import InputError
-    from ..inspection import _text
     from ..inspection.adapter import inspect_adapter
 
     try:
@@ -55,5 +55,5 @@ def execute(options: argparse.Namespace) -> int:
     else:
         verdict = found.fit.verdict
         colour = "green" if found.fit.fits else "red"
-        print(str(found).replace(verdict, _text.coloured(verdict, colour)))
+        print(str(found).replace(verdict, coloured(verdict, colour)))
     return 0 if found.fit is None or found.fit.fits else 1

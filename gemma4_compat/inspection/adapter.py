@@ -18,17 +18,9 @@ from typing import Any, NamedTuple
 from ..engine.gate import holds
 from ..errors import InputError
 from ..model.files import Entry, Header, read_header, read_json
+from ..model.parts import TOWERS, is_shared_kv, tower_of
 from . import _text
-from .targets import (
-    TOWERS,
-    Looked,
-    is_shared_kv,
-    look_at,
-    lora_parameters,
-    matching,
-    tower_of,
-    wrappers_need_patch,
-)
+from .targets import Looked, look_at, lora_parameters, matching, wrappers_need_patch
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

@@ -20,6 +20,8 @@ from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
 from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..model.meta import QUANTS
+from ..model.parts import PARTS
 from ..versions import WITH_TORCH
 from ._text import plural, size
 
@@ -301,7 +303,6 @@ def _switches() -> dict[str, str]:
 
 
 def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    from .. import sizes
     from .device_map import describe
 
     config = read_config(model_dir)
@@ -333,13 +334,11 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
         part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
         for part in _parts(view.bytes.values())
     }
-    found["quantisations"] = [quant for quant in sizes.QUANTS if quant in view.bytes]
+    found["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
     return found
 
 
 def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
-    from .model import PARTS
-
     found = {part for parts in by_quant for part in parts}
     return [part for part in PARTS if part in found]
 

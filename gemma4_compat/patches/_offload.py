@@ -1,4 +1,4 @@
-"""Reading accelerate's offload hooks, and loading an offloaded module for a while."""
+"""Loading an offloaded module for a while, and reading the map by where modules execute."""
 
 from __future__ import annotations
 
@@ -6,28 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..model.hooks import execution_device, offload_hook, placed_model
 from ._shadow import shadowed
-
-
-def offload_hook(module: Any) -> Any | None:
-    """The hook that brings this module's own weights in and out, if there is one.
-
-    A module with a second hook carries accelerate's ``SequentialHook``.
-    """
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in getattr(hook, "hooks", (hook,)):
-        if getattr(candidate, "offload", False):
-            return candidate
-    return None
-
-
-def execution_device(module: Any) -> Any | None:
-    """The ``torch.device`` that an offloaded module computes on; ``None`` if not offloaded."""
-    import torch
-
-    hook = offload_hook(module)
-    device = None if hook is None else hook.execution_device
-    return None if device is None else torch.device(device)
 
 
 @contextmanager
@@ -59,7 +39,7 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     """
     import torch
 
-    base = _holder(model)
+    base = placed_model(model)
     if base is None:
         yield {}
         return
@@ -77,16 +57,4 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
 
 def is_dispatched(model: Any) -> bool:
     """Whether the model, or the base model in it, was placed by a device map."""
-    return _holder(model) is not None
-
-
-def _holder(model: Any) -> Any | None:
-    """The module that owns ``hf_device_map``: a base model, through any PEFT wrappers."""
-    while model is not None:
-        if vars(model).get("hf_device_map") is not None:
-            return model
-        children = getattr(model, "_modules", {})
-        model = children.get("base_model") or (
-            children.get("model") if hasattr(model, "peft_config") else None
-        )
-    return None
+    return placed_model(model) is not None

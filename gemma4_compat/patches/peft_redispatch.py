@@ -26,7 +26,8 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
-from ._offload import executing_map, is_dispatched, offload_hook, onloaded
+from ..model.hooks import offload_hook
+from ._offload import executing_map, is_dispatched, onloaded
 from ._shadow import shadowed
 
 logger = logging.getLogger(__name__)

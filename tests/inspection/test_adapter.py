@@ -126,11 +126,11 @@ def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):
     """Its shape tells the layers that share keys and values; the counts are the users'."""
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat import sizes
+    from gemma4_compat.model import meta
 
     with torch.device("meta"):
         config = peft.LoraConfig(r=2, target_modules=BROAD_TARGETS)
-        model = peft.get_peft_model(sizes.meta_model(e2b_dir), config)
+        model = peft.get_peft_model(meta.meta_model(e2b_dir), config)
     assert isinstance(model.get_base_model(), Gemma4ForConditionalGeneration)
     tensors = {
         name.replace(".default.", "."): torch.zeros(parameter.shape)

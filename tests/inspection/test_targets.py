@@ -109,10 +109,10 @@ def test_names_the_patch_where_it_is_needed(model_dir, targets):
 
 
 def test_an_adapter_of_true_size(e2b_dir):
-    from gemma4_compat import sizes
+    from gemma4_compat.model import meta
 
     found = scan_targets(e2b_dir, BROAD_TARGETS, rank=32)
-    parameters, layers, _ = made(sizes.meta_model(e2b_dir), BROAD_TARGETS, 32)
+    parameters, layers, _ = made(meta.meta_model(e2b_dir), BROAD_TARGETS, 32)
     assert (found.parameters, set(found.layers)) == (parameters, layers)
 
 

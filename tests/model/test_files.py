@@ -10,6 +10,7 @@ import sys
 import pytest
 from safetensors import safe_open
 
+from gemma4_compat.cli import _colour
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import _text
 from gemma4_compat.model import files
@@ -203,10 +204,10 @@ def test_colour_only_on_a_terminal(monkeypatch):
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert _text.coloured("fits", "green", Terminal()) == "\033[32mfits\033[0m"
-    assert _text.coloured("fits", "green") == "fits"  # pytest's stdout is none
+    assert _colour.coloured("fits", "green", Terminal()) == "\033[32mfits\033[0m"
+    assert _colour.coloured("fits", "green") == "fits"  # pytest's stdout is none
     monkeypatch.setenv("NO_COLOR", "1")
-    assert _text.coloured("fits", "green", Terminal()) == "fits"
+    assert _colour.coloured("fits", "green", Terminal()) == "fits"
 
 
 def test_imports_nothing_heavy(adapter_dir):
