@@ -38,7 +38,7 @@ class _Tensor:
 
 
 class Loaded:
-    """What there is to say of a model; nothing of it is moved, loaded or changed."""
+    """A loaded model, read in one pass; nothing of it is moved, loaded or changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
