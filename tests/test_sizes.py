@@ -101,16 +101,16 @@ def test_bytes_under_a_module(model_dir):
 
 def test_parts(model_dir):
     found = sizes.tensor_sizes(meta.meta_model(model_dir))
-    parts = {size.name: size.part for size in found}
-    assert parts["model.language_model.embed_tokens_per_layer.weight"] == parts.PLE
-    assert parts["model.language_model.embed_tokens.weight"] == parts.EMBEDDINGS
-    assert parts["model.language_model.layers.0.mlp.up_proj.weight"] == parts.LAYERS
-    assert parts["model.language_model.norm.weight"] == parts.REST
-    assert parts["model.embed_vision.embedding_projection.weight"] == parts.VISION
-    assert parts["model.embed_audio.embedding_projection.weight"] == parts.AUDIO
-    towers = [name for name in parts if name.startswith(TOWERS)]
-    assert {parts[name] for name in towers} == {parts.VISION, parts.AUDIO}
-    assert "lm_head.weight" not in parts  # tied
+    part = {size.name: size.part for size in found}
+    assert part["model.language_model.embed_tokens_per_layer.weight"] == parts.PLE
+    assert part["model.language_model.embed_tokens.weight"] == parts.EMBEDDINGS
+    assert part["model.language_model.layers.0.mlp.up_proj.weight"] == parts.LAYERS
+    assert part["model.language_model.norm.weight"] == parts.REST
+    assert part["model.embed_vision.embedding_projection.weight"] == parts.VISION
+    assert part["model.embed_audio.embedding_projection.weight"] == parts.AUDIO
+    towers = [name for name in part if name.startswith(TOWERS)]
+    assert {part[name] for name in towers} == {parts.VISION, parts.AUDIO}
+    assert "lm_head.weight" not in part  # tied
 
 
 def test_e2b(e2b_dir):
