@@ -99,7 +99,7 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     engine = Engine([patch], switches, logging.getLogger("gemma4_compat"))
     engine.install()
-    monkeypatch.setattr(cli.status, "_engine", engine)
+    monkeypatch.setattr(gemma4_compat, "_engine", engine)
     assert cli.main(["status"]) == 1
     printed = capsys.readouterr()
     assert "no_such_function" in (printed.err if strict else printed.out)

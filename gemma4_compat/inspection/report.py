@@ -91,10 +91,10 @@ def build_report(
         InputError: a file or folder is missing or damaged.
         InputError: the model is none that transformers knows, or the map none.
     """
-    from .. import _engine
+    from .. import status
 
     private = _Private([each for each in (model, adapter) if isinstance(each, (str, os.PathLike))])
-    status = _engine.import_targets()
+    patches = status(import_targets=True)
     described = placement = mapped = fits = None
     if isinstance(model, (str, os.PathLike)):
         described = _checkpoint(model)
@@ -118,7 +118,7 @@ def build_report(
         system=clean(_system()),
         gpus=tuple(clean(list(_gpus()))),
         libraries=clean(_libraries()),
-        patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in status}),
+        patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
         switches=clean(_switches()),
         model=clean(described),
         placement=placement,
