@@ -16,11 +16,9 @@ from pathlib import Path
 import pytest
 
 import gemma4_compat
-from gemma4_compat import errors
 
 PACKAGE = "gemma4_compat"
 FOLDER = Path(gemma4_compat.__file__).parent
-ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 FEATURES = ("inspection", "merge", "plan")
 #: The sentence of the engine that says so.
 NO_WORD = "It knows nothing of Gemma."
@@ -65,6 +63,13 @@ def module_of(file: Path) -> str:
 
 SOURCES = {module_of(file): file.read_text(encoding="utf-8") for file in FOLDER.rglob("*.py")}
 PACKAGES = {module_of(file) for file in FOLDER.rglob("__init__.py")}
+ERRORS = {
+    node.name
+    for source in SOURCES.values()
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.ClassDef)
+    and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+}
 
 
 @cache
@@ -125,7 +130,8 @@ def tiny_is_for_demo_and_merge(found: Import) -> bool:
 
 def errors_come_from_errors(found: Import) -> bool:
     """Or from the package itself; nobody imports a feature for its error class."""
-    return found.name not in ERRORS or not is_in(found.module, *FEATURES)
+    is_error = found.name in ERRORS or found.name.endswith("Error")
+    return not is_error or not is_in(found.module, *FEATURES)
 
 
 RULES = (
@@ -218,7 +224,7 @@ PLANTED = [
     (tiny_is_for_demo_and_merge, "model.meta", "import gemma4_compat.tiny"),
     (errors_come_from_errors, "cli.merge", "from ..merge import MergeError"),
     (errors_come_from_errors, "plan", "from .inspection.device_map import InputError"),
-    (errors_come_from_errors, "inspection.report", "from ..plan import InputError"),
+    (errors_come_from_errors, "inspection.report", "from ..plan import UsageError"),
 ]
 AROUND = {
     "plain": "{}",
