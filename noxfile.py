@@ -5,6 +5,7 @@ With nox installed, ``nox``; without, ``python noxfile.py`` fetches it into ``.n
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,29 +13,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 
+# By its path: nothing is installed yet.
+VERSIONS = runpy.run_path(str(ROOT / "gemma4_compat" / "versions.py"))
+
+
+def pinned(versions: dict[str, str]) -> tuple[str, ...]:
+    """Requirements for exactly these."""
+    return tuple(f"{name}=={version}" for name, version in versions.items())
+
+
 TORCH = "torch==2.13.0"
 OLDEST_TORCH = "torch==2.8.0"
 STACKS = {
-    # what the users had when they reported the failures
-    "users": (
-        "transformers==5.6.2",
-        "accelerate==1.13.0",
-        "peft==0.19.1",
-        "bitsandbytes==0.49.2",
-    ),
-    # the lower bounds of the extra in pyproject.toml
-    "oldest": (
-        "transformers==5.5.0",
-        "accelerate==1.10.0",
-        "peft==0.18.0",
-        "bitsandbytes==0.46.1",
-    ),
-    "newest": (
-        "transformers==5.23.0",
-        "accelerate==1.15.0",
-        "peft==0.21.2",
-        "bitsandbytes==0.50.2",
-    ),
+    "users": pinned(VERSIONS["USERS"]),
+    "oldest": pinned(VERSIONS["FLOORS"]),
+    "newest": pinned(VERSIONS["NEWEST"]),
 }
 #: datasets 5 fails to prepare TRL's, with and without us
 TRL = {
@@ -99,7 +92,7 @@ nox.options.error_on_missing_interpreters = False
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff and, strict on the package, mypy."""
+    """ruff and, strict on package and tools, mypy."""
     session.install("ruff==0.16.*", "mypy==2.*", "wrapt", "packaging", "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -123,12 +116,12 @@ def tests(session: nox.Session, stack: str) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Every patch on every released version, without and with it: tests/matrix.json.
+    """Every patch on every released version, without and with it: tools/matrix.json.
 
     Takes two hours for all that is missing there; names of patches after ``--`` measure these anew.
     """
     measure(session, TORCH, *session.posargs)
-    session.run("python", "-m", "gemma4_compat.catalog", "patches.md", "README.md")
+    session.run("python", "tools/catalog.py", "patches.md", "README.md")
 
 
 @nox.session(name="matrix-oldest-torch")
@@ -141,13 +134,13 @@ def matrix_oldest_torch(session: nox.Session) -> None:
 def expiry(session: nox.Session) -> None:
     """Which patches the newest releases, and pre-releases, do not need any more."""
     measure(session, TORCH, "--newest")
-    session.run("python", "tests/matrix.py", "--expiry")
+    session.run("python", "tools/matrix.py", "--expiry")
 
 
 def measure(session: nox.Session, torch: str, *arguments: str) -> None:
-    """Run tests/matrix.py where the newest libraries and all that they need are installed."""
+    """Run tools/matrix.py where the newest libraries and all that they need are installed."""
     session.install(torch, *STACKS["newest"], *TEST_TOOLS, "wrapt", "packaging", "pip")
-    session.run("python", "tests/matrix.py", "--overlays", ".nox/overlays", *arguments)
+    session.run("python", "tools/matrix.py", "--overlays", ".nox/overlays", *arguments)
 
 
 @nox.session
@@ -161,7 +154,7 @@ def upstream(session: nox.Session, stack: str) -> None:
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
     session.install("wrapt", "packaging")
     out = ROOT / ".nox" / f"upstream-{stack}"
-    session.run("python", "tests/upstream.py", f"--out={out}", *session.posargs)
+    session.run("python", "tools/upstream.py", f"--out={out}", *session.posargs)
 
 
 @nox.session
@@ -175,7 +168,7 @@ def demo(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write patches.md, and the README's table of versions, anew."""
     session.install(".")
-    session.run("python", "-m", "gemma4_compat.catalog", "patches.md", "README.md")
+    session.run("python", "tools/catalog.py", "patches.md", "README.md")
 
 
 @nox.session
@@ -196,7 +189,7 @@ def release_check(session: nox.Session) -> None:
     direct = str(work / "direct")
     session.install("packaging")
     session.run("python", "-m", "build", "--wheel", "--outdir", direct, silent=True)
-    session.run("python", "tests/release.py", str(source.parent), direct, *session.posargs)
+    session.run("python", "tools/release.py", str(source.parent), direct, *session.posargs)
 
     wanted = (TORCH, *STACKS["newest"], f"{wheel}[gemma4]")
     bin_dir = empty_environment(session, work / "newest", *wanted)

@@ -197,13 +197,14 @@ def machine(shape: str) -> dict[str, Any]:
     """What the figures were measured on."""
     import torch
 
+    from gemma4_compat.versions import WITH_TORCH
+
     cuda = torch.cuda.is_available()
-    names = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
     return {
         "shape": shape,
         "device": torch.cuda.get_device_name(0) if cuda else None,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "versions": {name: version(name) for name in names},
+        "versions": {name: version(name) for name in WITH_TORCH},
         "pinned GB/s": _bandwidth() if cuda else None,
     }
 

@@ -16,14 +16,17 @@ import logging
 from contextlib import AbstractContextManager
 
 from . import patches as _patches
-from ._tested import NEWEST as _NEWEST
 from ._version import __version__
-from .engine.core import Engine, PatchError
+from .engine.core import Engine
 from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
-from .placement import input_device
+from .errors import InputError, MergeError, PatchError
+from .model.hooks import input_device
+from .versions import NEWEST as _NEWEST
 
 __all__ = [
+    "InputError",
+    "MergeError",
     "PatchError",
     "PatchStatus",
     "State",
@@ -52,12 +55,18 @@ def _start() -> Engine:
 _engine: Engine = globals().get("_engine") or _start()
 
 
-def status() -> Status:
+def status(*, import_targets: bool = False) -> Status:
     """The state of every patch in this process, with the reason and the versions found.
 
-    Nothing is imported; a patch whose targets are not imported yet is ``armed``.
+    This may apply patches: those that wait for nothing any more, and again those whose target
+    module was reloaded.
+
+    Args:
+        import_targets: first import the modules that armed patches wait for, and with them
+            torch, transformers, accelerate, peft and bitsandbytes as far as they are installed.
+            Then no patch is ``armed``.  Without it nothing is imported.
     """
-    return _engine.status()
+    return _engine.import_targets() if import_targets else _engine.status()
 
 
 def install(*names: str) -> Status:

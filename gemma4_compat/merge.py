@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .errors import InputError, MergeError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,21 +37,6 @@ _COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "*processor_config.json", "additional_chat_templates",
 )  # fmt: skip
-
-
-class UsageError(ValueError):
-    """The arguments cannot work; found before anything large is loaded."""
-
-
-class MergeError(RuntimeError):
-    """The merge failed, and nothing was written.
-
-    ``result`` holds the parity table, if it came to that.
-    """
-
-    def __init__(self, message: str, result: MergeResult | None = None) -> None:
-        super().__init__(message)
-        self.result = result
 
 
 @dataclass(frozen=True)
@@ -146,22 +133,22 @@ def merge_adapter(
         progress: called with a line before each step.
 
     Raises:
-        UsageError: an argument cannot work; nothing large was loaded.
+        InputError: an argument cannot work; nothing large was loaded.
         MergeError: the merged model differs, or the adapter does not fit; nothing was written.
     """
     if dtype not in DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     out = Path(out).absolute()
     _check_out(out, force)
     folders = _locate(base, "config.json"), _locate(adapter, "adapter_config.json")
     for folder in folders:
         if out.resolve() in (folder.resolve(), *folder.resolve().parents):
-            raise UsageError(f"{out}: would replace {folder}, which is to be read")
+            raise InputError(f"{out}: would replace {folder}, which is to be read")
     _check_base(folders[0])
     _check_adapter(folders[1])
     tokenizers = [folder for folder in reversed(folders) if _has_tokenizer(folder)]
     if prompts and not tokenizers:
-        raise UsageError(f"{folders[0]}: no tokenizer, which prompts need")
+        raise InputError(f"{folders[0]}: no tokenizer, which prompts need")
 
     with _quiet():
         (parity, notes), write = _merge(folders, tokenizers, prompts, dtype, device, progress)
@@ -180,11 +167,11 @@ def merge_adapter(
 
 def _check_out(out: Path, force: bool) -> None:
     if not out.parent.is_dir():
-        raise UsageError(f"{out.parent}: no such folder")
+        raise InputError(f"{out.parent}: no such folder")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UsageError(f"{out}: exists and is not a folder")
+        raise InputError(f"{out}: exists and is not a folder")
     if out.exists() and not force:
-        raise UsageError(f"{out}: exists already (--force replaces it)")
+        raise InputError(f"{out}: exists already (--force replaces it)")
 
 
 def _locate(name: str | os.PathLike[str], needed: str) -> Path:
@@ -193,15 +180,15 @@ def _locate(name: str | os.PathLike[str], needed: str) -> Path:
     if not folder.is_dir():
         folder = _from_hub(os.fspath(name))
     if not (folder / needed).is_file():
-        raise UsageError(f"{folder}: no {needed}")
+        raise InputError(f"{folder}: no {needed}")
     return folder
 
 
 def _from_hub(name: str) -> Path:
     if Path(name).exists():
-        raise UsageError(f"{name}: not a folder")
+        raise InputError(f"{name}: not a folder")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UsageError(f"{name}: no such folder")
+        raise InputError(f"{name}: no such folder")
     from huggingface_hub import snapshot_download
 
     files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "adapter_model.bin"]
@@ -209,7 +196,7 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(
+        raise InputError(
             f"{name}: no such folder, and not to be had from the Hub: {why[0]}"
         ) from error
 
@@ -223,7 +210,7 @@ def _check_base(folder: Path) -> None:
             quantised = name.endswith((".SCB", ".absmax")) or ".quant_state." in name
             floats = ("F64", "F32", "F16", "BF16", "BOOL", "I64")
             if name != "__metadata__" and (quantised or entry["dtype"] not in floats):
-                raise UsageError(
+                raise InputError(
                     f"{file}: a quantised checkpoint ({name} is {entry['dtype']}); merging into "
                     f"it would not keep the adapter's outputs. Name the unquantised checkpoint "
                     f"that it was made from"
@@ -232,10 +219,10 @@ def _check_base(folder: Path) -> None:
 
 def _check_adapter(folder: Path) -> None:
     if not any((folder / f"adapter_model.{end}").is_file() for end in ("safetensors", "bin")):
-        raise UsageError(f"{folder}: no adapter_model.safetensors")
+        raise InputError(f"{folder}: no adapter_model.safetensors")
     kind = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("peft_type")
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"):
-        raise UsageError(f"{folder}: {kind} has no weights that could be merged")
+        raise InputError(f"{folder}: {kind} has no weights that could be merged")
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -454,7 +441,7 @@ def _inputs(
 
 def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
     """An image and a sound of noise, among random tokens, for the towers that the model has."""
-    from .demo.checkpoint import audio_inputs, image_inputs
+    from .tiny import audio_inputs, image_inputs
 
     config = model.config
     towers = {"vision": ("image", image_inputs), "audio": ("sound", audio_inputs)}

@@ -13,19 +13,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import sizes
-from .merge import UsageError
-from .sizes import QUANTS, TensorSize
+from .errors import InputError
+from .model import parts, sizes
+from .model.meta import QUANTS, bnb_config, bnb_options, meta_model
+from .model.sizes import TensorSize
 
 #: What the CUDA context, its libraries and the driver take of a GPU, which PyTorch does not count.
 OUTSIDE = 2**29
 #: A prompt is reckoned to be read so many tokens at a time.
 PREFILL = 2048
 _COSTS = {
-    sizes.PLE: "nothing: looked up on the host",
-    sizes.VISION: "streamed for each image",
-    sizes.AUDIO: "streamed for each sound",
-    sizes.LAYERS: "streamed for every token: slow",
+    parts.PLE: "nothing: looked up on the host",
+    parts.VISION: "streamed for each image",
+    parts.AUDIO: "streamed for each sound",
+    parts.LAYERS: "streamed for every token: slow",
 }
 
 
@@ -120,15 +121,15 @@ def plan(
         adapter: folder of a PEFT adapter; it counts in float32, which PEFT loads it in.
 
     Raises:
-        UsageError: an argument cannot work.
+        InputError: an argument cannot work.
     """
     if quant not in QUANTS:
-        raise UsageError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
+        raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
     if context < 1:
-        raise UsageError(f"context must be at least 1 token, not {context}")
+        raise InputError(f"context must be at least 1 token, not {context}")
     model_dir = Path(model_dir)
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
-    model = sizes.meta_model(model_dir, sizes.bnb_config(quant))
+    model = meta_model(model_dir, bnb_config(quant))
     whole = sizes.tensor_sizes(model)
     fixed = (
         sum(size.on_cuda for size in lora)
@@ -149,8 +150,8 @@ def plan(
     device_map: dict[str, int | str] = {**dict.fromkeys(offloaded, "cpu"), "": 0}
     if offloaded and quant != "bf16":
         # transformers leaves what is offloaded unquantised.
-        config = sizes.bnb_config(quant, offload=True)
-        model = sizes.meta_model(model_dir, config, device_map)
+        config = bnb_config(quant, offload=True)
+        model = meta_model(model_dir, config, device_map)
     placed = sizes.tensor_sizes(model)
     return Plan(
         model=str(model_dir),
@@ -175,11 +176,11 @@ def parse_size(text: str) -> int:
     """Bytes of "12GiB", "12 GB" (decimal) or "12288MiB".
 
     Raises:
-        UsageError: the unit is missing or unknown.
+        InputError: the unit is missing or unknown.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
+        raise InputError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
     power = 1 + "KMGT".index(match[2].upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -223,14 +224,14 @@ def activations(model: Any, context: int) -> int:
 
 
 def _is_decoder(name: str, end: str) -> bool:
-    return name.endswith(f".{end}") and sizes.part_of(name) == sizes.LAYERS
+    return name.endswith(f".{end}") and parts.part_of(name) == parts.LAYERS
 
 
 def _streamed(whole: Iterable[TensorSize], model: Any, offloaded: Iterable[str]) -> int:
     """The largest weight that is brought in for a forward, in bfloat16."""
-    streamed = [name for name in offloaded if sizes.part_of(name) != sizes.PLE]
+    streamed = [name for name in offloaded if parts.part_of(name) != parts.PLE]
     return max(
-        (p.numel() * 2 for n, p in model.named_parameters() if sizes.is_under(n, streamed)),
+        (p.numel() * 2 for n, p in model.named_parameters() if parts.is_under(n, streamed)),
         default=0,
     )
 
@@ -240,33 +241,32 @@ def _streamed(whole: Iterable[TensorSize], model: Any, offloaded: Iterable[str])
 
 def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
     """What may be offloaded, in this order: a part's name and its modules."""
-    tops: dict[str, list[str]] = {sizes.PLE: [], sizes.VISION: [], sizes.AUDIO: []}
+    tops: dict[str, list[str]] = {parts.PLE: [], parts.VISION: [], parts.AUDIO: []}
     layers = []
     for name, module in model.named_modules():
-        part = sizes.part_of(name)
-        if part in tops and not sizes.is_under(name, tops[part]):
+        part = parts.part_of(name)
+        if part in tops and not parts.is_under(name, tops[part]):
             if next(module.parameters(), None) is not None:
                 tops[part].append(name)
-        elif part == sizes.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
+        elif part == parts.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
             layers.append(name)
     yield from ((part, names) for part, names in tops.items() if names)
     # From the last one on: these are the largest where they share keys and values, and a name
     # such as layers.3 then never stands alone, which transformers < 5.23 reads as layers.30 too.
-    yield from ((sizes.LAYERS, [name]) for name in reversed(layers))
+    yield from ((parts.LAYERS, [name]) for name in reversed(layers))
 
 
 def _resident(placed: Iterable[TensorSize], offloaded: Iterable[str]) -> int:
     offloaded = tuple(offloaded)
-    return sum(s.on_cuda for s in placed if s.buffer or not sizes.is_under(s.name, offloaded))
+    return sum(s.on_cuda for s in placed if s.buffer or not parts.is_under(s.name, offloaded))
 
 
 def _parts(placed: Iterable[TensorSize], offloaded: list[str]) -> Iterator[Part]:
-    names = (sizes.LAYERS, sizes.PLE, sizes.EMBEDDINGS, sizes.VISION, sizes.AUDIO, sizes.REST)
     placed = tuple(placed)
-    for name in names:
+    for name in parts.PARTS:
         of_part = [size for size in placed if size.part == name]
         gpu = _resident(of_part, offloaded)
-        cpu = sum(s.bytes for s in of_part if not s.buffer and sizes.is_under(s.name, offloaded))
+        cpu = sum(s.bytes for s in of_part if not s.buffer and parts.is_under(s.name, offloaded))
         if gpu or cpu:
             yield Part(name, gpu, cpu)
 
@@ -298,7 +298,7 @@ def _code(plan: Plan) -> str:
     if quantised:
         lines.append("quantization = BitsAndBytesConfig(")
         offload = "cpu" in plan.device_map.values()
-        for key, value in sizes.bnb_options(plan.quant, offload=offload).items():
+        for key, value in bnb_options(plan.quant, offload=offload).items():
             lines.append(f"    {key}={_quoted(value)},")
         lines.append(")")
     lines += [
@@ -350,7 +350,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"{'further on the CPU':<34}{'saves':>12}  costs"
         for more in plan.further:
-            each = len(more.modules) > 1 and more.part == sizes.LAYERS
+            each = len(more.modules) > 1 and more.part == parts.LAYERS
             label = f"each of {len(more.modules)} {more.part}, up to" if each else more.part
             yield f"{label:<34}{_size(more.saves):>12}  {more.costs}"
 

@@ -7,7 +7,7 @@ so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is 
 another bug ends the test before its own can show, ``behind=PATCH`` names that one; ``then=PATCH``
 names one that ends it where its own is gone.
 
-``--matrix=FILE`` measures instead (``tests/matrix.py``): regression tests run inside and outside of
+``--matrix=FILE`` measures instead (``tools/matrix.py``): regression tests run inside and outside of
 their gates, a sample of those with many parameters, and FILE gets a JSON line for each, and for the
 state of each patch.
 """
@@ -159,7 +159,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
     """A tiny random Gemma 4 checkpoint, bfloat16."""
-    from gemma4_compat.demo.checkpoint import build_checkpoint
+    from gemma4_compat.tiny import build_checkpoint
 
     return build_checkpoint(tmp_path_factory.mktemp("model"))
 
@@ -167,7 +167,7 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def adapter_dir(tmp_path_factory, model_dir):
     """A LoRA adapter on language model and towers, with the users' broad targets."""
-    from gemma4_compat.demo.checkpoint import build_adapter
+    from gemma4_compat.tiny import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("adapter"), model_dir)
 
@@ -175,7 +175,7 @@ def adapter_dir(tmp_path_factory, model_dir):
 @pytest.fixture(scope="session")
 def outer_adapter_dir(tmp_path_factory, model_dir):
     """The same adapter with the minority's key layout, without ``.linear``."""
-    from gemma4_compat.demo.checkpoint import build_adapter
+    from gemma4_compat.tiny import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("outer"), model_dir, layout="outer")
 
@@ -183,7 +183,7 @@ def outer_adapter_dir(tmp_path_factory, model_dir):
 @pytest.fixture(scope="session")
 def second_adapter_dir(tmp_path_factory, model_dir):
     """Another broad adapter: other values, other rank."""
-    from gemma4_compat.demo.checkpoint import build_adapter
+    from gemma4_compat.tiny import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("second"), model_dir, rank=8, seed=1)
 
@@ -191,7 +191,7 @@ def second_adapter_dir(tmp_path_factory, model_dir):
 @pytest.fixture(scope="session")
 def language_adapter_dir(tmp_path_factory, model_dir):
     """An adapter on the language model alone, which PEFT loads without any patch."""
-    from gemma4_compat.demo.checkpoint import build_adapter
+    from gemma4_compat.tiny import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("language"), model_dir, language_only=True)
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import TOWERS, audio_inputs, image_inputs, text_inputs
-from gemma4_compat.patches._offload import offload_hook
+from gemma4_compat.model.hooks import offload_hook
+from gemma4_compat.model.meta import bnb_config
+from gemma4_compat.tiny import TOWERS, audio_inputs, image_inputs, text_inputs
 
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 #: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
@@ -16,20 +17,9 @@ AUDIO_IN_FLOAT = ["model.audio_tower", "lm_head"]
 
 def quantization(kind: str | None, **options):
     """``None`` (bf16), "nf4" (single), "nf4-nested" or "int8" as a BitsAndBytesConfig."""
-    from transformers import BitsAndBytesConfig
-
     options.setdefault("llm_int8_skip_modules", AUDIO_IN_FLOAT)
-    if kind is None:
-        return None
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, **options)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=kind == "nf4-nested",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        **options,
-    )
+    quant = {None: "bf16", "nf4-nested": "nf4"}.get(kind, kind)
+    return bnb_config(quant, nested=kind == "nf4-nested", **options)
 
 
 def load_model(model_dir, kind=None, device_map=None, **options):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gemma4_compat.catalog import render, with_releases
-from gemma4_compat.measured import Measured
 from gemma4_compat.patches import load
+from tools.catalog import render, with_releases
+from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
 
 
-MEASURED = Measured.read(ROOT / "tests" / "matrix.json")
+MEASURED = Measured.read(DATA)
 
 
 @pytest.mark.parametrize("file", ["patches.md", "README.md"])

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat.engine import gate
-from tests.test_import import LIBRARIES, ROOT, python
+from gemma4_compat.versions import WITH_TORCH
+from tests.test_import import ROOT, python
 
 PATCH = "quant_state_offload"
 ASK = """
@@ -52,7 +53,7 @@ print(json.dumps({"states": states(), "spared": spared(), "versions": versions})
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
     """A folder with the module ``ask``, for the processes of these tests."""
-    for name in LIBRARIES:
+    for name in WITH_TORCH:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
     folder = tmp_path_factory.mktemp("ask")

@@ -19,11 +19,11 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat.cli._libraries import LIBRARIES
 from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.switches import Switches
 from gemma4_compat.patches import load
+from gemma4_compat.versions import WITH_TORCH
 
 PATCHES = [patch.name for patch in load()]
 
@@ -62,7 +62,7 @@ def test_status_table(status):
     assert lines[0] == f"gemma4-compat {gemma4_compat.__version__}"
     assert max(map(len, lines)) <= 80
     first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert first_words[1:] == [*LIBRARIES, *PATCHES]
+    assert first_words[1:] == [*WITH_TORCH, *PATCHES]
     assert "armed" not in status.stdout
     assert status.returncode == 0
 
@@ -75,7 +75,7 @@ def test_status_as_json():
     ran = compat("status", "--json", GEMMA4_COMPAT_PEFT_REDISPATCH="0")
     found = json.loads(ran.stdout)
     assert found["version"] == gemma4_compat.__version__
-    assert list(found["libraries"]) == list(LIBRARIES)
+    assert list(found["libraries"]) == list(WITH_TORCH)
     assert list(found["patches"]) == PATCHES
     assert found["patches"]["peft_redispatch"]["state"] == "disabled"
     assert ran.returncode == 0
@@ -99,7 +99,7 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     engine = Engine([patch], switches, logging.getLogger("gemma4_compat"))
     engine.install()
-    monkeypatch.setattr(cli.status, "_engine", engine)
+    monkeypatch.setattr(gemma4_compat, "_engine", engine)
     assert cli.main(["status"]) == 1
     printed = capsys.readouterr()
     assert "no_such_function" in (printed.err if strict else printed.out)
@@ -143,14 +143,14 @@ def test_help_needs_no_libraries(bare):
 
 def test_help_imports_no_libraries():
     code = "import sys, atexit; from gemma4_compat import cli; atexit.register(lambda: "
-    code += "print(set(sys.modules) & {*cli._libraries.LIBRARIES, 'numpy'})); cli.main(['-h'])"
+    code += f"print(set(sys.modules) & {{*{WITH_TORCH}, 'numpy'}})); cli.main(['-h'])"
     assert python("-c", code).stdout.splitlines()[-1] == "set()"
 
 
 def test_status_without_the_libraries(bare):
     ran = bare("status")
     assert ran.returncode == 0
-    assert ran.stdout.count("not installed") >= len(LIBRARIES) + len(PATCHES)
+    assert ran.stdout.count("not installed") >= len(WITH_TORCH) + len(PATCHES)
 
 
 def test_demo_without_the_libraries(bare):

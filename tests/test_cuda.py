@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, image_inputs, text_inputs
+from gemma4_compat.tiny import BROAD_TARGETS, TOWERS, image_inputs, text_inputs
 from tests.support import (
     adapter_parameters,
     assert_same,

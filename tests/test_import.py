@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gemma4_compat.versions import WITH_TORCH
+
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 REPORT = """
 import gemma4_compat, json, sys
 print(json.dumps({
@@ -67,7 +68,7 @@ def test_loads_no_library_and_says_nothing(flags):
     if flags == ("-P",) and sys.version_info < (3, 11):
         pytest.skip("no such option")
     found, stderr = report(*flags)
-    assert not set(LIBRARIES) & set(found["loaded"])
+    assert not set(WITH_TORCH) & set(found["loaded"])
     assert found["patches"]
     assert "importtime" in flags or stderr == ""
 
@@ -124,7 +125,7 @@ def test_half_installed_library(tmp_path, bare):
 
 def test_library_folder_that_is_no_package(tmp_path, bare):
     """A clone of the repository in the working directory."""
-    for name in LIBRARIES:
+    for name in WITH_TORCH:
         (tmp_path / name / "src").mkdir(parents=True)
     found, _ = report("-S", path=[bare], drop=["PYTHONPATH"])
     assert {state for state, _ in found["patches"].values()} == {"not installed"}
@@ -133,7 +134,7 @@ def test_library_folder_that_is_no_package(tmp_path, bare):
 def test_stand_ins_in_sys_modules():
     code = (
         "import sys, types\n"
-        f"for name in {LIBRARIES!r}: sys.modules[name] = types.ModuleType(name)\n"
+        f"for name in {WITH_TORCH!r}: sys.modules[name] = types.ModuleType(name)\n"
         "import gemma4_compat; print(len(gemma4_compat.status()))"
     )
     for flags in ((), ("-W", "error")):

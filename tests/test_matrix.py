@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from packaging.requirements import Requirement
 
-from gemma4_compat._tested import NEWEST
-from gemma4_compat.measured import LIBRARIES, Measured, Run
 from gemma4_compat.patches import load
-from tests.matrix import releases, stacks, with_, without
+from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
+from tools.matrix import releases, stacks, with_, without
+from tools.measured import DATA, Measured, Run
 
-MEASURED = Measured.read(Path(__file__).with_name("matrix.json"))
+MEASURED = Measured.read(DATA)
 PATCHES = {patch.name: patch for patch in load()}
 #: What their regression tests show needs a GPU.
 ON_A_GPU = {"offload_device_copy", "offload_streaming"}
@@ -95,10 +93,9 @@ def test_verdicts(outcomes, bug, patch):
 
 
 def test_runs():
-    users = {"accelerate": "1.13.0", "peft": "0.19.1", "bitsandbytes": "0.49.2"}
     verdicts = {"5.5.0": "fixed", "5.5.2": "broken", "5.6.2": "broken", "5.10.0": "unknown"}
     entries = [
-        {**users, "transformers": version, "patches": {"p": f"{verdict}/works/applied"}}
+        {**USERS, "transformers": version, "patches": {"p": f"{verdict}/works/applied"}}
         for version, verdict in (*verdicts.items(), ("5.11.0", "fixed"))
     ]
     measured = Measured(entries)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gemma4_compat.cli import main
-from gemma4_compat.merge import MergeError, UsageError, merge_adapter
+from gemma4_compat.errors import InputError, MergeError
+from gemma4_compat.merge import merge_adapter
 from tests.support import assert_same, load_model, logits
 
 peft = pytest.importorskip("peft")
@@ -276,5 +277,5 @@ def test_unquantised_weights_with_a_quantization_config(
 
 
 def test_dtype_is_checked(model_dir, language_adapter_dir, work):
-    with pytest.raises(UsageError, match="dtype must be one of bfloat16"):
+    with pytest.raises(InputError, match="dtype must be one of bfloat16"):
         merge_adapter(model_dir, language_adapter_dir, work / "out", dtype="int8")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemma4_compat import input_device
-from gemma4_compat.demo.checkpoint import TOWERS
+from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, offloaded, split
 
 CPU = torch.device("cpu")

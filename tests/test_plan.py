@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from gemma4_compat import sizes
 from gemma4_compat.cli import main
-from gemma4_compat.demo.checkpoint import text_inputs
-from gemma4_compat.merge import UsageError
+from gemma4_compat.errors import InputError
+from gemma4_compat.model import meta, parts, sizes
 from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
+from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
 
 pytest.importorskip("bitsandbytes")
@@ -36,7 +36,7 @@ def test_whole(e2b_dir):
     assert found.weights == found.weights_whole == sum(part.gpu for part in found.parts)
     assert not any(part.cpu for part in found.parts)
     assert [more.part for more in found.further] == [
-        sizes.PLE, sizes.VISION, sizes.AUDIO, sizes.LAYERS,
+        parts.PLE, parts.VISION, parts.AUDIO, parts.LAYERS,
     ]  # fmt: skip
     assert len(found.further[-1].modules) == 35
     assert "enable_fp32_cpu_offload" not in found.code
@@ -53,10 +53,10 @@ def test_the_per_layer_embeddings_go_first(e2b_dir):
 
 def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     """Anything less than what the plan offloads would not fit."""
-    model = sizes.meta_model(e2b_dir, sizes.bnb_config("nf4"))
+    model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
     fixed = kv_cache(model, 8192) + activations(model, 8192) + OUTSIDE
-    parameters = dict(sizes.meta_model(e2b_dir).named_parameters())
+    parameters = dict(meta.meta_model(e2b_dir).named_parameters())
     layers = [f"model.language_model.layers.{index}" for index in reversed(range(35))]
     order = [PLE, *TOWERS, *layers]
     for tenths in (26, 19):
@@ -66,26 +66,26 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
         assert names == order[: len(names)]
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
         fewer = names[: -2 if names[-1] in TOWERS else -1]
-        kept = sum(s.on_cuda for s in whole if not sizes.is_under(s.name, fewer))
-        streamed = [p.numel() for n, p in parameters.items() if sizes.is_under(n, fewer[1:])]
+        kept = sum(s.on_cuda for s in whole if not parts.is_under(s.name, fewer))
+        streamed = [p.numel() for n, p in parameters.items() if parts.is_under(n, fewer[1:])]
         assert kept + fixed + 2 * max(streamed, default=0) > found.gpu
     assert len(names) > len(order) - 35  # the last one reaches the layers
 
 
 def test_what_is_offloaded_is_counted_as_bfloat16(model_dir):
-    plain = {s.name: s.bytes for s in sizes.tensor_sizes(sizes.meta_model(model_dir))}
+    plain = {s.name: s.bytes for s in sizes.tensor_sizes(meta.meta_model(model_dir))}
     fixed = plan(model_dir, 100 * GIB, context=16)
     # Room for all but a little: vision goes.
     room = fixed.needed - fixed.weights // 3
     found = plan(model_dir, room, context=16)
     names = on_cpu(found)
     assert "model.vision_tower" in names
-    buffers = {n for n, _ in sizes.meta_model(model_dir).named_buffers()}
-    expected = sum(b for n, b in plain.items() if n not in buffers and sizes.is_under(n, names))
+    buffers = {n for n, _ in meta.meta_model(model_dir).named_buffers()}
+    expected = sum(b for n, b in plain.items() if n not in buffers and parts.is_under(n, names))
     assert sum(part.cpu for part in found.parts) == expected
 
 
-@pytest.mark.parametrize("quant", sizes.QUANTS)
+@pytest.mark.parametrize("quant", meta.QUANTS)
 def test_parts_add_up(model_dir, adapter_dir, quant):
     found = plan(model_dir, 100 * GIB, quant=quant, context=64, adapter=adapter_dir)
     assert found.weights == found.adapter + sum(part.gpu for part in found.parts)
@@ -107,7 +107,7 @@ def test_without_towers_and_per_layer_embeddings(tmp_path):
     text |= {"layer_types": E2B_TEXT["layer_types"][:10], "num_kv_shared_layers": 0}
     folder = write_config(tmp_path, text)
     whole = plan(folder, 100 * GIB, context=256)
-    assert [more.part for more in whole.further] == [sizes.LAYERS]
+    assert [more.part for more in whole.further] == [parts.LAYERS]
     found = plan(folder, whole.needed - 1, context=256)
     assert on_cpu(found)[0] == "model.language_model.layers.9"
 
@@ -115,7 +115,7 @@ def test_without_towers_and_per_layer_embeddings(tmp_path):
 def test_no_gemma(llama_dir):
     whole = plan(llama_dir, GIB, context=16)
     assert whole.device_map == {"": 0}
-    assert {part.name for part in whole.parts} == {sizes.LAYERS, sizes.EMBEDDINGS, sizes.REST}
+    assert {part.name for part in whole.parts} == {parts.LAYERS, parts.EMBEDDINGS, parts.REST}
 
 
 def test_does_not_fit(e2b_dir, capsys):
@@ -137,7 +137,7 @@ def test_pasted_code_loads(model_dir, quant, offloaded):
     room = plan(model_dir, 100 * GIB, quant=quant, context=16)
     less = sum(more.saves for more in room.further[:offloaded])
     found = plan(model_dir, room.needed - less, quant=quant, context=16)
-    assert len({sizes.part_of(name) for name in on_cpu(found)}) >= offloaded
+    assert len({parts.part_of(name) for name in on_cpu(found)}) >= offloaded
     model = pasted(found)
     with torch.no_grad():
         assert model(**text_inputs(model.config)).logits.isfinite().all()
@@ -224,7 +224,7 @@ def test_parse_size(text, expected):
 
 @pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "0GiB", "12Gib/s", "12 G", "1e3GB"])
 def test_sizes_that_are_none(text, model_dir, capsys):
-    with pytest.raises(UsageError, match="write 12GiB"):
+    with pytest.raises(InputError, match="write 12GiB"):
         parse_size(text)
     assert main(["plan", str(model_dir), f"--gpu={text}"]) == 2
     printed = capsys.readouterr()
@@ -253,5 +253,5 @@ def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
 
 
 def test_unknown_quant(model_dir):
-    with pytest.raises(UsageError, match="quant must be one of nf4, int8, bf16"):
+    with pytest.raises(InputError, match="quant must be one of nf4, int8, bf16"):
         plan(model_dir, GIB, quant="fp4")

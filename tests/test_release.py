@@ -12,7 +12,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat.patches import load
-from tests import release
+from tools import release
 
 ROOT = Path(__file__).parents[1]
 DATED = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nMore.\n\n## 0.1.0 (2026-11-20)\n\nFirst.\n"
@@ -24,6 +24,7 @@ TRACKED = {
     "gemma4_compat/py.typed",
     "gemma4_compat/patches/_template.py",
     "tests/test_all.py",
+    "tools/matrix.py",
 }
 
 
@@ -111,7 +112,7 @@ def test_wheel(built):
     assert release.wheel(built(), TRACKED, "0.1.0") == []
     for name in ("gemma4_compat/__init__.py", "gemma4_compat-0.1.0.dist-info/entry_points.txt"):
         assert release.wheel(built({name}), TRACKED, "0.1.0") == [f"{name} is missing"]
-    for name in ("tests/test_all.py", "gemma4_compat/patches/_template.py"):
+    for name in ("tests/test_all.py", "tools/matrix.py", "gemma4_compat/patches/_template.py"):
         found = release.wheel(built({name}), TRACKED, "0.1.0")
         assert found == [f"{name} is no part of the package"]
 

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from gemma4_compat import sizes
-from gemma4_compat.demo.checkpoint import TOWERS, build_adapter
-from gemma4_compat.merge import UsageError
+from gemma4_compat.errors import InputError
+from gemma4_compat.model import meta, parts, sizes
+from gemma4_compat.tiny import TOWERS, build_adapter
 from tests.shapes import write_config
 from tests.support import load_model, quantization
 
@@ -44,7 +44,7 @@ def held(model):
 
 
 def predicted(model_dir, config=None, device_map=None):
-    model = sizes.meta_model(model_dir, config, device_map)
+    model = meta.meta_model(model_dir, config, device_map)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     return {size.name: size.bytes for size in sizes.tensor_sizes(model)}
 
@@ -62,25 +62,25 @@ def test_what_is_offloaded_is_not_quantised(model_dir):
     """transformers skips what the map names; a loaded model is told to skip the same."""
     offloaded = [*TOWERS, "model.language_model.layers.5"]
     device_map = {**dict.fromkeys(offloaded, "cpu"), "": 0}
-    found = predicted(model_dir, sizes.bnb_config("nf4", offload=True), device_map)
-    plain = sizes.meta_model(model_dir)
-    kept = [name for name, module in plain.named_modules() if sizes.is_under(name, offloaded)]
+    found = predicted(model_dir, meta.bnb_config("nf4", offload=True), device_map)
+    plain = meta.meta_model(model_dir)
+    kept = [name for name, module in plain.named_modules() if parts.is_under(name, offloaded)]
     loaded = load_model(model_dir, "nf4-nested", llm_int8_skip_modules=[*kept, "lm_head"])
     assert found == held(loaded)
 
 
 def test_the_options_are_those_of_a_config():
-    config = sizes.bnb_config("nf4", offload=True)
+    config = meta.bnb_config("nf4", offload=True)
     assert config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_use_double_quant
     assert config.bnb_4bit_compute_dtype is torch.bfloat16
     assert config.llm_int8_enable_fp32_cpu_offload
-    assert sizes.bnb_config("int8").load_in_8bit
-    assert sizes.bnb_config("bf16") is None
+    assert meta.bnb_config("int8").load_in_8bit
+    assert meta.bnb_config("bf16") is None
 
 
 def test_bytes_under_a_module(model_dir):
-    model = sizes.meta_model(model_dir, sizes.bnb_config("nf4"))
+    model = meta.meta_model(model_dir, meta.bnb_config("nf4"))
     found = sizes.tensor_sizes(model)
     layer = "model.language_model.layers.1"
     down = sizes.bytes_under(found, f"{layer}.mlp.down_proj")
@@ -100,25 +100,25 @@ def test_bytes_under_a_module(model_dir):
 
 
 def test_parts(model_dir):
-    found = sizes.tensor_sizes(sizes.meta_model(model_dir))
-    parts = {size.name: size.part for size in found}
-    assert parts["model.language_model.embed_tokens_per_layer.weight"] == sizes.PLE
-    assert parts["model.language_model.embed_tokens.weight"] == sizes.EMBEDDINGS
-    assert parts["model.language_model.layers.0.mlp.up_proj.weight"] == sizes.LAYERS
-    assert parts["model.language_model.norm.weight"] == sizes.REST
-    assert parts["model.embed_vision.embedding_projection.weight"] == sizes.VISION
-    assert parts["model.embed_audio.embedding_projection.weight"] == sizes.AUDIO
-    towers = [name for name in parts if name.startswith(TOWERS)]
-    assert {parts[name] for name in towers} == {sizes.VISION, sizes.AUDIO}
-    assert "lm_head.weight" not in parts  # tied
+    found = sizes.tensor_sizes(meta.meta_model(model_dir))
+    part = {size.name: size.part for size in found}
+    assert part["model.language_model.embed_tokens_per_layer.weight"] == parts.PLE
+    assert part["model.language_model.embed_tokens.weight"] == parts.EMBEDDINGS
+    assert part["model.language_model.layers.0.mlp.up_proj.weight"] == parts.LAYERS
+    assert part["model.language_model.norm.weight"] == parts.REST
+    assert part["model.embed_vision.embedding_projection.weight"] == parts.VISION
+    assert part["model.embed_audio.embedding_projection.weight"] == parts.AUDIO
+    towers = [name for name in part if name.startswith(TOWERS)]
+    assert {part[name] for name in towers} == {parts.VISION, parts.AUDIO}
+    assert "lm_head.weight" not in part  # tied
 
 
 def test_e2b(e2b_dir):
-    model = sizes.meta_model(e2b_dir, sizes.bnb_config("nf4"))
+    model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     found = sizes.tensor_sizes(model)
     ple = sizes.bytes_under(found, "model.language_model.embed_tokens_per_layer.weight")
     assert ple == 262144 * 35 * 256 * 2
-    plain = sizes.tensor_sizes(sizes.meta_model(e2b_dir))
+    plain = sizes.tensor_sizes(meta.meta_model(e2b_dir))
     assert sizes.bytes_under(plain, "") / 2 == pytest.approx(5.10e9, rel=0.01)
     # Measured on a GPU: 6.28 GiB whole, 1.91 GiB without the per-layer embeddings.
     whole = sizes.bytes_under(found, "", on_cuda=True)
@@ -145,12 +145,12 @@ def test_adapter_as_peft_loads_it(model_dir, tmp_path):
 
 
 def test_no_adapter(tmp_path):
-    with pytest.raises(UsageError, match="nowhere: no such folder"):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
         sizes.adapter_sizes(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=r"no adapter_model\.safetensors"):
+    with pytest.raises(InputError, match=r"no adapter_model\.safetensors"):
         sizes.adapter_sizes(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"not one at all")
-    with pytest.raises(UsageError, match=r"adapter_model\.safetensors: not a safetensors file"):
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors: not a safetensors file"):
         sizes.adapter_sizes(tmp_path)
 
 
@@ -208,14 +208,14 @@ def test_kv_cache(tmp_path, shape, steps):
     from transformers import Gemma4ForConditionalGeneration
 
     folder = write_config(tmp_path, {**TINY, **SHAPES[shape]})
-    plain = sizes.meta_model(folder)
+    plain = meta.meta_model(folder)
     with torch.random.fork_rng(devices=[]):
         real = Gemma4ForConditionalGeneration(plain.config).bfloat16().eval()
     assert sizes.kv_cache_bytes(plain, steps) == cached(real, steps)
 
 
 def test_kv_cache_of_a_quantised_model(model_dir):
-    model = sizes.meta_model(model_dir, sizes.bnb_config("nf4"))
+    model = meta.meta_model(model_dir, meta.bnb_config("nf4"))
     real = load_model(model_dir)
     assert sizes.kv_cache_bytes(model, [20, 1]) == cached(real, [20, 1])
 
@@ -253,7 +253,7 @@ def test_kv_cache_of_other_models(tmp_path):
     for config in configs:
         folder = tmp_path / config.model_type
         config.save_pretrained(folder)
-        plain = sizes.meta_model(folder)
+        plain = meta.meta_model(folder)
         with torch.random.fork_rng(devices=[]):
             real = type(plain)._from_config(plain.config, dtype=torch.bfloat16).eval()
         assert {s.name: s.bytes for s in sizes.tensor_sizes(plain)} == held(real)
@@ -290,10 +290,10 @@ def test_configs_that_cannot_work(tmp_path, content, message):
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        sizes.meta_model(tmp_path)
+    with pytest.raises(InputError, match=message):
+        meta.meta_model(tmp_path)
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(UsageError, match="nowhere: no such folder"):
-        sizes.meta_model(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="nowhere: no such folder"):
+        meta.meta_model(tmp_path / "nowhere")

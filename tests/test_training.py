@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS
+from gemma4_compat.tiny import BROAD_TARGETS, TOWERS
 from tests.support import adapter_parameters, load_model, offloaded, on_one_gpu, split
 
 STEPS = 10

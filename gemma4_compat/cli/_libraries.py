@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from ..engine.gate import installed_version
-
-LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+from ..versions import WITH_TORCH
 
 
 def library_versions() -> dict[str, str | None]:
     """The installed versions of the libraries that matter; ``None`` for those not installed."""
     versions: dict[str, str | None] = {}
-    for name in LIBRARIES:
+    for name in WITH_TORCH:
         try:
             versions[name] = installed_version(name) or "unknown version"
         except importlib.metadata.PackageNotFoundError:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ._colour import coloured
 from ._libraries import quiet_libraries, require_libraries
 
 _HELP = """\
@@ -38,15 +39,13 @@ def execute(options: argparse.Namespace) -> int:
     if options.model is not None:
         if (code := require_libraries("adapter --model", ("torch", "transformers"))) is not None:
             return code
-    from ..inspection import _text
-    from ..inspection._files import Unreadable
+    from ..errors import InputError
     from ..inspection.adapter import inspect_adapter
-    from ..merge import UsageError
 
     try:
         with quiet_libraries():
             found = inspect_adapter(options.path, options.model)
-    except (Unreadable, UsageError) as error:
+    except InputError as error:
         print(f"gemma4-compat adapter: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -56,5 +55,5 @@ def execute(options: argparse.Namespace) -> int:
     else:
         verdict = found.fit.verdict
         colour = "green" if found.fit.fits else "red"
-        print(str(found).replace(verdict, _text.coloured(verdict, colour)))
+        print(str(found).replace(verdict, coloured(verdict, colour)))
     return 0 if found.fit is None or found.fit.fits else 1

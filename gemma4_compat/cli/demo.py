@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ._libraries import LIBRARIES, require_libraries
+from ..versions import WITH_TORCH
+from ._libraries import require_libraries
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    if (code := require_libraries("demo", LIBRARIES)) is not None:
+    if (code := require_libraries("demo", WITH_TORCH)) is not None:
         return code
     from ..demo.play import demo
     from ..demo.stories import STORIES

@@ -49,20 +49,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     if (code := require_libraries("map", ("torch", "transformers"))) is not None:
         return code
-    from ..inspection._files import Unreadable
+    from ..errors import InputError
     from ..inspection.device_map import check_device_map, parse_map
-    from ..merge import UsageError
 
     try:
         try:
             device_map = parse_map(options.device_map)
-        except UsageError as error:
-            raise UsageError(f"--map: {error}") from None
+        except InputError as error:
+            raise InputError(f"--map: {error}") from None
         with quiet_libraries():
             found = check_device_map(
                 options.model_dir, device_map, offload_folder=options.offload_folder
             )
-    except (UsageError, Unreadable) as error:
+    except InputError as error:
         print(f"gemma4-compat map: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)

@@ -56,7 +56,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     if (code := require_libraries("merge", ("torch", "transformers", "peft"))) is not None:
         return code
-    from ..merge import MergeError, UsageError, merge_adapter
+    from ..errors import InputError, MergeError
+    from ..merge import merge_adapter
 
     try:
         result = merge_adapter(
@@ -69,7 +70,7 @@ def execute(options: argparse.Namespace) -> int:
             force=options.force,
             progress=lambda step: print(f"{step} ...", file=sys.stderr, flush=True),
         )
-    except UsageError as error:
+    except InputError as error:
         print(f"gemma4-compat merge: {error}", file=sys.stderr)
         return 2
     except (MergeError, OSError, RuntimeError) as error:

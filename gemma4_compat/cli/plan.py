@@ -56,14 +56,14 @@ def execute(options: argparse.Namespace) -> int:
         needed += ["accelerate", "bitsandbytes"]
     if (code := require_libraries("plan", needed)) is not None:
         return code
-    from ..merge import UsageError
+    from ..errors import InputError
     from ..plan import parse_size, plan
 
     try:
         try:
             gpu = parse_size(options.gpu)
-        except UsageError as error:
-            raise UsageError(f"--gpu: {error}") from None
+        except InputError as error:
+            raise InputError(f"--gpu: {error}") from None
         with quiet_libraries():
             found = plan(
                 options.model_dir,
@@ -72,7 +72,7 @@ def execute(options: argparse.Namespace) -> int:
                 context=options.context,
                 adapter=options.adapter,
             )
-    except UsageError as error:
+    except InputError as error:
         print(f"gemma4-compat plan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)

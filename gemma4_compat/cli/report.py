@@ -42,8 +42,7 @@ def execute(options: argparse.Namespace) -> int:
     if (code := require_libraries("report --model", needed)) is not None:
         return code
     from .. import PatchError
-    from ..inspection._files import Unreadable
-    from ..merge import UsageError
+    from ..errors import InputError
 
     try:
         with quiet_libraries():
@@ -54,13 +53,13 @@ def execute(options: argparse.Namespace) -> int:
                 from ..inspection.device_map import parse_map
 
                 if options.model is None:
-                    raise UsageError("--map: checked against a model: name one with --model")
+                    raise InputError("--map: checked against a model: name one with --model")
                 try:
                     device_map = parse_map(options.device_map)
-                except UsageError as error:
-                    raise UsageError(f"--map: {error}") from None
+                except InputError as error:
+                    raise InputError(f"--map: {error}") from None
             found = build_report(options.model, options.adapter, device_map)
-    except (UsageError, Unreadable) as error:
+    except InputError as error:
         print(f"gemma4-compat report: {error}", file=sys.stderr)
         return 2
     except PatchError as error:  # the strict switch is on

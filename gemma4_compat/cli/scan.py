@@ -44,16 +44,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     if (code := require_libraries("scan", ("torch", "transformers"))) is not None:
         return code
-    from ..inspection._files import Unreadable
+    from ..errors import InputError
     from ..inspection.targets import parse_targets, scan_targets
-    from ..merge import UsageError
 
     try:
         with quiet_libraries():
             found = scan_targets(
                 options.model_dir, parse_targets(options.targets), rank=options.rank
             )
-    except (Unreadable, UsageError) as error:
+    except InputError as error:
         print(f"gemma4-compat scan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)

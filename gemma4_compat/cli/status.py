@@ -8,9 +8,10 @@ import shutil
 import sys
 import textwrap
 
-from .. import PatchError, Status, __version__, _engine
-from .._tested import NEWEST
+from .. import PatchError, Status, __version__
+from .. import status as status_of_patches
 from ..engine.gate import later
+from ..versions import NEWEST
 from ._libraries import library_versions, quiet_libraries
 
 
@@ -28,7 +29,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     try:
         with quiet_libraries():
-            status = _engine.import_targets()
+            status = status_of_patches(import_targets=True)
     except PatchError as error:  # the strict switch is on
         print(f"gemma4-compat: {error}", file=sys.stderr)
         return 1

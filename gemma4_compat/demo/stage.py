@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from .checkpoint import (
+from ..model.meta import bnb_config
+from ..tiny import (
     TOWERS,
     audio_inputs,
     build_adapter,
@@ -137,16 +138,11 @@ class Stage:
         skip: Sequence[str] = (),
         cpu_in_float: bool = False,
     ) -> Any:
-        import torch
-        from transformers import BitsAndBytesConfig
-
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=nested,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            # On a machine without a GPU this would leave everything in float.
-            llm_int8_enable_fp32_cpu_offload=cpu_in_float,
+        # On a machine without a GPU the offload flag would leave everything in float.
+        quantization = bnb_config(
+            "nf4",
+            nested=nested,
+            offload=cpu_in_float,
             llm_int8_skip_modules=["lm_head", *skip],
         )
         model = self._from_pretrained(

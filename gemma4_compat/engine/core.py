@@ -15,6 +15,7 @@ from typing import Any
 
 import wrapt
 
+from ..errors import PatchError
 from . import gate, journal
 from .gate import Outcome
 from .journal import Entry
@@ -29,10 +30,6 @@ _PATIENCE = 5.0
 #: The engine of each prefix.  Here it outlives this package's being dropped from sys.modules; the
 #: engine of the next import takes over from it.
 _ENGINES: dict[str, Engine] = vars(sys).setdefault("_version_gated_patch_engines", {})
-
-
-class PatchError(RuntimeError):
-    """Raised instead of a warning where the strict switch is on."""
 
 
 @dataclass(eq=False)

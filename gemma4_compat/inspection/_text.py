@@ -1,15 +1,11 @@
-"""Plain text for a terminal: tables, sizes and colour, within 80 columns."""
+"""Plain text for a terminal: tables and sizes, within 80 columns."""
 
 from __future__ import annotations
 
-import os
-import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TextIO
 
 WIDTH = 80
-_CODES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
 def size(number: int) -> str:
@@ -92,16 +88,3 @@ def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool 
         break_long_words=breaks,
         break_on_hyphens=False,
     )
-
-
-def coloured(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """``text`` in "red", "green", "yellow" or "bold" where ``stream`` (stdout) shows colours."""
-    return f"\033[{_CODES[colour]}m{text}\033[0m" if shows_colour(stream) else text
-
-
-def shows_colour(stream: TextIO | None = None) -> bool:
-    """Whether the stream is a terminal, and neither NO_COLOR nor TERM=dumb says otherwise."""
-    stream = sys.stdout if stream is None else stream
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return stream.isatty()

@@ -16,18 +16,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..engine.gate import holds
+from ..errors import InputError
+from ..model.files import Entry, Header, read_header, read_json
+from ..model.parts import TOWERS, is_shared_kv, tower_of
 from . import _text
-from ._files import Entry, Header, Unreadable, read_header, read_json
-from .targets import (
-    TOWERS,
-    Looked,
-    is_shared_kv,
-    look_at,
-    lora_parameters,
-    matching,
-    tower_of,
-    wrappers_need_patch,
-)
+from .targets import Looked, look_at, lora_parameters, matching, wrappers_need_patch
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -180,14 +173,14 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterR
         model: folder of a checkpoint, of which ``config.json`` is read, or a model.
 
     Raises:
-        Unreadable: a file is missing or damaged, or is no adapter.
-        UsageError: the model's ``config.json`` describes none that transformers knows.
+        InputError: a file is missing or damaged, or is no adapter.
+        InputError: the model's ``config.json`` describes none that transformers knows.
     """
     file, config = _files(Path(path))
     header = read_header(file)
     keys = [_Key.of(entry) for entry in header.tensors.values()]
     if not any(key.method for key in keys) and not config.get("peft_type"):
-        raise Unreadable(f"{file}: holds no adapter's tensors")
+        raise InputError(f"{file}: holds no adapter's tensors")
     layers: dict[str, list[_Key]] = {}
     for key in keys:
         if key.method and key.layer:
@@ -223,14 +216,14 @@ def _files(path: Path) -> tuple[Path, dict[str, Any]]:
     if path.is_dir():
         file, config = path / WEIGHTS, path / CONFIG
         if not file.is_file():
-            raise Unreadable(f"{path}: no {WEIGHTS}{_instead(path)}")
+            raise InputError(f"{path}: no {WEIGHTS}{_instead(path)}")
         if not config.is_file():
-            raise Unreadable(f"{path}: no {CONFIG}, which PEFT needs")
+            raise InputError(f"{path}: no {CONFIG}, which PEFT needs")
         return file, _read_config(config)
     if not path.exists():
-        raise Unreadable(f"{path}: no such file or folder")
+        raise InputError(f"{path}: no such file or folder")
     if path.suffix in (".bin", ".pt", ".pth"):
-        raise Unreadable(f"{path}: a pickle, which is not read; only safetensors are")
+        raise InputError(f"{path}: a pickle, which is not read; only safetensors are")
     config = path.parent / CONFIG
     return path, _read_config(config) if config.is_file() else {}
 
@@ -244,7 +237,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         held = value if isinstance(value, list) else held
         wrong = not isinstance(value, kinds) or not all(isinstance(each, inside) for each in held)
         if value is not None and wrong:
-            raise Unreadable(f"{file}: {name} cannot be {json.dumps(value)[:40]}")
+            raise InputError(f"{file}: {name} cannot be {json.dumps(value)[:40]}")
     return config
 
 

@@ -19,13 +19,13 @@ from typing import Any
 from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
-from ._files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..model.meta import QUANTS
+from ..model.parts import PARTS
+from ..versions import WITH_TORCH
 from ._text import plural, size
 
-LIBRARIES = (
-    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
-    "huggingface_hub", "trl",
-)  # fmt: skip
+REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
 #: left out of the list where they are not installed
 _OPTIONAL = ("huggingface_hub", "trl")
 #: account names that say nothing about anybody
@@ -88,13 +88,13 @@ def build_report(
         device_map: checked against the model.
 
     Raises:
-        Unreadable: a file or folder is missing or damaged.
-        UsageError: the model is none that transformers knows, or the map none.
+        InputError: a file or folder is missing or damaged.
+        InputError: the model is none that transformers knows, or the map none.
     """
-    from .. import _engine
+    from .. import status
 
     private = _Private([each for each in (model, adapter) if isinstance(each, (str, os.PathLike))])
-    status = _engine.import_targets()
+    patches = status(import_targets=True)
     described = placement = mapped = fits = None
     if isinstance(model, (str, os.PathLike)):
         described = _checkpoint(model)
@@ -103,11 +103,11 @@ def build_report(
 
         placement = _told(private.clean(inspect_model(model)))
     if device_map is not None:
-        from ..merge import UsageError
+        from ..errors import InputError
         from .device_map import check_device_map
 
         if model is None:
-            raise UsageError("a device map is checked against a model: name one")
+            raise InputError("a device map is checked against a model: name one")
         mapped = _told(private.clean(check_device_map(model, device_map)))
     if adapter is not None:
         from .adapter import inspect_adapter
@@ -118,7 +118,7 @@ def build_report(
         system=clean(_system()),
         gpus=tuple(clean(list(_gpus()))),
         libraries=clean(_libraries()),
-        patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in status}),
+        patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
         switches=clean(_switches()),
         model=clean(described),
         placement=placement,
@@ -279,7 +279,7 @@ def _gpus() -> Iterator[dict[str, Any]]:
 
 def _libraries() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"gemma4_compat": __version__}
-    for name in LIBRARIES:
+    for name in REPORTED:
         try:
             versions[name] = installed_version(name) or "unknown version"
         except importlib.metadata.PackageNotFoundError:
@@ -303,7 +303,6 @@ def _switches() -> dict[str, str]:
 
 
 def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    from .. import sizes
     from .device_map import describe
 
     config = read_config(model_dir)
@@ -335,13 +334,11 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
         part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
         for part in _parts(view.bytes.values())
     }
-    found["quantisations"] = [quant for quant in sizes.QUANTS if quant in view.bytes]
+    found["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
     return found
 
 
 def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
-    from .model import PARTS
-
     found = {part for parts in by_quant for part in parts}
     return [part for part in PARTS if part in found]
 

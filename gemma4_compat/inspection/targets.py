@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,15 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from .. import sizes
-from ..engine.patch import Verdict
-from ..merge import UsageError
+from ..engine.status import State
+from ..errors import InputError
+from ..model.files import existing_folder
+from ..model.meta import checkpoint_model
+from ..model.parts import TOWERS, is_clippable, is_shared_kv, is_under, shared_layers, tower_of
 from . import _text
-from ._files import existing_folder, read_config
 
 ALL_LINEAR = "all-linear"
-TOWERS = ("language", "vision", "audio", "other")
-_WRAPPER = "ClippableLinear"
 
 
 @dataclass(frozen=True)
@@ -107,14 +104,14 @@ def scan_targets(
         rank: of the LoRA adapter to count parameters for.
 
     Raises:
-        Unreadable: the folder holds no readable ``config.json``.
-        UsageError: the targets, the rank or the model cannot work.
+        InputError: the folder holds no readable ``config.json``.
+        InputError: the targets, the rank or the model cannot work.
     """
     if rank < 1:
-        raise UsageError(f"rank must be at least 1, not {rank}")
+        raise InputError(f"rank must be at least 1, not {rank}")
     targets = target_modules if isinstance(target_modules, str) else tuple(target_modules)
     if not targets or not all(targets):
-        raise UsageError("no target modules are named")
+        raise InputError("no target modules are named")
     looked = look_at(model)
     matched = matching(looked, SimpleNamespace(target_modules=targets))
     needed = wrappers_need_patch()
@@ -182,10 +179,7 @@ class Looked:
     def inner(self, name: str) -> str:
         """The name of the layer that gets the adapter where the module of this name is matched."""
         inner = f"{name}.linear"
-        if inner not in self.modules:
-            return name
-        classes = type(self.modules[name]).__mro__
-        return inner if any(cls.__name__.endswith(_WRAPPER) for cls in classes) else name
+        return inner if inner in self.modules and is_clippable(self.modules[name]) else name
 
 
 def look_at(model: Any) -> Looked:
@@ -193,7 +187,7 @@ def look_at(model: Any) -> Looked:
     quantised: str | None = None
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        model, quantised = _on_meta(existing_folder(name))
+        model, quantised = checkpoint_model(existing_folder(name))
     else:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         method = getattr(model, "quantization_method", None)
@@ -202,7 +196,7 @@ def look_at(model: Any) -> Looked:
     modules: dict[str, Any] = {}
     adapted: list[str] = []
     for path, module in model.named_modules():
-        if not path or sizes.is_under(path, adapted[-1:]):
+        if not path or is_under(path, adapted[-1:]):
             continue
         if hasattr(module, "get_base_layer"):  # a layer of PEFT
             adapted.append(path)
@@ -211,52 +205,6 @@ def look_at(model: Any) -> Looked:
     return Looked(
         name, type(model).__name__, quantised, model, modules, shared_layers(model.config)
     )
-
-
-def _on_meta(folder: Path) -> tuple[Any, str | None]:
-    config = read_config(folder)
-    quantization = config.pop("quantization_config", None)
-    if quantization is None:
-        return sizes.meta_model(folder), None
-    # Built as if it were quantised now: its layers are of the same classes, and there is no need
-    # to know how their weights are stored.
-    method = str(quantization.get("quant_method", "unknown"))
-    options = None
-    if method == "bitsandbytes":
-        missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
-        if missing:
-            raise UsageError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
-        from transformers import BitsAndBytesConfig
-
-        options = BitsAndBytesConfig.from_dict(quantization)
-    with tempfile.TemporaryDirectory() as plain:
-        Path(plain, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        try:
-            return sizes.meta_model(plain, options), method
-        except UsageError as error:
-            raise UsageError(str(error).replace(plain, str(folder))) from error
-
-
-def shared_layers(config: Any) -> range:
-    """The numbers of the decoder layers that take keys and values from earlier ones."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(text, "num_hidden_layers", None) or 0
-    shared = getattr(text, "num_kv_shared_layers", None) or 0
-    return range(layers - shared, layers)
-
-
-def tower_of(name: str) -> str:
-    """ "language", "vision", "audio" or "other", for a module's or tensor's name."""
-    part = sizes.part_of(name)
-    if part in (sizes.VISION, sizes.AUDIO):
-        return "vision" if part == sizes.VISION else "audio"
-    return "language" if part != sizes.REST or "language_model" in name.split(".") else "other"
-
-
-def is_shared_kv(name: str, shared: range) -> bool:
-    """Whether a module is the key or value projection of a decoder layer that has none."""
-    match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_proj(\.|$)", name)
-    return match is not None and int(match[1]) in shared and tower_of(name) == "language"
 
 
 # -- matching -------------------------------------------------------------------------------------
@@ -268,19 +216,19 @@ def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
     Without the patch clippable_linear, that is: wrappers are matched as they are.
 
     Raises:
-        UsageError: the targets are no regular expression, or need a PEFT that is not installed.
+        InputError: the targets are no regular expression, or need a PEFT that is not installed.
     """
     try:
         return list(_matching(looked, config))
     except re.error as error:
-        raise UsageError(f"{error.pattern!r} is not a regular expression: {error}") from error
+        raise InputError(f"{error.pattern!r} is not a regular expression: {error}") from error
 
 
 def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
     targets = config.target_modules
     if importlib.util.find_spec("peft") is None:
         if targets == ALL_LINEAR:
-            raise UsageError(f"{ALL_LINEAR} needs peft, which knows what it means")
+            raise InputError(f"{ALL_LINEAR} needs peft, which knows what it means")
         yield from (name for name in looked.modules if _plain_match(targets, name))
         return
     from peft.tuners import tuners_utils
@@ -311,11 +259,9 @@ def _plain_match(targets: str | Iterable[str], name: str) -> bool:
 
 def wrappers_need_patch() -> bool:
     """Whether PEFT, as installed, refuses ``Gemma4ClippableLinear``."""
-    from ..patches import clippable_linear
+    from .. import status
 
-    if importlib.util.find_spec("peft") is None:
-        return True
-    return clippable_linear.wrapper_is_unknown().verdict is not Verdict.FIXED
+    return status()["clippable_linear"].state is not State.FIXED
 
 
 def lora_parameters(module: Any, rank: int) -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._offload import offload, offload_hook, onload
+from ..model.hooks import offload_hook
+from ._offload import offload, onload
 
 #: On a layer: a (hook, merged adapters) pair for each forward that it is in.
 _FORWARDS = "_forwards_with_offloaded_base_layer"

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+from ..model.parts import is_clippable
 from ._shadow import shadowed
 
 Wrappers = Mapping[str, frozenset[str]]  # by name, each with the names of its own parts
@@ -32,12 +33,11 @@ def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
 
 
 def wrappers(model: Any) -> Wrappers:
-    """Gemma4ClippableLinear, its copies in sibling models, and subclasses of either."""
+    """The modules in ``model`` that hold the layer to adapt, by name."""
     return {
         name: frozenset((*module._modules, *module._parameters, *module._buffers))
         for name, module in model.named_modules()
-        if "linear" in module._modules
-        and any(cls.__name__.endswith("ClippableLinear") for cls in type(module).__mro__)
+        if is_clippable(module)
     }
 
 

@@ -1,4 +1,4 @@
-"""Reading accelerate's offload hooks, and loading an offloaded module for a while."""
+"""Loading an offloaded module for a while, and reading the map by where modules execute."""
 
 from __future__ import annotations
 
@@ -6,30 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
 from ._shadow import shadowed
-
-
-def offload_hook(module: Any) -> Any | None:
-    """The hook that brings this module's own weights in and out, if there is one.
-
-    A module with a second hook carries accelerate's ``SequentialHook``.
-    """
-    return next((hook for hook in hooks_of(module) if getattr(hook, "offload", False)), None)
-
-
-def execution_device(module: Any) -> Any | None:
-    """The ``torch.device`` that an offloaded module computes on; ``None`` if not offloaded."""
-    import torch
-
-    hook = offload_hook(module)
-    device = None if hook is None else hook.execution_device
-    return None if device is None else torch.device(device)
-
-
-def hooks_of(module: Any) -> tuple[Any, ...]:
-    """The accelerate hooks of a module; a ``SequentialHook`` counts as the hooks that it holds."""
-    hook = vars(module).get("_hf_hook")
-    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
 def onload(module: Any, *inputs: Any) -> Any | None:
@@ -112,36 +90,6 @@ def _takes(resting: Any | None, value: Any) -> bool:
     return resting is not None and (resting.shape, resting.dtype) == (value.shape, value.dtype)
 
 
-def host_tensor(weights_map: Any, name: str) -> Any | None:
-    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
-    key = getattr(weights_map, "prefix", "") + name
-    tensors = getattr(weights_map, "dataset", weights_map)
-    tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
-    return tensors.get(key) if isinstance(tensors, dict) else None
-
-
-def offloaded_value(model: Any, name: str) -> Any | None:
-    """The tensor of this name in a model's state dict, on the host, if a hook offloads it."""
-    import torch
-
-    # A hook that loads all below it at once sits further up than the tensor's own module.
-    parent, _, name = name.rpartition(".")
-    while True:
-        hook = offload_hook(model.get_submodule(parent))
-        if hook is not None:
-            try:
-                tensor = hook.weights_map[name]
-            except KeyError:
-                pass
-            else:
-                # Weights on disk would be read to the GPU; a shard of them may not fit there.
-                return tensor.detach().as_subclass(torch.Tensor).to("cpu")
-        if not parent:
-            return None
-        parent, _, leaf = parent.rpartition(".")
-        name = f"{leaf}.{name}"
-
-
 @contextmanager
 def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     """Let ``hf_device_map`` say where modules *execute*, in place of where their weights rest.
@@ -152,7 +100,7 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     """
     import torch
 
-    base = _holder(model)
+    base = placed_model(model)
     if base is None:
         yield {}
         return
@@ -170,16 +118,4 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
 
 def is_dispatched(model: Any) -> bool:
     """Whether the model, or the base model in it, was placed by a device map."""
-    return _holder(model) is not None
-
-
-def _holder(model: Any) -> Any | None:
-    """The module that owns ``hf_device_map``: a base model, through any PEFT wrappers."""
-    while model is not None:
-        if vars(model).get("hf_device_map") is not None:
-            return model
-        children = getattr(model, "_modules", {})
-        model = children.get("base_model") or (
-            children.get("model") if hasattr(model, "peft_config") else None
-        )
-    return None
+    return placed_model(model) is not None

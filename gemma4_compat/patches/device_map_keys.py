@@ -13,11 +13,11 @@ The fix says so before any weight is read, with the closest names that the model
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
+from ..model.device_maps import closest, left_out
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +38,6 @@ PATCH = Patch(
 )
 
 _MODELS = ("gemma4", "gemma3n")
-#: What earlier Gemma, LLaVA and other multimodal models call the parts of this one.
-_FORMERLY = {
-    "multi_modal_projector": "embed_vision",
-    "mm_projector": "embed_vision",
-    "vision_model": "vision_tower",
-    "vision_encoder": "vision_tower",
-    "visual": "vision_tower",
-    "audio_projector": "embed_audio",
-    "audio_model": "audio_tower",
-    "audio_encoder": "audio_tower",
-    "text_model": "language_model",
-}
 
 
 @PATCH.probe
@@ -92,10 +80,10 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
         *(name for name, _ in model.named_parameters(remove_duplicate=False)),
         *(name for name, _ in model.named_buffers(remove_duplicate=False)),
     }
-    unknown = [key for key in device_map if key not in known and not _left_out(model, key)]
+    unknown = [key for key in device_map if key not in known and not left_out(model, key)]
     if not unknown:
         return
-    found = {key: _closest(key, modules) for key in unknown}
+    found = {key: closest(key, modules) for key in unknown}
     hints = [f"{key} (closest: {name})" if name else key for key, name in found.items()]
     base = model.base_model_prefix if model.base_model_prefix in modules else ""
     top = ("", base)
@@ -107,29 +95,3 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
         type(model).__name__, ", ".join(hints),
         "" if all(found.values()) else f"  The model has: {', '.join(parts)}.",
     )  # fmt: skip
-
-
-def _left_out(model: Any, key: str) -> bool:
-    """A part that the class has but this checkpoint goes without: 31B has no audio tower."""
-    try:
-        for part in key.split("."):
-            model = getattr(model, part)
-    except AttributeError:
-        return False
-    return model is None
-
-
-def _closest(key: str, modules: Collection[str]) -> str | None:
-    """The module that a key may mean: renamed, at another depth, or misspelt."""
-    from difflib import SequenceMatcher, get_close_matches
-
-    wanted = [_FORMERLY.get(part, part) for part in key.split(".")]
-    if ".".join(wanted) in modules:
-        return ".".join(wanted)
-    paths = (name.split(".") for name in modules)
-    same_end = [path for path in paths if path[-1] == wanted[-1]]
-    ratios = [SequenceMatcher(None, wanted, path).ratio() for path in same_end]
-    if ratios and max(ratios) > 0.6:
-        return ".".join(same_end[ratios.index(max(ratios))])
-    shallow = [name for name in modules if name.count(".") <= len(wanted)]
-    return next(iter(get_close_matches(".".join(wanted), shallow, n=1, cutoff=0.85)), None)

@@ -15,7 +15,8 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._offload import offload_hook, offloaded_value, onloaded
+from ..model.hooks import offload_hook, offloaded_value
+from ._offload import onloaded
 
 PATCH = Patch(
     name="offloaded_adapter_embeddings",

@@ -21,8 +21,9 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
+from ..model.hooks import hooks_of, offload_hook
 from ._adapter_layer import onload_in_forward
-from ._offload import hooks_of, offload_hook, onloaded
+from ._offload import onloaded
 from ._shadow import hidden
 
 PATCH = Patch(

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
-from ._offload import offload_hook
+from ..model.hooks import offload_hook
 from ._seen import Seen
 
 PATCH = Patch(

@@ -22,7 +22,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._offload import offload_hook, offloaded_value
+from ..model.hooks import offload_hook, offloaded_value
 from ._shadow import shadowed
 
 PATCH = Patch(

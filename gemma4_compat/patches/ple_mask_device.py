@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
+from ..model.hooks import hooks_of
 
 PATCH = Patch(
     name="ple_mask_device",
@@ -61,6 +62,6 @@ def model_forward(original: Any) -> Any:
 
 def _device_of_embeddings(model: Any) -> Any | None:
     """Where the hook of the token embeddings sends their input, and so where their output is."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
+    hooks = hooks_of(model.get_input_embeddings())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((device for device in devices if device is not None), None)

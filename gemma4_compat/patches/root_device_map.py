@@ -14,14 +14,12 @@ some there; they get a hook that places the tensors which they hold themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
-
-#: by name of a module: the device it executes on, and whether it is offloaded
-_Placement = dict[str, tuple[Any, bool]]
+from ..model.device_maps import Placement, above, differs
 
 PATCH = Patch(
     name="root_device_map",
@@ -98,14 +96,14 @@ def attach_align_device_hook_on_blocks(original: Any) -> Any:
     return attach_align_device_hook_on_blocks
 
 
-def _spelled_out(root: Any, placement: _Placement) -> tuple[_Placement, list[tuple[Any, Any]]]:
+def _spelled_out(root: Any, placement: Placement) -> tuple[Placement, list[tuple[Any, Any]]]:
     """Replace entries that cover others by entries for the highest modules that do not.
 
     ``placement`` maps names of modules to (execution device, whether offloaded).  Returns the new
     one, and the modules that are in none of its entries as a whole, each with its device; the root
     is not among them.  An offloaded module that covers another entry stays as it is.
     """
-    split = {above for name in placement for above in _above(name) if _differs(name, placement)}
+    split = {outer for name in placement for outer in above(name) if differs(name, placement)}
     result = dict(placement)
     containers = []
 
@@ -123,19 +121,6 @@ def _spelled_out(root: Any, placement: _Placement) -> tuple[_Placement, list[tup
     if split:
         visit(root, "", None)
     return result, containers
-
-
-def _above(name: str) -> Iterator[str]:
-    """The names of the modules around a module, from the inside out; the root is ""."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _differs(name: str, placement: _Placement) -> bool:
-    """Whether the nearest entry that covers this one says otherwise."""
-    covering = next((placement[above] for above in _above(name) if above in placement), None)
-    return covering is not None and covering != placement[name]
 
 
 def _place(containers: list[tuple[Any, Any]], skip_keys: Any, tied_params_map: Any) -> None:

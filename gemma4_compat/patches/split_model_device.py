@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._offload import offload_hook
+from ..model.hooks import offload_hook
 from ._shadow import shadowed
 
 PATCH = Patch(
@@ -92,7 +92,7 @@ def _device_of_inputs(model: Any, meta: Any) -> Any:
 
 
 def _device_of_token_embeddings(model: Any) -> Any | None:
-    from ..placement import input_device
+    from ..model.hooks import input_device
 
     try:
         # ``generate`` asks for each token, and ``input_device`` searches the whole model.

@@ -17,9 +17,9 @@ from importlib import metadata
 import pytest
 
 from gemma4_compat.engine import Patch, broken, drifted, fixed
-from gemma4_compat.engine.core import PatchError
 from gemma4_compat.engine.status import State
 from gemma4_compat.engine.switches import Switch
+from gemma4_compat.errors import PatchError
 
 from .conftest import ALWAYS, NEVER, logged, snapshot, tagging
 

@@ -12,11 +12,10 @@ from safetensors.torch import load, save_file
 
 import gemma4_compat
 from gemma4_compat.cli import adapter as command
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS
+from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
-from gemma4_compat.inspection._files import Unreadable
-from gemma4_compat.merge import UsageError
-from tests.inspection.test_files import header_only
+from gemma4_compat.tiny import BROAD_TARGETS
+from tests.model.test_files import header_only
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model
 
@@ -127,11 +126,11 @@ def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):
     """Its shape tells the layers that share keys and values; the counts are the users'."""
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat import sizes
+    from gemma4_compat.model import meta
 
     with torch.device("meta"):
         config = peft.LoraConfig(r=2, target_modules=BROAD_TARGETS)
-        model = peft.get_peft_model(sizes.meta_model(e2b_dir), config)
+        model = peft.get_peft_model(meta.meta_model(e2b_dir), config)
     assert isinstance(model.get_base_model(), Gemma4ForConditionalGeneration)
     tensors = {
         name.replace(".default.", "."): torch.zeros(parameter.shape)
@@ -457,14 +456,14 @@ def test_command_json(adapter_dir, model_dir, capsys):
 )
 def test_config_of_another_kind(adapter_dir, model_dir, tmp_path, entry, value):
     folder = changed(adapter_dir, tmp_path, **{entry: value})
-    with pytest.raises(Unreadable, match=rf"adapter_config\.json: {entry} cannot be"):
+    with pytest.raises(InputError, match=rf"adapter_config\.json: {entry} cannot be"):
         inspect_adapter(folder, model_dir)
 
 
 def test_targets_that_are_no_expression(adapter_dir, model_dir, tmp_path):
     for entry in ("target_modules", "exclude_modules"):
         folder = changed(adapter_dir, tmp_path, **{entry: "(q_proj"})
-        with pytest.raises(UsageError, match=r"'\(q_proj' is not a regular expression"):
+        with pytest.raises(InputError, match=r"'\(q_proj' is not a regular expression"):
             inspect_adapter(folder, model_dir)
 
 
@@ -506,5 +505,5 @@ def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
         assert told.err.startswith(f"gemma4-compat adapter: {message}")
     assert run(adapter_dir, "--model", tmp_path) == 2
     assert f"{tmp_path}: no config.json" in capsys.readouterr().err
-    with pytest.raises(Unreadable, match="not a safetensors file"):
+    with pytest.raises(InputError, match="not a safetensors file"):
         inspect_adapter(model_dir / "config.json")

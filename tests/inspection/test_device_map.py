@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat import sizes
 from gemma4_compat.cli import map as command
-from gemma4_compat.demo.checkpoint import TOWERS
 from gemma4_compat.engine.status import State
-from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
-from gemma4_compat.merge import UsageError
+from gemma4_compat.model import meta, sizes
+from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, offloaded, quantization
 
@@ -71,7 +70,7 @@ def test_the_users_map_works(e4b_dir):
         "adapters": "peft_redispatch",
     }
     # In bfloat16 it saves the towers' parameters; quantised, what they would have taken.
-    towers = [p for n, p in sizes.meta_model(e4b_dir).named_parameters() if n.startswith(TOWERS)]
+    towers = [p for n, p in meta.meta_model(e4b_dir).named_parameters() if n.startswith(TOWERS)]
     assert found.saves["bf16"] == pytest.approx(2 * sum(p.numel() for p in towers), rel=0.01)
     assert 200 * MIB < found.saves["nf4"] < found.saves["int8"] < found.saves["bf16"]
     assert str(found).endswith("fine, with gemma4_compat")
@@ -142,12 +141,12 @@ def test_bytes_are_those_of_a_loaded_model(model_dir, tmp_path):
     assert on(found, "CPU")["bf16"] == there["cpu"]
 
 
-@pytest.mark.parametrize("quant", sizes.QUANTS)
+@pytest.mark.parametrize("quant", meta.QUANTS)
 def test_entries_and_devices_are_the_whole_model(model_dir, quant):
     given = {PLE: "cpu", "model.vision_tower": "disk", LAYER.format(5): 1, "": 0}
     found = check_device_map(model_dir, given)
-    config = sizes.bnb_config(quant, offload=True)
-    placed = sizes.tensor_sizes(sizes.meta_model(model_dir, config, given))
+    config = meta.bnb_config(quant, offload=True)
+    placed = sizes.tensor_sizes(meta.meta_model(model_dir, config, given))
     assert sum(entry.bytes[quant] for entry in found.entries) == sum(s.bytes for s in placed)
     assert [entry.name for entry in found.entries] == list(given)
     assert [device.name for device in found.devices] == ["GPU 0", "GPU 1", "CPU", "disk"]
@@ -210,7 +209,7 @@ def test_a_parameter_may_have_an_entry(model_dir):
     name = "model.language_model.embed_tokens.weight"
     found = check_device_map(model_dir, {name: 1, "": 0})
     assert not found.unknown
-    assert on(found, "GPU 1")["bf16"] == sizes.meta_model(model_dir).get_parameter(name).nbytes
+    assert on(found, "GPU 1")["bf16"] == meta.meta_model(model_dir).get_parameter(name).nbytes
 
 
 def test_the_flag_that_quantised_models_want(model_dir):
@@ -367,7 +366,7 @@ def test_what_the_map_keeps_from_being_quantised(model_dir):
     found = check_device_map(model_dir, SPLIT)
     linear = [
         module.weight.numel() * 2
-        for name, module in sizes.meta_model(model_dir).named_modules()
+        for name, module in meta.meta_model(model_dir).named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith(TOWERS)
     ]
     assert f"{sum(linear) / MIB:.1f} MiB" in trap(found, "not_quantised").text
@@ -377,8 +376,8 @@ def test_what_the_map_keeps_from_being_quantised(model_dir):
 def test_names_that_transformers_takes_for_patterns(deep_dir):
     """Older versions read layers.3 as layers.30, too."""
     given = {LAYER.format(3): "cpu", "": 0}
-    config = sizes.bnb_config("nf4", offload=True)
-    placed = sizes.meta_model(deep_dir, config, given)
+    config = meta.bnb_config("nf4", offload=True)
+    placed = meta.meta_model(deep_dir, config, given)
     kept = type(placed.get_submodule(LAYER.format(30) + ".mlp.up_proj")).__name__ == "Linear"
     found = trap(check_device_map(deep_dir, given), "not_quantised_by_name")
     assert (found is not None) is kept
@@ -425,7 +424,7 @@ def test_a_loaded_model(model_dir, language_adapter_dir):
 
 
 def test_no_model():
-    with pytest.raises(UsageError, match="neither a folder nor a transformers model"):
+    with pytest.raises(InputError, match="neither a folder nor a transformers model"):
         check_device_map(torch.nn.Linear(1, 1), SPLIT)
 
 
@@ -449,7 +448,7 @@ def test_no_model():
     ],
 )
 def test_no_maps(model_dir, given, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InputError, match=message):
         check_device_map(model_dir, given)
 
 
@@ -465,7 +464,7 @@ def test_no_maps(model_dir, given, message):
     ],
 )
 def test_bad_json(text, message, capsys):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(InputError, match=message):
         parse_map(text)
 
 
@@ -498,7 +497,7 @@ def test_cut_off_weights_are_not_read(model_dir, tmp_path):
 def test_folders_that_are_none(tmp_path, content, message, capsys):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises((Unreadable, UsageError), match=re.escape(message)) as raised:
+    with pytest.raises(InputError, match=re.escape(message)) as raised:
         check_device_map(tmp_path, {"": 0})
     assert str(tmp_path) in str(raised.value)
     assert run(tmp_path, "--map", '{"": 0}') == 2

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat import sizes
-from gemma4_compat.demo.checkpoint import TOWERS
 from gemma4_compat.inspection import inspect_model
-from gemma4_compat.inspection.model import DISK, Offloaded
-from gemma4_compat.patches._offload import offload_hook
+from gemma4_compat.inspection.placement import DISK, Offloaded
+from gemma4_compat.model import meta, parts
+from gemma4_compat.model.hooks import offload_hook
+from gemma4_compat.tiny import TOWERS
 from tests.support import adapter_parameters, load_model, offloaded, split
 from tests.test_sizes import held
 
@@ -86,9 +86,9 @@ def test_every_byte_of_a_whole_model(model_dir, kind):
 
 def test_linear_layers_are_counted(model_dir):
     found = inspect_model(load_model(model_dir, "nf4"))
-    audio = part(found, sizes.AUDIO).linear
+    audio = part(found, parts.AUDIO).linear
     assert audio["bf16"] > audio["4-bit"] == 1  # what the test's config skips
-    assert set(part(found, sizes.VISION).linear) == {"4-bit"}
+    assert set(part(found, parts.VISION).linear) == {"4-bit"}
     model = load_model(model_dir)
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     counted = sum(n for each in inspect_model(model).parts for n in each.linear.values())
@@ -111,11 +111,11 @@ def test_a_split_model(model_dir, tmp_path, kind):
     assert found.bytes[DISK] == on_disk
     modules = {name.rpartition(".")[0] for name in offloaded(model)}
     assert found.offloaded == (Offloaded(len(modules), DISK, "cpu"),)
-    for tower in (sizes.VISION, sizes.AUDIO):
+    for tower in (parts.VISION, parts.AUDIO):
         assert part(found, tower).weights[DISK]
         assert part(found, tower).computes_on == ("cpu",)
-    assert set(part(found, sizes.LAYERS).weights) == {"cpu"}
-    assert part(found, sizes.LAYERS).offloaded == 0
+    assert set(part(found, parts.LAYERS).weights) == {"cpu"}
+    assert part(found, parts.LAYERS).offloaded == 0
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -170,7 +170,7 @@ def test_adapters_of_a_split_model(model_dir, adapter_dir, second_adapter_dir, t
     ]  # fmt: skip
     assert all(each.kind == "LORA" for each in found.adapters)
     first, second = found.adapters
-    assert set(first.parts) == {sizes.LAYERS, sizes.VISION, sizes.AUDIO}
+    assert set(first.parts) == {parts.LAYERS, parts.VISION, parts.AUDIO}
     assert {device for by_device in first.parts.values() for device in by_device} == {"cpu"}
     sizes_of = [p.numel() * p.element_size() for p in adapter_parameters(model).values()]
     told = sum(n for each in (first, second) for d in each.parts.values() for n in d.values())
@@ -187,7 +187,7 @@ def test_an_adapter_of_transformers_own(model_dir, language_adapter_dir):
     model.load_adapter(str(language_adapter_dir))
     (adapter,) = inspect_model(model).adapters
     assert adapter.active
-    assert set(adapter.parts) == {sizes.LAYERS}
+    assert set(adapter.parts) == {parts.LAYERS}
 
 
 def test_modules_to_save(model_dir):
@@ -203,7 +203,7 @@ def test_modules_to_save(model_dir):
         if "modules_to_save.default" in n
     )
     lora = [p for n, p in adapter_parameters(model).items() if "vision" in n]
-    assert adapter.parts[sizes.VISION]["cpu"] == saved + sum(p.nbytes for p in lora)
+    assert adapter.parts[parts.VISION]["cpu"] == saved + sum(p.nbytes for p in lora)
 
 
 # -- damage, made by the libraries ----------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_an_offload_that_peft_has_undone(model_dir, language_adapter_dir, tmp_pa
 
 
 def test_a_model_without_weights(model_dir):
-    model = sizes.meta_model(model_dir)
+    model = meta.meta_model(model_dir)
     found = inspect_model(model)
     assert found.input_device is None
     (problem,) = found.problems
@@ -297,7 +297,7 @@ def test_llama():
     )  # fmt: skip
     found = inspect_model(transformers.LlamaForCausalLM(config))
     assert found.ok
-    assert {each.name for each in found.parts} == {sizes.LAYERS, sizes.EMBEDDINGS, sizes.REST}
+    assert {each.name for each in found.parts} == {parts.LAYERS, parts.EMBEDDINGS, parts.REST}
 
 
 def test_any_module():

@@ -15,9 +15,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat.cli import report as command
-from gemma4_compat.inspection._files import Unreadable
-from gemma4_compat.inspection.report import LIBRARIES, Report, _Private, build_report
-from gemma4_compat.merge import UsageError
+from gemma4_compat.errors import InputError
+from gemma4_compat.inspection.report import REPORTED, Report, _Private, build_report
 from gemma4_compat.patches import load
 from tests.support import load_model
 
@@ -232,7 +231,7 @@ def test_command(model_dir, adapter_dir, capsys):
         "adapter",
     }  # fmt: skip
     assert set(found["libraries"]) - {"trl", "huggingface_hub"} == {
-        "gemma4_compat", *LIBRARIES,
+        "gemma4_compat", *REPORTED,
     } - {"trl", "huggingface_hub"}  # fmt: skip
 
 
@@ -263,7 +262,7 @@ def test_arguments_that_cannot_work(model_dir, tmp_path, arguments, message, cap
 
 
 def test_errors_from_python(model_dir):
-    with pytest.raises(Unreadable, match="no such folder"):
+    with pytest.raises(InputError, match="no such folder"):
         build_report("nowhere")
-    with pytest.raises(UsageError, match="checked against a model"):
+    with pytest.raises(InputError, match="checked against a model"):
         build_report(device_map=MAP)

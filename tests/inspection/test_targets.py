@@ -10,11 +10,10 @@ import torch
 
 import gemma4_compat
 from gemma4_compat.cli import scan as command
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS
+from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
-from gemma4_compat.inspection._files import Unreadable
 from gemma4_compat.inspection.targets import parse_targets
-from gemma4_compat.merge import UsageError
+from gemma4_compat.tiny import BROAD_TARGETS
 from tests.support import load_model
 
 peft = pytest.importorskip("peft")
@@ -110,10 +109,10 @@ def test_names_the_patch_where_it_is_needed(model_dir, targets):
 
 
 def test_an_adapter_of_true_size(e2b_dir):
-    from gemma4_compat import sizes
+    from gemma4_compat.model import meta
 
     found = scan_targets(e2b_dir, BROAD_TARGETS, rank=32)
-    parameters, layers, _ = made(sizes.meta_model(e2b_dir), BROAD_TARGETS, 32)
+    parameters, layers, _ = made(meta.meta_model(e2b_dir), BROAD_TARGETS, 32)
     assert (found.parameters, set(found.layers)) == (parameters, layers)
 
 
@@ -192,7 +191,7 @@ def test_without_peft(model_dir, monkeypatch):
     find = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "peft" else find(n))
     assert [scan_targets(model_dir, targets) for targets in TARGETS[:4]] == with_peft
-    with pytest.raises(UsageError, match="all-linear needs peft"):
+    with pytest.raises(InputError, match="all-linear needs peft"):
         scan_targets(model_dir, "all-linear")
 
 
@@ -209,10 +208,10 @@ def test_parse_targets():
 
 def test_arguments(model_dir, tmp_path):
     for error, call in (
-        (UsageError, lambda: scan_targets(model_dir, "(q_proj")),
-        (UsageError, lambda: scan_targets(model_dir, [])),
-        (UsageError, lambda: scan_targets(model_dir, ["q_proj"], rank=0)),
-        (Unreadable, lambda: scan_targets(tmp_path, ["q_proj"])),
+        (InputError, lambda: scan_targets(model_dir, "(q_proj")),
+        (InputError, lambda: scan_targets(model_dir, [])),
+        (InputError, lambda: scan_targets(model_dir, ["q_proj"], rank=0)),
+        (InputError, lambda: scan_targets(tmp_path, ["q_proj"])),
     ):
         with pytest.raises(error):
             call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import audio_inputs
+from gemma4_compat.tiny import audio_inputs
 from tests.support import assert_same, dequantized, load_model, logits, split
 
 KINDS = ["nf4", "nf4-nested", "int8"]

@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS
+from gemma4_compat.tiny import BROAD_TARGETS
 from tests.support import INPUTS, assert_same, load_model, logits
 
 NEWEST_PEFT = Version(peft.__version__) >= Version("0.21")

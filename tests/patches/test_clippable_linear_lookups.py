@@ -11,7 +11,7 @@ from packaging.version import Version
 from peft import get_peft_model_state_dict
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import image_inputs
+from gemma4_compat.tiny import image_inputs
 from tests.support import load_model
 
 OLD_PEFT = Version(peft.__version__) < Version("0.19")

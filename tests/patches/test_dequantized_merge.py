@@ -152,7 +152,7 @@ def test_layers_are_those_of_an_unquantised_model(model_dir, tuner):
 
 
 def test_training_and_copies_after_dequantize(model_dir):
-    from gemma4_compat.demo.checkpoint import text_inputs
+    from gemma4_compat.tiny import text_inputs
 
     model = adapted(load_model(model_dir, "nf4"), "dora")
     model.dequantize()

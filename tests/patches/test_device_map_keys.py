@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import TOWERS
+from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, logits
 
 OURS = "gemma4_compat.patches.device_map_keys"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import text_inputs
+from gemma4_compat.tiny import text_inputs
 from tests.support import load_model, quantization
 
 OURS = "gemma4_compat.patches.fused_experts_notice"

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import text_inputs
+from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits
 
 PLE = "model.language_model.embed_tokens_per_layer"

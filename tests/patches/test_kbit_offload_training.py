@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, text_inputs
+from gemma4_compat.tiny import BROAD_TARGETS, TOWERS, text_inputs
 from tests.support import adapter_parameters, load_model, split
 
 REFUSED = r"You can't train a model that has been loaded in 8-bit or 4-bit precision"

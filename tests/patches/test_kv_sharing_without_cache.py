@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import text_inputs
+from gemma4_compat.tiny import text_inputs
 from tests.support import INPUTS, assert_same, load_model, logits, split
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from gemma4_compat.demo.checkpoint import audio_inputs, image_inputs, text_inputs
+from gemma4_compat.tiny import audio_inputs, image_inputs, text_inputs
 from tests.support import load_model
 
 REQUIRED = Version(transformers.__version__) < Version("5.6")

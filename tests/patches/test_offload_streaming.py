@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import text_inputs
 from gemma4_compat.patches import offload_streaming
+from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])

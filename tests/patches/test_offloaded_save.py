@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gemma4_compat.demo.checkpoint import TOWERS
-from gemma4_compat.patches._offload import offload_hook
+from gemma4_compat.model.hooks import offload_hook
+from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, logits, offloaded, split
 
 KINDS = pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"], ids=["bf16", "nf4", "nested"])

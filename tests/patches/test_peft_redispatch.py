@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, TOWERS, text_inputs
+from gemma4_compat.tiny import BROAD_TARGETS, TOWERS, text_inputs
 from tests.support import (
     adapter_parameters,
     assert_same,

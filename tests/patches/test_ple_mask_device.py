@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import TOWERS, image_inputs, text_inputs
+from gemma4_compat.tiny import TOWERS, image_inputs, text_inputs
 from tests.support import assert_same, load_model, logits
 
 BIDIRECTIONAL = pytest.mark.parametrize("bidirectional", [None, "vision"])

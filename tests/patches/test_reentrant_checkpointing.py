@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gemma4_compat.demo.checkpoint import BROAD_TARGETS, text_inputs
+from gemma4_compat.tiny import BROAD_TARGETS, text_inputs
 from tests.support import load_model
 
 REENTRANT = {"use_reentrant": True}

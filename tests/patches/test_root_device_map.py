@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import TOWERS, text_inputs
+from gemma4_compat.tiny import TOWERS, text_inputs
 from tests.support import assert_same, load_model, logits, offloaded
 
 LAYER = "model.language_model.layers.3"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemma4_compat.demo.checkpoint import TOWERS
+from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, logits
 
 #: Unlike "cpu", a torch.device in a map is no offload to bitsandbytes' quantisers.

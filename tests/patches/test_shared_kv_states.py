@@ -182,7 +182,7 @@ def test_training_step(checkpointing, tmp_path):
 def test_peft_dispatches_the_model_again(model_dir, language_adapter_dir, tmp_path):
     from peft import PeftModel
 
-    from gemma4_compat.demo.checkpoint import TOWERS
+    from gemma4_compat.tiny import TOWERS
     from tests import support
 
     expected = support.logits(

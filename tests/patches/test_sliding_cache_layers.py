@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import SLIDING_WINDOW, large_config, large_model
 
 TOLERANCE = 3e-5

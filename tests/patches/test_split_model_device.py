@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.support import assert_same, load_model, logits, split
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import large_model
 from tests.patches.test_sliding_cache_layers import TOLERANCE, generated
 

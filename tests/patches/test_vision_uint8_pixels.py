@@ -8,7 +8,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from gemma4_compat.demo.checkpoint import image_inputs
+from gemma4_compat.tiny import image_inputs
 from tests.support import assert_same, dequantized, load_model, logits, split
 
 KINDS = ["nf4", "nf4-nested", "int8"]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: safetensors itself refuses a longer header
@@ -23,10 +25,6 @@ _ITEM_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-
-
-class Unreadable(ValueError):
-    """A file or folder is missing, damaged, or not what it should be; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -65,35 +63,35 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
     """The folder as a ``Path``.
 
     Raises:
-        Unreadable: there is no such folder.
+        InputError: there is no such folder.
     """
     folder = Path(path)
     if folder.is_dir():
         return folder
-    raise Unreadable(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+    raise InputError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
 
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """What the system says of a file is said as ``Unreadable``."""
+    """What the system says of a file is said as ``InputError``."""
     try:
         yield
     except FileNotFoundError:
-        raise Unreadable(f"{file}: no such file") from None
+        raise InputError(f"{file}: no such file") from None
     except OSError as error:
-        raise Unreadable(f"{file}: {error.strerror or error}") from error
+        raise InputError(f"{file}: {error.strerror or error}") from error
 
 
 def _refuse_pointer(file: Path, raw: bytes) -> None:
     if raw.startswith(_POINTER):
-        raise Unreadable(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
+        raise InputError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        Unreadable: no such file, not JSON, or JSON of another kind.
+        InputError: no such file, not JSON, or JSON of another kind.
     """
     file = Path(path)
     with _reading(file):
@@ -102,9 +100,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{file}: not JSON: {error}") from error
+        raise InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise Unreadable(f"{file}: not a JSON object")
+        raise InputError(f"{file}: not a JSON object")
     return content
 
 
@@ -112,16 +110,16 @@ def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """``config.json`` of a model's folder.
 
     Raises:
-        Unreadable: no such folder, no ``config.json`` in it, or not a model's.
+        InputError: no such folder, no ``config.json`` in it, or not a model's.
     """
     folder = existing_folder(model_dir)
     file = folder / "config.json"
     if not file.is_file():
         kind = " (an adapter's folder?)" if (folder / "adapter_config.json").is_file() else ""
-        raise Unreadable(f"{folder}: no config.json{kind}")
+        raise InputError(f"{folder}: no config.json{kind}")
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
-        raise Unreadable(f"{file}: not a model's config (no model_type)")
+        raise InputError(f"{file}: not a model's config (no model_type)")
     return config
 
 
@@ -129,7 +127,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file; its tensors are not read.
 
     Raises:
-        Unreadable: no such file, or its header is damaged.
+        InputError: no such file, or its header is damaged.
     """
     file = Path(path)
     with _reading(file):
@@ -142,8 +140,8 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     _refuse_pointer(file, raw)
     if not readable:
         if len(start) < 8 or length <= _LONGEST_HEADER:
-            raise Unreadable(f"{file}: cut off in the safetensors header ({size} bytes)")
-        raise Unreadable(f"{file}: not a safetensors file")
+            raise InputError(f"{file}: cut off in the safetensors header ({size} bytes)")
+        raise InputError(f"{file}: not a safetensors file")
     try:
         content = json.loads(raw)
         metadata = content.pop("__metadata__", {})
@@ -152,7 +150,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         end = max((content[entry.name]["data_offsets"][1] for entry in entries), default=0)
         metadata = {str(key): str(value) for key, value in metadata.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable(f"{file}: not a safetensors file, or its header is damaged") from error
+        raise InputError(f"{file}: not a safetensors file, or its header is damaged") from error
     missing = max(8 + length + end - size, 0)
     return Header(file, {entry.name: entry for entry in entries}, metadata, missing)
 
@@ -171,7 +169,7 @@ def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
     """The headers of a checkpoint's weights: ``model.safetensors``, or the shards of its index.
 
     Raises:
-        Unreadable: no safetensors weights, a shard that the index names is missing, or a damaged
+        InputError: no safetensors weights, a shard that the index names is missing, or a damaged
             file.
     """
     folder = existing_folder(model_dir)
@@ -182,20 +180,20 @@ def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
         other = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")
                  if (folder / name).is_file()]  # fmt: skip
         only = f" (only {other[0]}, which is not read)" if other else ""
-        raise Unreadable(f"{folder}: no {WEIGHTS} and no {INDEX}{only}")
+        raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}{only}")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise Unreadable(f"{index}: no weight_map")
+        raise InputError(f"{index}: no weight_map")
     headers = []
     for name in sorted(set(places.values())):
         try:
             headers.append(read_header(folder / name))
-        except Unreadable as error:
-            raise Unreadable(f"{error} (a shard that {INDEX} names)") from error
+        except InputError as error:
+            raise InputError(f"{error} (a shard that {INDEX} names)") from error
     found = {name: header.file.name for header in headers for name in header.tensors}
     for tensor, shard in places.items():
         if found.get(tensor) != Path(shard).name:
-            raise Unreadable(f"{folder / shard}: no tensor {tensor}, which {INDEX} says it holds")
+            raise InputError(f"{folder / shard}: no tensor {tensor}, which {INDEX} says it holds")
     return tuple(headers)
 
 

@@ -1,6 +1,6 @@
-"""What each patch was measured to do on released versions: reads ``tests/matrix.json``.
+"""What each patch was measured to do on released versions: reads ``tools/matrix.json``.
 
-That file is written by ``tests/matrix.py``.  It is a list of stacks: versions by library, and for
+That file is written by ``tools/matrix.py``.  It is a list of stacks: versions by library, and for
 each patch "without/with/state", which are ``broken``, ``fixed`` or ``unknown`` without the patches,
 ``works``, ``fails`` or ``unknown`` with them, and the patch's state.
 """
@@ -15,14 +15,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-#: What the users had when they reported the failures.
-USERS = {
-    "transformers": "5.6.2",
-    "accelerate": "1.13.0",
-    "peft": "0.19.1",
-    "bitsandbytes": "0.49.2",
-}
-LIBRARIES = tuple(USERS)
+from gemma4_compat.versions import LIBRARIES, USERS
+
+DATA = Path(__file__).with_name("matrix.json")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where tensors belong that are given to a model, whatever has been done to its placement."""
+"""Reading accelerate's hooks: what they offload, where it computes, where inputs belong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,70 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+def hooks_of(module: Any) -> tuple[Any, ...]:
+    """The hooks that accelerate has put on this module.
+
+    A module with several carries one ``SequentialHook``, which holds them.  PEFT's wrappers pass
+    the attributes of a module inside them for their own; its hooks are not theirs.
+    """
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def offload_hook(module: Any) -> Any | None:
+    """The hook that brings this module's own weights in and out, if there is one."""
+    return next((hook for hook in hooks_of(module) if getattr(hook, "offload", False)), None)
+
+
+def execution_device(module: Any) -> torch.device | None:
+    """The device that an offloaded module computes on; ``None`` if not offloaded."""
+    hook = offload_hook(module)
+    device = None if hook is None else hook.execution_device
+    return None if device is None else _as_device(device)
+
+
+def host_tensor(weights_map: Any, name: str) -> Any | None:
+    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
+    key = getattr(weights_map, "prefix", "") + name
+    tensors = getattr(weights_map, "dataset", weights_map)
+    tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
+    return tensors.get(key) if isinstance(tensors, dict) else None
+
+
+def offloaded_value(model: Any, name: str) -> Any | None:
+    """The tensor of this name in a model's state dict, on the host, if a hook offloads it."""
+    import torch
+
+    # A hook that loads all below it at once sits further up than the tensor's own module.
+    parent, _, name = name.rpartition(".")
+    while True:
+        hook = offload_hook(model.get_submodule(parent))
+        if hook is not None:
+            try:
+                tensor = hook.weights_map[name]
+            except KeyError:
+                pass
+            else:
+                # Weights on disk would be read to the GPU; a shard of them may not fit there.
+                return tensor.detach().as_subclass(torch.Tensor).to("cpu")
+        if not parent:
+            return None
+        parent, _, leaf = parent.rpartition(".")
+        name = f"{leaf}.{name}"
+
+
+def placed_model(model: Any) -> Any | None:
+    """The module that owns ``hf_device_map``: a base model, through any PEFT wrappers."""
+    while model is not None:
+        if vars(model).get("hf_device_map") is not None:
+            return model
+        children = getattr(model, "_modules", {})
+        model = children.get("base_model") or (
+            children.get("model") if hasattr(model, "peft_config") else None
+        )
+    return None
 
 
 def input_device(model: Any) -> torch.device:
@@ -30,9 +94,8 @@ def input_device(model: Any) -> torch.device:
     """
     embedding = _token_embedding(model)
     for module in _outwards(model, embedding):
-        hook = getattr(module, "_hf_hook", None)
-        for each in getattr(hook, "hooks", (hook,)):  # SequentialHook: several on one module
-            device = getattr(each, "execution_device", None)
+        for hook in hooks_of(module):
+            device = getattr(hook, "execution_device", None)
             if device is not None:
                 return _as_device(device)
     device = embedding.weight.device

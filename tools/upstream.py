@@ -1,6 +1,6 @@
 """The tests of transformers, accelerate, peft and bitsandbytes, without and with the patches.
 
-    python tests/upstream.py [LIBRARY ...]
+    python tools/upstream.py [LIBRARY ...]
 
 Runs, in the libraries' installed versions, the part of their own tests that is about what the
 patches touch: once in a plain process, once in one that has gemma4_compat in place before
@@ -34,6 +34,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 SECONDS_PER_TEST = 120
 #: So many suspects are run again, alone; more have one cause, which will be found in these.
@@ -134,7 +135,7 @@ def sources(name: str, version: str, cache: Path) -> Path:
     library = cache / folder / "src" / name
     library.parent.mkdir(exist_ok=True)
     library.unlink(missing_ok=True)
-    library.symlink_to(Path(metadata.distribution(name).locate_file(name)))
+    library.symlink_to(str(metadata.distribution(name).locate_file(name)))
     return cache / folder
 
 
@@ -235,11 +236,11 @@ class Recorder:
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def pytest_runtest_logreport(self, report) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or not report.passed:
             self.write(test=report.nodeid, outcome=report.outcome)
 
-    def pytest_collectreport(self, report) -> None:
+    def pytest_collectreport(self, report: Any) -> None:
         if not report.passed:
             self.write(test=report.nodeid, outcome=report.outcome)
 
@@ -307,7 +308,8 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
         for result in results:
             result.outcomes = {t: o for t, o in result.outcomes.items() if t in both}
     suspects = sorted(plain.passed - patched.passed)
-    regressions, flaky = suspects[MOST_AGAIN:], []
+    regressions = suspects[MOST_AGAIN:]
+    flaky: list[str] = []
     for number, test in enumerate(suspects[:MOST_AGAIN]):
         alone = {}
         for label, mode in (("without", PLAIN), ("with", PATCHED)):
@@ -334,8 +336,10 @@ def main() -> int:
         parser.error(f"no such library: {', '.join(unknown)}")
     out = options.out.resolve()
     (out / "sources").mkdir(parents=True, exist_ok=True)
-    columns = ("library", "version", "tests of", "tests", "passed without", "passed with")
-    columns += ("regressions", "fixed")
+    columns = (
+        *("library", "version", "tests of", "tests", "passed without", "passed with"),
+        *("regressions", "fixed"),
+    )
     rows = [" | ".join(columns), " | ".join(["---"] * 3 + ["---:"] * 5)]
     failed = False
     for name in options.library or SUITES:

@@ -1,7 +1,7 @@
-"""What each patch does on every released version: writes ``tests/matrix.json``.
+"""What each patch does on every released version: writes ``tools/matrix.json``.
 
-    python tests/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
-    python tests/matrix.py --expiry
+    python tools/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
+    python tools/matrix.py --expiry
 
 Takes each library through its releases, with the others as the users had them and again with the
 newest; then the corners.  On each such stack the regression tests run twice, at the same time:
@@ -37,19 +37,12 @@ from typing import Any
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "tests" / "matrix.json"
 sys.path.insert(0, str(ROOT))
 
-from gemma4_compat.measured import LIBRARIES, USERS, Measured  # noqa: E402
 from gemma4_compat.patches import load  # noqa: E402
+from gemma4_compat.versions import FLOORS, LIBRARIES, USERS  # noqa: E402
+from tools.measured import DATA, Measured  # noqa: E402
 
-#: transformers 5.5 wants bitsandbytes 0.46.1.
-OLDEST = {
-    "transformers": "5.5.0",
-    "accelerate": "1.10.0",
-    "peft": "0.18.0",
-    "bitsandbytes": "0.46.1",
-}
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
 EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
 #: What goes with a release of transformers, and only with some.
@@ -62,7 +55,7 @@ Stack = dict[str, str]
 def releases(library: str, index: list[str]) -> list[str]:
     """Those to measure: of transformers the last of each minor release, of the others all."""
     known = sorted(Version(v) for v in index)
-    known = [v for v in known if v >= Version(OLDEST[library]) and not v.is_prerelease]
+    known = [v for v in known if v >= Version(FLOORS[library]) and not v.is_prerelease]
     if (early := EVERY_PATCH_RELEASE_BEFORE.get(library)) is not None:
         last = {v.release[:2]: v for v in known}
         known = [v for v in known if v < Version(early) or last[v.release[:2]] == v]
@@ -242,8 +235,8 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     asked = itertools.islice(stacks(of), 2 if options.newest else None)
     for stack in itertools.chain(asked, early(of, index) if options.newest else ()):
         key = {**here, **stack}
-        known = next((e for e in entries if {**e, **key} == e), {"patches": {}})
-        wanted = named or [name for name in names if name not in known["patches"]]
+        done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
+        wanted = named or [name for name in names if name not in done]
         if wanted and (key, wanted) not in found:
             found.append((key, wanted))
     return found

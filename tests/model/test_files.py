@@ -10,8 +10,10 @@ import sys
 import pytest
 from safetensors import safe_open
 
-from gemma4_compat.inspection import _files, _text
-from gemma4_compat.inspection._files import Unreadable
+from gemma4_compat.cli import _colour
+from gemma4_compat.errors import InputError
+from gemma4_compat.inspection import _text
+from gemma4_compat.model import files
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8}
 
@@ -50,7 +52,7 @@ def as_safetensors_says(file):
 
 
 def test_header_is_what_safetensors_reads(model_dir):
-    header = _files.read_header(model_dir / "model.safetensors")
+    header = files.read_header(model_dir / "model.safetensors")
     found = {e.name: (e.dtype, e.shape) for e in header.tensors.values()}
     assert found == as_safetensors_says(model_dir / "model.safetensors")
     assert all(e.bytes == e.numel * DTYPES[e.dtype] for e in header.tensors.values())
@@ -59,12 +61,12 @@ def test_header_is_what_safetensors_reads(model_dir):
 
 
 def test_shards(sharded_dir):
-    found = _files.read_tensors(sharded_dir)
+    found = files.read_tensors(sharded_dir)
     expected = {}
     for file in sharded_dir.glob("*.safetensors"):
         expected |= as_safetensors_says(file)
     assert {name: (e.dtype, e.shape) for name, e in found.items()} == expected
-    assert len(_files.weight_headers(sharded_dir)) == len(list(sharded_dir.glob("*.safetensors")))
+    assert len(files.weight_headers(sharded_dir)) == len(list(sharded_dir.glob("*.safetensors")))
 
 
 def test_quantised_checkpoint(model_dir, tmp_path):
@@ -72,7 +74,7 @@ def test_quantised_checkpoint(model_dir, tmp_path):
     from tests.support import load_model
 
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
-    found = _files.read_tensors(tmp_path)
+    found = files.read_tensors(tmp_path)
     quantised = [name for name in found if name.endswith("q_proj.weight.absmax")]
     assert quantised
     for name in quantised:
@@ -80,15 +82,15 @@ def test_quantised_checkpoint(model_dir, tmp_path):
 
 
 def test_no_tensor_data_is_read(sharded_dir, tmp_path):
-    whole = _files.read_tensors(sharded_dir)
+    whole = files.read_tensors(sharded_dir)
     copy(sharded_dir, tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         header_only(file)
-    cut = _files.read_tensors(tmp_path)
+    cut = files.read_tensors(tmp_path)
     assert {n: (e.dtype, e.shape, e.bytes) for n, e in cut.items()} == {
         n: (e.dtype, e.shape, e.bytes) for n, e in whole.items()
     }
-    headers = _files.weight_headers(tmp_path)
+    headers = files.weight_headers(tmp_path)
     assert sum(h.missing for h in headers) == sum(e.bytes for e in whole.values())
 
 
@@ -111,8 +113,8 @@ def test_no_tensor_data_is_read(sharded_dir, tmp_path):
 def test_damaged_header(tmp_path, content, message):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(Unreadable, match=message) as caught:
-        _files.read_header(file)
+    with pytest.raises(InputError, match=message) as caught:
+        files.read_header(file)
     assert str(file) in str(caught.value)
 
 
@@ -120,8 +122,8 @@ def test_header_that_contradicts_itself(tmp_path):
     raw = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
-    with pytest.raises(Unreadable, match="header is damaged"):
-        _files.read_header(file)
+    with pytest.raises(InputError, match="header is damaged"):
+        files.read_header(file)
 
 
 @pytest.mark.parametrize(
@@ -136,43 +138,43 @@ def test_header_that_contradicts_itself(tmp_path):
 )
 def test_damaged_config(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(Unreadable, match=message) as caught:
-        _files.read_config(tmp_path)
+    with pytest.raises(InputError, match=message) as caught:
+        files.read_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_missing(tmp_path, adapter_dir):
     for call, path, message in (
-        (_files.read_config, tmp_path / "nowhere", "no such folder"),
-        (_files.read_config, tmp_path, "no config.json"),
-        (_files.read_config, adapter_dir, r"no config.json \(an adapter's folder\?\)"),
-        (_files.read_config, adapter_dir / "adapter_config.json", "not a folder"),
-        (_files.read_header, tmp_path / "nowhere", "no such file"),
-        (_files.weight_headers, tmp_path, "no model.safetensors and no model.safetensors.index"),
+        (files.read_config, tmp_path / "nowhere", "no such folder"),
+        (files.read_config, tmp_path, "no config.json"),
+        (files.read_config, adapter_dir, r"no config.json \(an adapter's folder\?\)"),
+        (files.read_config, adapter_dir / "adapter_config.json", "not a folder"),
+        (files.read_header, tmp_path / "nowhere", "no such file"),
+        (files.weight_headers, tmp_path, "no model.safetensors and no model.safetensors.index"),
     ):
-        with pytest.raises(Unreadable, match=message) as caught:
+        with pytest.raises(InputError, match=message) as caught:
             call(path)
         assert str(path) in str(caught.value)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(Unreadable, match=r"only pytorch_model\.bin"):
-        _files.weight_headers(tmp_path)
+    with pytest.raises(InputError, match=r"only pytorch_model\.bin"):
+        files.weight_headers(tmp_path)
 
 
 def test_damaged_index(sharded_dir, tmp_path):
     copy(sharded_dir, tmp_path)
-    index = tmp_path / _files.INDEX
+    index = tmp_path / files.INDEX
     whole = json.loads(index.read_text())
     first = min(whole["weight_map"].values())
     index.write_text(json.dumps(whole | {"weight_map": {**whole["weight_map"], "more": first}}))
-    with pytest.raises(Unreadable, match=rf"{first}: no tensor more"):
-        _files.read_tensors(tmp_path)
+    with pytest.raises(InputError, match=rf"{first}: no tensor more"):
+        files.read_tensors(tmp_path)
     index.write_text("{}")
-    with pytest.raises(Unreadable, match="no weight_map"):
-        _files.read_tensors(tmp_path)
+    with pytest.raises(InputError, match="no weight_map"):
+        files.read_tensors(tmp_path)
     index.write_text(json.dumps(whole))
     (tmp_path / first).unlink()
-    with pytest.raises(Unreadable, match=rf"{first}: no such file .a shard that"):
-        _files.read_tensors(tmp_path)
+    with pytest.raises(InputError, match=rf"{first}: no such file .a shard that"):
+        files.read_tensors(tmp_path)
 
 
 # -- text and imports -----------------------------------------------------------------------------
@@ -202,10 +204,10 @@ def test_colour_only_on_a_terminal(monkeypatch):
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert _text.coloured("fits", "green", Terminal()) == "\033[32mfits\033[0m"
-    assert _text.coloured("fits", "green") == "fits"  # pytest's stdout is none
+    assert _colour.coloured("fits", "green", Terminal()) == "\033[32mfits\033[0m"
+    assert _colour.coloured("fits", "green") == "fits"  # pytest's stdout is none
     monkeypatch.setenv("NO_COLOR", "1")
-    assert _text.coloured("fits", "green", Terminal()) == "fits"
+    assert _colour.coloured("fits", "green", Terminal()) == "fits"
 
 
 def test_imports_nothing_heavy(adapter_dir):

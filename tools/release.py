@@ -1,6 +1,6 @@
 """What is about to be published, compared with the checkout that it was built from.
 
-    python tests/release.py DIST DIRECT [VERSION]
+    python tools/release.py DIST DIRECT [VERSION]
 
 The folder DIST holds the sdist and the wheel that was built from it, DIRECT the wheel that was
 built from the checkout.

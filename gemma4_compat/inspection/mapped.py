@@ -1,0 +1,235 @@
+"""A model under a device map: where each tensor lands, in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.gate import installed_version
+from ..errors import InputError
+from ..model.device_maps import (
+    OFFLOADED,
+    closest,
+    covering,
+    device_label,
+    device_order,
+    left_out,
+)
+from ..model.files import existing_folder, read_config
+from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
+from ..model.parts import decoder_layers, is_under
+from ..model.sizes import TensorSize, tensor_sizes
+
+
+@dataclass(frozen=True)
+class UnknownKey:
+    """An entry that names no module, parameter or buffer.
+
+    ``closest`` is the module that may be meant, ``closest_on`` where the map puts that one.
+    ``left_out``: the class has such a part, but this checkpoint goes without it.  While loading,
+    the patch ``device_map_keys`` warns of the others.
+    """
+
+    key: str
+    device: int | str
+    closest: str | None
+    closest_on: str | None
+    left_out: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What lands under an entry of the map, or on a device: bytes, by quantisation."""
+
+    name: str
+    device: str
+    bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder that describes a model without the quantisation of its weights.
+
+    ``name`` is what to call the model.  Where it was given as a checkpoint's folder,
+    ``checkpoint`` is that, and ``quantization`` the ``quantization_config`` found in it.
+    """
+
+    name: str
+    folder: Path
+    checkpoint: Path | None = None
+    quantization: Any = None
+
+
+@contextlib.contextmanager
+def source_of(model: Any) -> Iterator[Source]:
+    """For a checkpoint's folder, or a transformers or PEFT model.
+
+    Raises:
+        InputError: no such folder, its ``config.json`` is missing or damaged, or no such model.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        name, folder, config = os.fspath(model), existing_folder(model), read_config(model)
+        if "quantization_config" not in config:
+            yield Source(name, folder, folder)
+            return
+        with unquantized_folder(config, name) as plain:
+            yield Source(name, plain, folder, config["quantization_config"])
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(getattr(base, "config", None), "to_json_string"):
+        raise InputError(f"{type(model).__name__} is neither a folder nor a transformers model")
+    name = type(base).__name__
+    config = {**json.loads(base.config.to_json_string()), "architectures": [name]}
+    with unquantized_folder(config, name) as plain:
+        yield Source(name, plain)
+
+
+class Mapped:
+    """A model under a map: what the map's entries place, and where every tensor lands.
+
+    ``quantization_config`` and ``offload_folder`` are what ``from_pretrained`` is to be given.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        given: Mapping[str, int | str],
+        quantization_config: Any = None,
+        offload_folder: Any = None,
+    ) -> None:
+        folder, quants = source.folder, _quants()
+        self.source, self.map, self.quants = source, given, quants
+        self.quantization_config, self.offload_folder = quantization_config, offload_folder
+        self.model = meta_model(folder)
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        #: names of parameters: the tied one, and the one that it is
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        #: names of the decoder layers, by number
+        self.layers = decoder_layers(self.modules)
+        devices = set(given.values())
+        gpus = [device for device in given.values() if device not in OFFLOADED]
+        #: where what is offloaded computes, and with it stay the buffers of offloaded modules
+        self.main: int | str = min(gpus, key=device_order) if gpus else "cpu"
+        self.offloads = {"cpu", "disk"} & devices if gpus else {"disk"} & devices
+        #: transformers refuses a quantised model on such a map without the offload flag
+        self.splits = bool({"cpu", "disk"} & devices) and devices != {"cpu"}
+        self.tensors: dict[str, tuple[TensorSize, ...]] = {}
+        self.whole: dict[str, tuple[TensorSize, ...]] = {}
+        #: by quantisation: linear layers that are not quantised for the map's sake
+        self.kept: dict[str, list[str]] = {}
+        for quant in quants:
+            model = self.model
+            if quant != "bf16":
+                model = meta_model(folder, bnb_config(quant))
+            self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
+            if self.splits and quant != "bf16":
+                config = bnb_config(quant, offload=True)
+                placed = meta_model(folder, config, given)
+                self.tensors[quant] = tensor_sizes(placed)
+                self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
+
+    # -- names and devices
+
+    def entry(self, name: str) -> str | None:
+        """The entry that places a module or tensor: the longest one that covers it."""
+        return covering(name, self.map)
+
+    def rests_on(self, name: str) -> int | str:
+        entry = self.entry(name)
+        return "cpu" if entry is None else self.map[entry]
+
+    def computes_on(self, name: str) -> int | str:
+        device = self.rests_on(name)
+        return self.main if device in self.offloads else device
+
+    def is_offloaded(self, name: str) -> bool:
+        entry = self.entry(name)
+        return entry is not None and self.map[entry] in self.offloads
+
+    def holds(self, tensor: TensorSize) -> int | str:
+        """Where a tensor is once the model is loaded; accelerate does not offload buffers.
+
+        Tied weights are one tensor, on a GPU if either of them is.
+        """
+        if tensor.buffer:
+            return self.computes_on(tensor.name)
+        names = [tensor.name, *(t for t, source in self.tied.items() if source == tensor.name)]
+        resident = [name for name in names if not self.is_offloaded(name)]
+        return self.rests_on((resident or names)[0])
+
+    def unknown(self) -> Iterator[UnknownKey]:
+        known = {
+            *self.modules,
+            *(name for name, _ in self.model.named_parameters(remove_duplicate=False)),
+            *(name for name, _ in self.model.named_buffers(remove_duplicate=False)),
+        }
+        for key, device in self.map.items():
+            if key not in known:
+                meant = closest(key, list(self.modules))
+                meant_on = None if meant is None else device_label(self.rests_on(meant))
+                yield UnknownKey(key, device, meant, meant_on, left_out(self.model, key))
+
+    def uncovered(self) -> Iterator[str]:
+        """The highest modules of which nothing is covered, and single tensors."""
+        if "" in self.map:
+            return
+        bare = {t.name for t in self.whole["bf16"] if self.entry(t.name) is None}
+        covered = [t.name for t in self.whole["bf16"] if t.name not in bare]
+        seen: list[str] = []
+        for name in [*self.modules, *bare]:
+            if not name or is_under(name, seen):
+                continue
+            if any(is_under(other, [name]) for other in covered):
+                continue
+            if any(is_under(other, [name]) for other in bare):
+                seen.append(name)
+        yield from seen
+
+    def entries(self) -> Iterator[Placed]:
+        for key, device in self.map.items():
+            found = {
+                quant: sum(t.bytes for t in tensors if self.entry(t.name) == key)
+                for quant, tensors in self.tensors.items()
+            }
+            yield Placed(key, device_label(device), found)
+
+    def devices(self) -> Iterator[Placed]:
+        totals: dict[int | str, dict[str, int]] = {}
+        for quant, tensors in self.tensors.items():
+            for tensor in tensors:
+                device = self.holds(tensor)
+                by_quant = totals.setdefault(device, dict.fromkeys(self.quants, 0))
+                by_quant[quant] += tensor.bytes if device in OFFLOADED else tensor.on_cuda
+        for device in sorted(totals, key=device_order):
+            yield Placed(device_label(device), device_label(device), totals[device])
+
+    def saves(self) -> dict[str, int]:
+        """Against the same map with the main device in place of "cpu" and "disk"."""
+        if self.main == "cpu":
+            return dict.fromkeys(self.quants, 0)
+        saved = {}
+        for quant in self.quants:
+            here = [t.on_cuda for t in self.tensors[quant] if self.holds(t) not in OFFLOADED]
+            saved[quant] = sum(t.on_cuda for t in self.whole[quant]) - sum(here)
+        return saved
+
+
+def _quants() -> list[str]:
+    """bitsandbytes' own layers are needed to tell what they hold."""
+    try:
+        for name in ("bitsandbytes", "accelerate"):
+            installed_version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ["bf16"]
+    return list(QUANTS)
+
+
+def _quantised(model: Any) -> set[str]:
+    kinds = ("Linear4bit", "Linear8bitLt")
+    return {name for name, module in model.named_modules() if type(module).__name__ in kinds}

@@ -1,0 +1,332 @@
+"""What a device map runs into: a function for each trap, of the model under the map."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..engine.gate import Outcome, evaluate
+from ..engine.status import State
+from ..model import parts
+from ..model.device_maps import OFFLOADED, device_label, device_order, differs
+from ..model.sizes import bytes_under
+from ._text import plural, size
+from .mapped import Mapped
+
+LEVELS = ("error", "warning", "handled", "note")
+_IN_PLACE = (State.APPLIED, State.ARMED)
+_NOT_NEEDED = (State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """Something that the map runs into.
+
+    ``level`` is "error" (loading or running fails), "warning", "handled" (by ``patch``, which is
+    in place) or "note".  ``patch`` is the patch of ours that is about it, if there is one, and
+    ``state`` that patch's state in this process.
+    """
+
+    name: str
+    level: str
+    text: str
+    patch: str | None = None
+    state: str | None = None
+
+
+def traps_of(mapped: Mapped) -> Iterator[Trap]:
+    """All that this map runs into."""
+    for trap in TRAPS:
+        yield from trap(mapped)
+
+
+def not_covered(mapped: Mapped) -> Iterator[Trap]:
+    if not any(mapped.uncovered()):
+        return
+    if len(set(mapped.map.values())) > 1 or "disk" in mapped.map.values():
+        text = (
+            "from_pretrained fails where modules have no entry: 'The device_map provided does "
+            'not give any device for the following parameters\'; add one for ""'
+        )
+        yield Trap("uncovered", "error", text)
+    elif mapped.main != "cpu":
+        text = (
+            "modules without an entry are left on the CPU and compute there, without a word "
+            'and without hooks between the devices; add an entry for ""'
+        )
+        yield Trap("uncovered", "error", text)
+
+
+def refused(mapped: Mapped) -> Iterator[Trap]:
+    if not mapped.splits:
+        return
+    flag = "llm_int8_enable_fp32_cpu_offload"
+    quantised, config = mapped.source.quantization, mapped.quantization_config
+    if quantised is not None:
+        # Its own config counts, whatever else is given.
+        if isinstance(quantised, dict) and quantised.get(flag):
+            text = (
+                "the checkpoint is quantised already: what the map offloads becomes layers in "
+                "float, which its weights do not fit (size mismatch)"
+            )
+        else:
+            text = f"the checkpoint is quantised already, its config refuses this map: no {flag}"
+        text += ". Offload of the checkpoint that it was made from"
+        yield Trap("quantised_checkpoint", "error", text)
+        return
+    if config is None:
+        text = f"in 4 or 8 bit from_pretrained wants {flag}=True for this map"
+        yield Trap("offload_flag", "note", text)
+    elif not getattr(config, flag, False):
+        text = f"from_pretrained refuses this map without {flag}=True in quantization_config"
+        yield Trap("offload_flag", "error", text)
+
+
+def disk(mapped: Mapped) -> Iterator[Trap]:
+    if "disk" not in mapped.map.values() or mapped.offload_folder is not None:
+        return
+    checkpoint = mapped.source.checkpoint
+    if checkpoint is not None and any(checkpoint.glob("*.safetensors")):
+        text = (
+            "what is on disk is read from the checkpoint's safetensors; without offload_folder "
+            "loading fails only for weights that it converts, such as 26B-A4B's experts"
+        )
+        yield Trap("disk", "note", text)
+    else:
+        text = (
+            "an entry for the disk needs offload_folder, unless the weights are safetensors "
+            "files, from which they are then read"
+        )
+        yield Trap("disk", "warning", text)
+
+
+def no_such_gpu(mapped: Mapped) -> Iterator[Trap]:
+    import torch
+
+    there = torch.cuda.device_count()
+    for device in dict.fromkeys(mapped.map.values()):
+        label = device_label(device)
+        if there and label.startswith("GPU ") and int(label[4:]) >= there:
+            text = f"{label} is not there: this machine has {plural(there, 'GPU')}"
+            yield Trap("no_such_gpu", "error", text)
+
+
+def covering_entry(mapped: Mapped) -> Iterator[Trap]:
+    placement = {n: (mapped.computes_on(n), d in mapped.offloads) for n, d in mapped.map.items()}
+    differing = [name for name in placement if name in mapped.modules and differs(name, placement)]
+    covering = [
+        key
+        for key, device in mapped.map.items()
+        if device not in OFFLOADED
+        and any(not key or (n != key and parts.is_under(n, [key])) for n in differing)
+    ]
+    for key in covering:
+        sums = []
+        for tensors in mapped.tensors.values():
+            placed = (t for t in tensors if not key or parts.is_under(t.name, [key]))
+            sums.append(sum(t.on_cuda for t in placed))
+        text = (
+            f'the entry "{key}" covers others: without root_device_map '
+            f"{device_label(mapped.map[key])} holds all of it while loading, "
+            f"{_by_quant(mapped.quants, sums)}"
+        )
+        yield from _about("root", text, "root_device_map")
+
+
+def embeddings(mapped: Mapped) -> Iterator[Trap]:
+    from torch import nn
+
+    tables = [
+        name
+        for name, module in mapped.modules.items()
+        if isinstance(module, nn.Embedding) and mapped.is_offloaded(name)
+    ]
+    for name in tables:
+        held = bytes_under(mapped.whole["bf16"], name)
+        text = (
+            f"{name} ({size(held)}) is looked up where it rests, only rows travel; without "
+            "host_embedding all of it goes to the GPU for each token"
+        )
+        yield from _about("embedding", text, "host_embedding")
+        has_ple = any(parts.part_of(each) == parts.PLE for each in mapped.modules)
+        if parts.part_of(name) == parts.EMBEDDINGS and has_ple:
+            text = "a model with per-layer embeddings reads the pad token's row on meta"
+            yield from _about("pad_embedding", text, "offloaded_pad_embedding")
+
+
+def tied(mapped: Mapped) -> Iterator[Trap]:
+    for target, source in mapped.tied.items():
+        first, second = mapped.rests_on(source), mapped.rests_on(target)
+        names = f"{source.rpartition('.')[0]} and {target.rpartition('.')[0]}"
+        if "disk" in (first, second):
+            text = f"{names} are tied, and from_pretrained cannot leave tied weights on disk"
+            yield Trap("tied", "error", text)
+        elif first != second and mapped.is_offloaded(source) != mapped.is_offloaded(target):
+            text = f"{names} are tied: with one of them on a GPU, offloading saves nothing"
+            yield Trap("tied", "warning", text)
+
+
+def split_layers(mapped: Mapped) -> Iterator[Trap]:
+    blocks = set(getattr(mapped.model, "_no_split_modules", None) or ())
+    names = [t.name for t in mapped.whole["bf16"]]
+    torn = []
+    for name, module in mapped.modules.items():
+        if type(module).__name__ in blocks:
+            inside = {mapped.computes_on(t) for t in names if parts.is_under(t, [name])}
+            torn += [name] if len(inside) > 1 else []
+    if torn:
+        text = (
+            f"inside of {_grouped(torn)} modules compute on several devices: 'found at least "
+            "two devices' where their outputs meet outside of a module"
+        )
+        yield Trap("split_layer", "warning", text)
+
+
+def shared_kv(mapped: Mapped) -> Iterator[Trap]:
+    text_config = mapped.model.config.get_text_config()
+    types = list(getattr(text_config, "layer_types", None) or ())
+    shared, layers = parts.shared_layers(text_config), mapped.layers
+    if not shared or len(types) < len(layers):
+        return
+    first = shared.start
+    apart: dict[int, list[int]] = {}
+    across = False
+    for index in range(first, len(types)):
+        producers = [i for i in range(first) if types[i] == types[index]]
+        if not producers or index not in layers or producers[-1] not in layers:
+            continue
+        pair = [f"{layers[i]}.self_attn" for i in (producers[-1], index)]
+        if mapped.rests_on(pair[0]) != mapped.rests_on(pair[1]):
+            apart.setdefault(producers[-1], []).append(index)
+            across = across or mapped.computes_on(pair[0]) != mapped.computes_on(pair[1])
+    if apart:
+        sources = ", ".join(map(str, apart))
+        sharing = len({index for indices in apart.values() for index in indices})
+        text = (
+            f"{plural(sharing, 'layer')} elsewhere than layers {sources}, whose keys and "
+            f"values they share: KeyError: {sources} or a layer type's name after a "
+            "dispatch_model of your own or PEFT's"
+        )
+        yield from _about("shared_kv", text, "shared_kv_states")
+        if across:
+            text = (
+                f"the keys and values of layers {sources} go from GPU to GPU for each token, "
+                f"to {plural(sharing, 'layer')} that share them; a cut before them spares that"
+            )
+            yield Trap("kv_between_gpus", "note", text)
+
+
+def second_gpu(mapped: Mapped) -> Iterator[Trap]:
+    gpus = sorted({d for d in mapped.map.values() if d not in OFFLOADED}, key=device_order)
+    if len(gpus) < 2:
+        return
+    labels = ", ".join(map(device_label, gpus))
+    text = f"{labels} compute one after the other, and send each other the hidden states"
+    yield Trap("several_gpus", "note", text)
+    tokens = [n for n in mapped.modules if n.rpartition(".")[2] == "embed_tokens"]
+    if tokens and mapped.computes_on(tokens[0]) != mapped.main:
+        text = f"the token embeddings are on {device_label(mapped.computes_on(tokens[0]))}"
+        text += f", the inputs come to {device_label(mapped.main)}"
+        yield from _about("token_device", text, "ple_mask_device")
+
+
+def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
+    layers = [name for name in mapped.layers.values() if mapped.is_offloaded(name)]
+    if not layers:
+        return
+    tensors = mapped.tensors["bf16"]
+    moved = sum(t.bytes for t in tensors if parts.is_under(t.name, layers) and not t.buffer)
+    text = (
+        f"{plural(len(layers), 'decoder layer')} off the GPU: {size(moved)} in bfloat16 go "
+        "there for each token. A map that names layers keeps them in bfloat16; "
+        'device_map="auto" with max_memory offloads them in 4 bit, which offload_streaming '
+        "makes fast"
+    )
+    yield Trap("decoder_layers", "note", text)
+
+
+def not_quantised(mapped: Mapped) -> Iterator[Trap]:
+    meant: dict[str, tuple[int, int]] = {}
+    for quant, names in mapped.kept.items():
+        for offloaded in (True, False):
+            found = [name for name in names if mapped.is_offloaded(name) is offloaded]
+            then, otherwise = (
+                sum(t.bytes for t in tensors[quant] if parts.is_under(t.name, found))
+                for tensors in (mapped.tensors, mapped.whole)
+            )
+            if offloaded and found:
+                meant[quant] = then, otherwise
+            elif found:
+                text = (
+                    f"{quant}: {_grouped(found)} stay in bfloat16 too, without being "
+                    "offloaded: transformers takes the map's names for patterns.  "
+                    f"{size(then - otherwise)} more"
+                )
+                yield Trap("not_quantised_by_name", "warning", text)
+    if meant:
+        then = max(then for then, _ in meant.values())
+        text = (
+            f"what a map offloads is not quantised (transformers' design): {size(then)} in "
+            f"place of {_by_quant(meant, (otherwise for _, otherwise in meant.values()))}"
+        )
+        yield Trap("not_quantised", "note", text)
+
+
+def adapters(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.offloads:
+        text = (
+            "an adapter loaded with PeftModel.from_pretrained leaves this placement alone; a "
+            "device_map given to PEFT is ignored"
+        )
+        yield from _about("adapters", text, "peft_redispatch")
+
+
+TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
+    not_covered,
+    refused,
+    disk,
+    no_such_gpu,
+    covering_entry,
+    embeddings,
+    tied,
+    split_layers,
+    shared_kv,
+    second_gpu,
+    decoder_layers,
+    not_quantised,
+    adapters,
+)
+
+
+def _about(name: str, text: str, patch: str) -> Iterator[Trap]:
+    """A bug that a patch is for: handled, or open where the patch is not in place.
+
+    Nothing where the installed versions do not have it.
+    """
+    from .. import status
+    from ..patches import load
+
+    state = status()[patch].state
+    affects = next(each.affects for each in load() if each.name == patch)
+    # The gate is not asked of a patch that is switched off.
+    outside = evaluate(affects).outcome in (Outcome.OUTSIDE, Outcome.MISSING)
+    if state not in _NOT_NEEDED and not outside:
+        level = "handled" if state in _IN_PLACE else "warning"
+        yield Trap(name, level, text, patch, state.value)
+
+
+def _by_quant(quants: Iterable[str], numbers: Iterable[int]) -> str:
+    return ", ".join(f"{size(n)} ({q})" for q, n in zip(quants, numbers, strict=True))
+
+
+def _grouped(names: Iterable[str], most: int = 3) -> str:
+    """A few names; what follows on each other as "layers.30 ... layers.34"."""
+    tops: list[str] = []
+    for name in names:
+        layer = re.match(r"(.*?layers\.\d+)(\.|$)", name)
+        top = layer[1] if layer else name
+        if top not in tops:
+            tops.append(top)
+    said = ", ".join(tops[:most])
+    return said if len(tops) <= most else f"{said} and {len(tops) - most} more"

@@ -1,0 +1,182 @@
+"""A model on the meta device, from its ``config.json`` alone.
+
+Which of its layers are quantised, transformers' own quantiser decides.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .files import read_config
+
+QUANTS = ("nf4", "int8", "bf16")
+
+
+def meta_model(
+    model_dir: str | os.PathLike[str],
+    quantization_config: Any = None,
+    device_map: Mapping[str, Any] | None = None,
+) -> Any:
+    """The model of a folder's ``config.json`` on the meta device, in bfloat16; no weight is read.
+
+    With a ``BitsAndBytesConfig`` its linear layers are replaced by those of bitsandbytes, but for
+    those that transformers keeps: among others what ``device_map`` puts on "cpu" or "disk".
+
+    Raises:
+        InputError: no such folder, or its ``config.json`` does not describe a model that the
+            installed transformers knows, or one that is quantised already.
+    """
+    import torch
+    import transformers
+
+    file = _config_file(model_dir)
+    try:
+        config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+    except Exception as error:  # a config can be wrong in many ways
+        why = str(error).strip().partition("\n")[0]
+        raise InputError(f"{file}: not understood by transformers {_version()}: {why}") from error
+    name = model_class(config)
+    architecture = getattr(transformers, name, None)
+    if architecture is None:
+        raise InputError(f"{file}: transformers {_version()} has no {name}")
+    try:
+        with torch.device("meta"):
+            model = architecture._from_config(config, dtype=torch.bfloat16)
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise InputError(f"{file}: {name} cannot be built from it: {why}") from error
+    if quantization_config is not None:
+        from transformers.quantizers import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+        # As in from_pretrained, where they are not tied yet: it keeps the last of all parameters.
+        _untie(model)
+        quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
+        model.tie_weights()
+    return model
+
+
+def _untie(model: Any) -> None:
+    from torch import nn
+
+    for name in model.all_tied_weights_keys:
+        module, _, leaf = name.rpartition(".")
+        tied = model.get_parameter(name)
+        setattr(model.get_submodule(module), leaf, nn.Parameter(tied.detach().clone(), False))
+
+
+def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
+    """The model of a folder on meta, and the method that its weights are quantised by.
+
+    It is built as if it were quantised now: its layers are of the same classes, and there is no
+    need to know how their weights are stored.  With other methods than bitsandbytes' the layers
+    are those of the unquantised model.
+
+    Raises:
+        InputError: as `meta_model`; or bitsandbytes is needed, and not installed.
+    """
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return meta_model(folder), None
+    method = str(quantization.get("quant_method", "unknown"))
+    options = None
+    if method == "bitsandbytes":
+        missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
+        if missing:
+            raise InputError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
+        from transformers import BitsAndBytesConfig
+
+        options = BitsAndBytesConfig.from_dict(quantization)
+    with unquantized_folder(config, str(folder)) as plain:
+        return meta_model(plain, options), method
+
+
+@contextmanager
+def unquantized_folder(config: Mapping[str, Any], name: str) -> Iterator[Path]:
+    """A folder with this ``config.json``, but without the quantisation of the weights.
+
+    Errors speak of ``name`` in place of that folder.
+    """
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(plain), encoding="utf-8")
+        try:
+            yield Path(folder)
+        except InputError as error:
+            raise InputError(str(error).replace(folder, name)) from error
+
+
+def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **options: Any) -> Any:
+    """The ``BitsAndBytesConfig`` of "nf4" or "int8", with these options; ``None`` for "bf16"."""
+    if quant == "bf16":
+        return None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**{**bnb_options(quant, offload=offload, nested=nested), **options})
+
+
+def model_class(config: Any) -> str:
+    """The name of the class that loads this checkpoint as a whole."""
+    if config.architectures:
+        return str(config.architectures[0])
+    from transformers.models.auto import modeling_auto as auto
+
+    for mapping in (
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    ):
+        if config.model_type in mapping:
+            return str(mapping[config.model_type])
+    return type(config).__name__.replace("Config", "Model")
+
+
+def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, Any]:
+    """The arguments of a ``BitsAndBytesConfig``; nothing but plain values.
+
+    With ``nested`` the statistics of "nf4" are quantised too (double quantisation).
+    """
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if quant == "nf4":
+        options = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": nested,
+            "bnb_4bit_compute_dtype": "bfloat16",
+        }
+    if offload:
+        # Without it transformers refuses a map that names the CPU beside a GPU.
+        options["llm_int8_enable_fp32_cpu_offload"] = True
+    return options
+
+
+def _config_file(model_dir: str | os.PathLike[str]) -> Path:
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"{folder}: no config.json") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: not JSON: {error}") from error
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise InputError(f"{file}: no model's config (no model_type)")
+    if "quantization_config" in content:
+        raise InputError(f"{file}: a quantised checkpoint. Name the one that it was made from")
+    return file
+
+
+def _version() -> str:
+    import transformers
+
+    return str(transformers.__version__)

@@ -1,0 +1,76 @@
+"""The parts of a Gemma 4 model, told by the names of its modules and tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
+    "decoder layers", "per-layer embeddings", "token embeddings", "vision", "audio", "the rest",
+)  # fmt: skip
+#: in the order of tables
+PARTS = (LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST)
+TOWERS = ("language", "vision", "audio", "other")
+_WRAPPER = "ClippableLinear"
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a module or tensor of this name belongs to."""
+    path = name.split(".")
+    if "embed_tokens_per_layer" in path:
+        return PLE
+    if any(step.startswith("vision") or step.endswith("_vision") for step in path):
+        return VISION
+    if any(step.startswith("audio") or step.endswith("_audio") for step in path):
+        return AUDIO
+    if "embed_tokens" in path or "lm_head" in path:
+        return EMBEDDINGS
+    return LAYERS if re.search(r"(^|\.)layers\.\d+(\.|$)", name) else REST
+
+
+def is_under(name: str, modules: Iterable[str]) -> bool:
+    """Whether ``name`` is one of these modules, or inside of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def tower_of(name: str) -> str:
+    """ "language", "vision", "audio" or "other", for a module's or tensor's name."""
+    part = part_of(name)
+    if part in (VISION, AUDIO):
+        return "vision" if part == VISION else "audio"
+    return "language" if part != REST or "language_model" in name.split(".") else "other"
+
+
+def decoder_layers(modules: Iterable[str]) -> dict[int, str]:
+    """The names of the decoder layers among these modules, by their number."""
+    found = {}
+    for name in modules:
+        layer = re.search(r"(?:^|\.)layers\.(\d+)$", name)
+        if layer is not None and part_of(name) == LAYERS:
+            found[int(layer[1])] = name
+    return found
+
+
+def shared_layers(config: Any) -> range:
+    """The numbers of the decoder layers that take keys and values from earlier ones."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", None) or 0
+    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    return range(layers - shared, layers)
+
+
+def is_shared_kv(name: str, shared: range) -> bool:
+    """Whether a module is the key or value projection of a decoder layer that has none."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_proj(\.|$)", name)
+    return match is not None and int(match[1]) in shared and tower_of(name) == "language"
+
+
+def is_clippable(module: Any) -> bool:
+    """Whether a module is a ``Gemma4ClippableLinear``, which holds the layer itself as ``linear``.
+
+    So are its copies in sibling models, and subclasses of either.
+    """
+    return "linear" in module._modules and any(
+        cls.__name__.endswith(_WRAPPER) for cls in type(module).__mro__
+    )

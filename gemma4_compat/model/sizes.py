@@ -1,0 +1,173 @@
+"""How many bytes a model takes, tensor by tensor, without its weights.
+
+The model is on the meta device (`meta.meta_model`).  Counted is what a loaded model holds:
+parameters, buffers, and the statistics that bitsandbytes keeps beside a quantised weight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .parts import LAYERS, is_under, part_of, shared_layers
+
+#: of PyTorch's CUDA allocator: what it gives out is a multiple of this
+_CUDA_ROUNDING = 512
+_NESTED_BLOCKSIZE = 256  # of bitsandbytes' double quantisation
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """A tensor that a loaded model holds.
+
+    ``name`` is that of the parameter or buffer, with what bitsandbytes keeps beside a weight as
+    ``.absmax`` and the like after it.  ``buffer``: accelerate leaves those of an offloaded module
+    on the device that computes.
+    """
+
+    name: str
+    bytes: int
+    buffer: bool = False
+
+    @property
+    def on_cuda(self) -> int:
+        """Its bytes as ``torch.cuda.memory_allocated`` counts them."""
+        return -(-self.bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+
+def bytes_under(sizes: Iterable[TensorSize], module: str, *, on_cuda: bool = False) -> int:
+    """The bytes of everything under a module's name; ``""`` is the whole model."""
+    return sum(
+        size.on_cuda if on_cuda else size.bytes
+        for size in sizes
+        if not module or is_under(size.name, [module])
+    )
+
+
+# -- its tensors --------------------------------------------------------------------------------
+
+
+def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
+    """Every tensor that ``model`` holds once it is loaded; tied ones once, by their first name.
+
+    ``model`` is on meta, from `meta.meta_model`; bitsandbytes' layers are not quantised yet there,
+    and counted as they will be.
+    """
+    found: list[TensorSize] = []
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                if kind is module._buffers:
+                    size = tensor.numel() * tensor.element_size()
+                    found.append(TensorSize(prefix + name, size, buffer=True))
+                else:
+                    found += _parameter(prefix + name, tensor, module)
+    return tuple(found)
+
+
+def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
+    kind = type(tensor).__name__
+    if kind == "Params4bit":
+        numbers = module.in_features * module.out_features
+        blocks = -(-numbers // tensor.blocksize)
+        yield TensorSize(name, -(-numbers // 2))
+        yield TensorSize(f"{name}.quant_map", 4 * 16)
+        if not tensor.compress_statistics:
+            yield TensorSize(f"{name}.absmax", 4 * blocks)
+            return
+        yield TensorSize(f"{name}.absmax", blocks)
+        yield TensorSize(f"{name}.nested_absmax", 4 * -(-blocks // _NESTED_BLOCKSIZE))
+        yield TensorSize(f"{name}.nested_quant_map", 4 * 256)
+        yield TensorSize(f"{name}.nested_offset", 4)
+    elif kind == "Int8Params":
+        yield TensorSize(name, module.in_features * module.out_features)
+        yield TensorSize(f"{name}.SCB", 4 * module.out_features)
+    else:
+        yield TensorSize(name, tensor.numel() * 2)  # bfloat16, whatever the replaced layer says
+
+
+def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]:
+    """The tensors of an adapter as PEFT loads them: in float32, on the GPU.
+
+    Of ``adapter_model.safetensors`` only the header is read.
+
+    Raises:
+        InputError: the folder holds no such adapter.
+    """
+    folder = Path(adapter_dir)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise InputError(f"{folder}: no adapter_model.safetensors")
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return tuple(TensorSize(n, 4 * _numel(e["shape"])) for n, e in entries.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: not a safetensors file") from error
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numbers = 1
+    for length in shape:
+        numbers *= length
+    return numbers
+
+
+# -- the KV cache -------------------------------------------------------------------------------
+
+
+def kv_widths(model: Any) -> dict[int, int]:
+    """For each decoder layer that keeps keys and values, how many numbers each is a token."""
+    shared = shared_layers(model.config)
+    widths = {}
+    for name, module in model.named_modules():
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn$", name)
+        if layer is None or part_of(name) != LAYERS:
+            continue
+        if int(layer[1]) not in shared:
+            widths[int(layer[1])] = int(module.k_proj.out_features)
+    return widths
+
+
+def kv_cache_bytes(model: Any, steps: Iterable[int]) -> int:
+    """Bytes that transformers' own ``DynamicCache`` holds after these steps, in bfloat16.
+
+    ``steps`` are the numbers of tokens of one forward after the other.  What is counted are
+    storages: after a long prompt in one step, the keys and values that a sliding layer keeps are
+    views of those of the whole prompt, which stay until the next step.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    widths = kv_widths(model)
+    for tokens in steps:
+        for index, width in widths.items():
+            both = torch.empty((2, 1, 1, tokens, width), dtype=torch.bfloat16, device="meta")
+            cache.update(*both, index)
+    storages = {}
+    for layer in cache.layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

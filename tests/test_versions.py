@@ -1,0 +1,43 @@
+"""The releases that the project is made for are the same in every place that needs them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from gemma4_compat import versions
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_extra_has_the_floors():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = [Requirement(text) for text in project["optional-dependencies"]["gemma4"]]
+    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in extra if r.name != "torch"}
+    assert bounds.keys() == versions.FLOORS.keys()
+    for name, floor in versions.FLOORS.items():
+        assert Version(bounds[name]) == Version(floor)
+
+
+def test_can_be_run_where_nothing_is_installed():
+    tree = ast.parse(Path(versions.__file__).read_text(encoding="utf-8"))
+    imports = [each for each in ast.walk(tree) if isinstance(each, (ast.Import, ast.ImportFrom))]
+    assert [each.module for each in imports] == ["__future__"]
+
+
+def test_the_newest_are_not_older_than_the_others():
+    assert versions.FLOORS.keys() == versions.USERS.keys() == versions.NEWEST.keys()
+    for name in versions.LIBRARIES:
+        stacks = (versions.FLOORS, versions.USERS, versions.NEWEST)
+        releases = [Version(stack[name]) for stack in stacks]
+        assert releases == sorted(releases)
+
+
+def test_nox_names_no_release_of_its_own():
+    text = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    assert not [name for name in versions.LIBRARIES if f'"{name}==' in text]
