@@ -7,15 +7,15 @@ bitsandbytes keeps beside a quantised weight.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+from .model.files import CONFIG, adapter_header, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
@@ -174,21 +174,10 @@ def bnb_options(quant: str, *, offload: bool) -> dict[str, Any]:
 
 
 def _config_file(model_dir: str | os.PathLike[str]) -> Path:
-    folder = Path(model_dir)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    file = folder / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: no config.json") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: not JSON: {error}") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise InputError(f"{file}: no model's config (no model_type)")
-    if "quantization_config" in content:
+    if "quantization_config" in read_config(model_dir):
+        file = Path(model_dir) / CONFIG
         raise InputError(f"{file}: a quantised checkpoint. Name the one that it was made from")
-    return file
+    return Path(model_dir) / CONFIG
 
 
 def _version() -> str:
@@ -252,27 +241,8 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
     Raises:
         InputError: the folder holds no such adapter.
     """
-    folder = Path(adapter_dir)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise InputError(f"{folder}: no adapter_model.safetensors")
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, file.stat().st_size)))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return tuple(TensorSize(n, 4 * _numel(e["shape"])) for n, e in entries.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: not a safetensors file") from error
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numbers = 1
-    for length in shape:
-        numbers *= length
-    return numbers
+    entries = adapter_header(adapter_dir).tensors.values()
+    return tuple(TensorSize(entry.name, 4 * entry.numel) for entry in entries)
 
 
 # -- the KV cache -------------------------------------------------------------------------------
