@@ -16,6 +16,9 @@ from typing import Any
 class InputError(ValueError):
     """A file or an argument cannot work.  The message is one line that names it."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
 
 class MergeError(RuntimeError):
     """Merging an adapter failed, and nothing was written.
@@ -30,3 +33,9 @@ class MergeError(RuntimeError):
 
 class PatchError(RuntimeError):
     """Raised in place of a warning where the strict switch is on."""
+
+
+def reason(error: BaseException) -> str:
+    """What another library's error says, in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 
@@ -13,6 +18,7 @@ import torch
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError, MergeError
 from gemma4_compat.merge import merge_adapter
+from tests import damage
 from tests.support import assert_same, load_model, logits
 
 peft = pytest.importorskip("peft")
@@ -88,7 +94,10 @@ def test_merges_and_writes(model_dir, which, work, request, capsys):
     ).read_text()
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "orthogonal"}],
+)
 def test_kinds_of_adapters(model_dir, options, work, tmp_path):
     adapter = make_adapter(
         tmp_path / "adapter", model_dir, noise,
@@ -193,9 +202,7 @@ def test_adapter_for_another_model(model_dir, language_adapter_dir, work, tmp_pa
     tensors = load(file.read_bytes())
     tensors = {name.replace(".language_model.", ".text_model."): t for name, t in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(MergeError, match="does not fit"):
-        merge_adapter(model_dir, adapter, work / "out")
-    assert names(work) == []
+    refused(model_dir, adapter, work / "out", f"{adapter} does not fit {model_dir}: ")
 
 
 def test_adapter_that_is_not_finite(model_dir, work, tmp_path):
@@ -276,6 +283,502 @@ def test_unquantised_weights_with_a_quantization_config(
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
 
 
+# -- files and arguments that cannot work ---------------------------------------------------------
+
+
+class Loading(Exception):
+    """The checks are passed, and weights would be loaded now."""
+
+
+def stop_at_loading(line):
+    if line.startswith("loading "):
+        raise Loading
+
+
+def refused(base, adapter, out, message, **options):
+    """Before weights are loaded, in one line that names what is wrong; and nothing is left."""
+    before = names(out.parent) if out.parent.is_dir() else None
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        merge_adapter(base, adapter, out, progress=stop_at_loading, **options)
+    assert "\n" not in str(caught.value)
+    assert before is None or names(out.parent) == before
+    return str(caught.value)
+
+
+def sharded(model_dir, path):
+    load_model(model_dir).save_pretrained(path, max_shard_size="2MB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(model_dir, language_adapter_dir, tmp_path_factory):
+    """A base in shards and an adapter, with all that goes along with them."""
+    folder = tmp_path_factory.mktemp("whole")
+    base = with_tokenizer(sharded(model_dir, folder / "sharded"), folder / "base", "a template")
+    (base / "processor_config.json").write_text('{"a": "b"}')
+    (base / "tokenizer.model").write_text("not used, and copied")
+    adapter = with_tokenizer(language_adapter_dir, folder / "adapter")
+    return {"base": base, "adapter": adapter}
+
+
+@pytest.fixture
+def copies(whole, tmp_path):
+    return {name: shutil.copytree(path, tmp_path / name) for name, path in whole.items()}
+
+
+JSON_FILES = [
+    ("base", "config.json"),
+    ("base", "model.safetensors.index.json"),
+    ("base", "generation_config.json"),
+    ("base", "tokenizer.json"),
+    ("base", "tokenizer_config.json"),
+    ("base", "processor_config.json"),
+    ("adapter", "adapter_config.json"),
+    ("adapter", "tokenizer_config.json"),
+]
+WEIGHTS = [("base", "model-00002-of-*.safetensors"), ("adapter", "adapter_model.safetensors")]
+OTHERS = [("base", "tokenizer.model"), ("base", "chat_template.jinja")]
+DAMAGED = [
+    pytest.param(place, kind, *how, id=f"{'/'.join(place)}-{kind}")
+    for files, kinds in (
+        (JSON_FILES, damage.JSON),
+        (WEIGHTS, {**damage.SAFETENSORS, "cut off": damage.CUT_OFF}),
+        (OTHERS, damage.ANY),
+    )
+    for place in files
+    for kind, how in kinds.items()
+]
+
+
+@pytest.mark.parametrize(("place", "kind", "change", "message"), DAMAGED)
+def test_damaged_file(copies, work, place, kind, change, message):
+    folder, name = place
+    (file,) = copies[folder].glob(name)
+    change(file)
+    said = refused(copies["base"], copies["adapter"], work / "out", message)
+    assert str(file) in said
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (("base", "config.json"), "no config.json"),
+        (("base", "model.safetensors.index.json"), "no model.safetensors and no model.safetensors"),
+        (("base", "model-00002-of-*.safetensors"), "no such file (a shard that model.safetensors"),
+        (("adapter", "adapter_config.json"), "no adapter_config.json"),
+        (("adapter", "adapter_model.safetensors"), "no adapter_model.safetensors"),
+    ],
+)
+def test_missing_file(copies, work, place, message):
+    (file,) = copies[place[0]].glob(place[1])
+    file.unlink()
+    assert str(file.parent) in refused(*copies.values(), work / "out", message)
+
+
+def edited(file, **entries):
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        (
+            "base/config.json",
+            {"model_type": "gemma9"},
+            "config.json: not understood by transf",
+        ),
+        ("base/config.json", {"architectures": "Gemma4"}, "config.json: architectures cannot be"),
+        ("base/config.json", {"text_config": []}, "config.json: text_config cannot be []"),
+        ("base/config.json", {"text_config": {"hidden_size": "many"}}, "base"),
+        ("base/config.json", {"text_config": {"num_hidden_layers": 9}}, "base"),
+        ("base/generation_config.json", {"eos_token_id": {}}, "eos_token_id cannot be {}"),
+        ("base/tokenizer.json", {"model": 4}, "base: its tokenizer does not work"),
+        (
+            "adapter/adapter_config.json",
+            {"peft_type": None},
+            "adapter_config.json: not an",
+        ),
+        ("adapter/adapter_config.json", {"peft_type": "LORAX"}, "not understood by peft"),
+        ("adapter/adapter_config.json", {"peft_type": "CPT"}, "CPT has no weights"),
+        ("adapter/adapter_config.json", {"r": "8"}, 'adapter_config.json: r cannot be "8"'),
+        ("adapter/adapter_config.json", {"r": 2}, "adapter does not fit"),
+        ("adapter/adapter_config.json", {"target_modules": ["no_proj"]}, "adapter does not fit"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_content_that_cannot_work(copies, work, file, entries, message):
+    edited(copies["base"].parent / file, **entries)
+    if file == "base/tokenizer.json":
+        (copies["adapter"] / "tokenizer.json").unlink()
+    refused(*copies.values(), work / "out", message)
+
+
+def test_base_without_one_of_its_tensors(model_dir, language_adapter_dir, work, tmp_path):
+    """transformers fills such a place with random numbers, and they would be written."""
+    from safetensors.torch import load, save_file
+
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    tensors = load((base / "model.safetensors").read_bytes())
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    refused(base, language_adapter_dir, work / "out", f"{base}: its weights lack 1 tensors of")
+
+
+def test_base_without_tensors_that_are_never_used(model_dir, language_adapter_dir, work, tmp_path):
+    """Keys and values of layers that share them: the first releases alone save them."""
+    from safetensors.torch import load, save_file
+
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    text = json.loads((base / "config.json").read_text())["text_config"]
+    shared = range(text["num_hidden_layers"] - text["num_kv_shared_layers"], 99)
+    assert text["num_kv_shared_layers"]
+    parts = [f"language_model.layers.{n}.self_attn.{k}_" for n in shared for k in "kv"]
+    tensors = load((base / "model.safetensors").read_bytes())
+    kept = {name: t for name, t in tensors.items() if not any(part in name for part in parts)}
+    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Loading):
+        merge_adapter(base, language_adapter_dir, work / "out", progress=stop_at_loading)
+
+
+def test_tokenizer_of_another_model(copies, work):
+    (copies["adapter"] / "tokenizer.json").unlink()
+    file = copies["base"] / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["capital"] = 10**6
+    file.write_text(json.dumps(content))
+    message = "its tokenizer is of another model: token 1000000 of 'the capital' is outside"
+    refused(*copies.values(), work / "out", message, prompts=["the capital"])
+
+
+MUTATIONS = 40
+VALUES = [None, [], {}, "x", -1, 0, 1e308, True, 10**30, ["x"], {"a": 1}, "../../x", "a\nb"]
+
+
+def places(value, path=()):
+    """The path of everything inside of a JSON value."""
+    inside = value.items() if isinstance(value, dict) else ()
+    inside = list(enumerate(value))[:3] if isinstance(value, list) else inside
+    for key, each in inside:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+def mutated(content, chance):
+    """One entry anywhere is removed, renamed or replaced."""
+    *path, last = chance.choice(list(places(content)))
+    holder = content
+    for key in path:
+        holder = holder[key]
+    what = chance.choice(["removed", "renamed", *["replaced"] * 4])
+    if what == "replaced":
+        holder[last] = chance.choice(VALUES)
+    else:
+        value = holder.pop(last)
+        if what == "renamed" and isinstance(holder, dict):
+            holder[f"{last}x"] = value
+
+
+@pytest.mark.parametrize("seed", range(MUTATIONS))
+def test_mutations(copies, work, seed):
+    """Each is refused in one line that names the folder, or harmless enough to be loaded."""
+    chance = random.Random(seed)
+    folder, name = chance.choice([*JSON_FILES, *WEIGHTS, *WEIGHTS])
+    (file,) = copies[folder].glob(name)
+    if file.suffix == ".json":
+        content = json.loads(file.read_text())
+        mutated(content, chance)
+        file.write_text(json.dumps(content))
+    else:
+        damage.with_header(lambda header: mutated(header, chance))(file)
+    try:
+        merge_adapter(*copies.values(), work / "out", progress=stop_at_loading)
+    except Loading:
+        pass
+    except InputError as error:
+        assert str(copies[folder]) in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        pytest.fail("neither loaded nor refused")
+    assert names(work) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cudda", "device 'cudda': torch has none"),
+        ("cuda:99", "device 'cuda:99': torch finds "),
+        ("meta", "device 'meta': computes nothing"),
+        ("vulkan", "device 'vulkan': torch cannot use it"),
+        ("", "device '': torch has none"),
+        (None, "device None: torch has none"),
+    ],
+)
+def test_devices(model_dir, language_adapter_dir, work, device, message):
+    refused(model_dir, language_adapter_dir, work / "out", message, device=device)
+
+
+def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
+    result = merge_adapter(model_dir, language_adapter_dir, work / "out", device="cpu:0")
+    assert result.agrees
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_no_gpu(model_dir, language_adapter_dir, work):
+    message = "device 'cuda': torch finds 0 CUDA GPUs; name one, or cpu"
+    refused(model_dir, language_adapter_dir, work / "out", message, device="cuda")
+
+
+@pytest.mark.parametrize("prompts", ["the capital", [4], ["the capital", " "]])
+def test_prompts_are_checked(copies, work, prompts):
+    message = "a prompt is empty" if prompts[-1] == " " else "prompts must be a list of texts"
+    refused(*copies.values(), work / "out", message, prompts=prompts)
+
+
 def test_dtype_is_checked(model_dir, language_adapter_dir, work):
-    with pytest.raises(InputError, match="dtype must be one of bfloat16"):
-        merge_adapter(model_dir, language_adapter_dir, work / "out", dtype="int8")
+    message = "dtype must be one of bfloat16, float16, float32, not 'int8'"
+    refused(model_dir, language_adapter_dir, work / "out", message, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--device", "cudda"], ["--device", "meta"], ["--dtype", "int8"]]
+)
+def test_exit_code_of_arguments(model_dir, language_adapter_dir, work, capsys, arguments):
+    try:
+        paths = map(str, (model_dir, language_adapter_dir, work / "out"))
+        code = main(["merge", *paths, *arguments])
+    except SystemExit as error:  # argparse's own
+        code = error.code
+    assert code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("gemma4-compat merge: ")
+    assert arguments[1] in last
+    assert "loading" not in last
+    assert names(work) == []
+
+
+def test_exit_code_of_files(copies, work, capsys):
+    file = copies["adapter"] / "adapter_config.json"
+    file.write_bytes(damage.POINTER)
+    assert main(["merge", *map(str, copies.values()), str(work / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"gemma4-compat merge: {file}: a Git LFS pointer, not the file itself: run git lfs pull"
+    )
+
+
+# -- OUT ------------------------------------------------------------------------------------------
+
+
+def test_out_that_cannot_be_made(model_dir, language_adapter_dir, work):
+    for out, message in (
+        ("x" * 250, f"{work}: cannot be written to: OSError: "),
+        ("x" * 300, f"{work / ('x' * 300)}: cannot be OUT: OSError: "),
+        ("null\0byte", "cannot be OUT: ValueError: embedded null byte"),
+    ):
+        refused(model_dir, language_adapter_dir, work / out, message)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even from root")
+def test_folder_that_takes_no_files(model_dir, language_adapter_dir):
+    with pytest.raises(InputError, match="/proc: cannot be written to: "):
+        merge_adapter(model_dir, language_adapter_dir, "/proc/out", progress=stop_at_loading)
+    with pytest.raises(InputError, match="/proc: another disk is mounted there"):
+        merge_adapter(
+            model_dir, language_adapter_dir, "/proc", progress=stop_at_loading, force=True
+        )
+
+
+def test_read_only_folder(model_dir, language_adapter_dir, work):
+    work.chmod(0o500)
+    if os.access(work, os.W_OK):
+        pytest.skip("this user writes everywhere; see test_folder_that_takes_no_files")
+    message = f"{work}: cannot be written to: PermissionError"
+    refused(model_dir, language_adapter_dir, work / "out", message)
+
+
+def test_no_room(model_dir, language_adapter_dir, work, tmp_path):
+    """For a base of 4 TiB, most of which takes no room itself."""
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    huge = {"dtype": "BF16", "shape": [2**41], "data_offsets": [0, 2**42]}
+    header = json.dumps({"huge": huge}).encode()
+    with (base / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 2**42)
+    assert shutil.disk_usage(work).free < 2**42
+    refused(base, language_adapter_dir, work / "out", "are free, and the merged model takes 4096.0")
+
+
+def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work, monkeypatch):
+    """``--force`` would replace it; an empty variable in a shell names it too."""
+    (work / "kept").mkdir()
+    monkeypatch.chdir(work / "kept")
+    for out in ("", ".", "..", str(work), "/"):
+        with pytest.raises(InputError, match="is the current folder or one above it"):
+            merge_adapter(
+                model_dir, language_adapter_dir, out, force=True, progress=stop_at_loading
+            )
+    assert names(work) == ["kept"]
+
+
+def test_out_that_appears_meanwhile(model_dir, language_adapter_dir, work):
+    def make(line):
+        if line.startswith("reading it back"):
+            (work / "out").mkdir()
+
+    with pytest.raises(MergeError, match=r"cannot be put in place: .*exists already"):
+        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=make)
+    assert names(work) == ["out"]
+    assert names(work / "out") == []
+
+
+def test_writing_fails(model_dir, language_adapter_dir, work):
+    """As on a full disk: safetensors has an error of its own, which is no OSError."""
+    program = (
+        "import resource, sys\n"
+        "from gemma4_compat.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+        "sys.exit(main(['merge', *sys.argv[1:]]))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program,
+         str(model_dir), str(language_adapter_dir), str(work / "out")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith(f"gemma4-compat merge: writing to {work} failed: ")
+    assert last.endswith("; nothing written")
+    assert "Traceback" not in ran.stderr
+    assert names(work) == []
+
+
+# -- stopped --------------------------------------------------------------------------------------
+
+
+def stopped_by(number, arguments, work):
+    """A merge in another process that gets a signal while its weights are written."""
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from gemma4_compat import merge\n"
+        "def progress(line):\n"
+        "    if line.startswith('reading it back'):\n"
+        "        (partial,) = Path(sys.argv[3]).parent.glob('.*.partial')\n"
+        "        assert (partial / 'model.safetensors').is_file()\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
+        "merge.merge_adapter(*sys.argv[1:4], force=True, progress=progress)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments), str(work / "out")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_signals_leave_nothing(model_dir, language_adapter_dir, work, name):
+    number = getattr(signal, name)
+    (work / "out").mkdir()
+    (work / "out" / "old").write_text("kept")
+    ran = stopped_by(number, (model_dir, language_adapter_dir), work)
+    assert ran.returncode == (-number if name == "SIGINT" else 128 + number), ran.stderr
+    assert names(work) == ["out"]
+    assert names(work / "out") == ["old"]
+
+
+def test_what_a_killed_merge_leaves_is_removed(model_dir, language_adapter_dir, work, capsys):
+    """Its folder is not locked any more; that of a running merge is, and stays."""
+    ran = stopped_by(signal.SIGKILL, (model_dir, language_adapter_dir), work)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    (left,) = names(work)
+    assert (work / left / "model.safetensors").is_file()
+    lines = []
+
+    def merge_twice(line):
+        lines.append(line)
+        if line.startswith("loading "):
+            (running,) = names(work)
+            with pytest.raises(Loading):
+                merge_adapter(
+                    model_dir, language_adapter_dir, work / "out",
+                    progress=lambda line: (others.append(line), stop_at_loading(line)),
+                )  # fmt: skip
+            assert names(work) == [running]
+            raise Loading
+
+    others = []
+    with pytest.raises(Loading):
+        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=merge_twice)
+    assert lines[0] == f"removing {work / left}, which a killed merge left"
+    assert others[0].startswith(f"leaving {work}/.out.")
+    assert others[0].endswith(".partial: another merge writes to it, or was killed")
+    assert names(work) == []
+
+
+def test_folders_of_others_stay(model_dir, language_adapter_dir, work):
+    theirs = [".out.partial", ".out.0123abcd.partial.d", ".out.b.0123abcd.partial"]
+    for name in theirs:
+        (work / name).mkdir()
+    (work / ".out.0123abcd.partial").symlink_to(work / ".out.partial")
+    (work / ".out.0123abce.partial").write_text("a file")
+    with pytest.raises(Loading):
+        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=stop_at_loading)
+    assert names(work) == sorted([*theirs, ".out.0123abcd.partial", ".out.0123abce.partial"])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_killed_while_out_was_replaced(model_dir, language_adapter_dir, work, there):
+    """What OUT was is put back where nothing took its place."""
+    old = work / ".out.0123abcd.replaced"
+    old.mkdir()
+    (old / "old").write_text("kept")
+    lines = []
+    if there:
+        (work / "out").mkdir()
+        with pytest.raises(Loading):
+            merge_adapter(
+                model_dir, language_adapter_dir, work / "out", force=True, progress=stop_at_loading
+            )
+        assert names(work / "out") == []
+    else:
+        with pytest.raises(InputError, match="exists already"):
+            merge_adapter(model_dir, language_adapter_dir, work / "out", progress=lines.append)
+        assert lines == [f"restoring {work / 'out'}, which a killed merge had moved to {old.name}"]
+        assert names(work / "out") == ["old"]
+    assert names(work) == ["out"]
+
+
+def test_handlers_of_the_program_stay(model_dir, language_adapter_dir, work):
+    """Also in a thread, where no handler can be set."""
+    import threading
+
+    def mine(number, frame):
+        pass
+
+    seen = []
+
+    def look(line):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        stop_at_loading(line)
+
+    def merge():
+        with pytest.raises(Loading):
+            merge_adapter(model_dir, language_adapter_dir, work / "out", progress=look)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        merge()
+        assert set(seen) == {mine}
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        seen.clear()
+        thread = threading.Thread(target=merge)
+        thread.start()
+        thread.join()
+        assert set(seen) == {signal.SIG_DFL}
+        seen.clear()
+        merge()
+        assert len(set(seen)) == 1
+        assert seen[0] not in (mine, signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -269,7 +269,7 @@ def test_kv_cache_of_other_models(tmp_path):
     [
         (None, "no config.json"),
         ("{", r"config\.json: not JSON"),
-        ("[]", r"config\.json: no model's config"),
+        ("[]", r"config\.json: not a JSON object"),
         ({"model_type": "no_such_model"}, r"config\.json: not understood by transformers"),
         (
             {"model_type": "gemma4", "architectures": ["NoSuchModel"]},

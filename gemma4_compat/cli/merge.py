@@ -18,7 +18,7 @@ compared with the merged model.  OUT appears only if all of that agrees, and the
 the tokenizer and processor of BASE, or of ADAPTER where it has its own.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed, nothing written;
-2 an argument cannot work, nothing loaded.
+2 a file or an argument cannot work, or the adapter does not fit, nothing loaded.
 """
 
 
@@ -73,13 +73,13 @@ def execute(options: argparse.Namespace) -> int:
     except InputError as error:
         print(f"gemma4-compat merge: {error}", file=sys.stderr)
         return 2
-    except (MergeError, OSError, RuntimeError) as error:
-        if isinstance(error, MergeError) and error.result is not None:
+    except MergeError as error:
+        if error.result is not None:
             print(f"{error.result}\n")
         print(f"gemma4-compat merge: {error}; nothing written", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stopped:
         print("gemma4-compat merge: interrupted; nothing written", file=sys.stderr)
-        return 130
+        return 130 if isinstance(stopped, KeyboardInterrupt) else int(stopped.code or 1)
     print(f"{result}\n\nmerged into {result.out}")
     return 0

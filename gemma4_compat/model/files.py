@@ -1,30 +1,78 @@
-"""Reading what describes a checkpoint: JSON files, and the headers of safetensors files.
+"""Reading what describes a checkpoint or an adapter: JSON, and headers of safetensors files.
 
-No tensor data is read, so a file whose tensors are cut off is read like any other.
+Every file that a user names is read here, and refused here.  No tensor data is read, so a file
+whose tensors are cut off is read like any other.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import InputError
 
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: safetensors itself refuses a longer header
 _LONGEST_HEADER = 100_000_000
+#: many times the longest tokenizer.json; a longer file is not JSON but something else
+_LONGEST_JSON = 2**29
 _POINTER = b"version https://git-lfs"
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # those of UTF-32 begin alike
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+_Kinds = Mapping[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]]
+_NUMBER = (int, float)
+#: of entries of a config: its type, and that of each value inside it
+_CONFIG_KINDS: _Kinds = {
+    "architectures": (list, str),
+    "text_config": (dict, object),
+    "vision_config": (dict, object),
+    "audio_config": (dict, object),
+    "quantization_config": (dict, object),
+}
+_TOKEN_KIND = ((int, list), int)
+_GENERATION_KINDS: _Kinds = {
+    "bos_token_id": _TOKEN_KIND,
+    "eos_token_id": _TOKEN_KIND,
+    "pad_token_id": _TOKEN_KIND,
+}
+_ADAPTER_KINDS: _Kinds = {
+    "peft_type": (str, str),
+    "task_type": (str, str),
+    "base_model_name_or_path": (str, str),
+    "r": (int, int),
+    "lora_alpha": (_NUMBER, int),
+    "lora_dropout": (_NUMBER, int),
+    "rank_pattern": (dict, (int, list)),  # a list: of AdaLoRA
+    "alpha_pattern": (dict, _NUMBER),
+    "target_modules": ((str, list), str),
+    "target_parameters": ((str, list), str),
+    "exclude_modules": ((str, list), str),
+    "modules_to_save": (list, str),
+    "trainable_token_indices": ((list, dict), (int, list)),
+    "layers_to_transform": ((int, list), int),
+    "layers_pattern": ((str, list), str),
+    "bias": (str, str),
+    "init_lora_weights": ((bool, str), str),
+    "fan_in_fan_out": (bool, bool),
+    "use_dora": (bool, bool),
+    "use_rslora": (bool, bool),
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +107,9 @@ class Header:
     missing: int
 
 
+# -- the file system ----------------------------------------------------------------------------
+
+
 def existing_folder(path: str | os.PathLike[str]) -> Path:
     """The folder as a ``Path``.
 
@@ -66,25 +117,68 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
         InputError: there is no such folder.
     """
     folder = Path(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
-    raise InputError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+    with _refusals(folder, "folder"):
+        folder.stat()
+    raise InputError(f"{folder}: not a folder")
+
+
+def exists(file: Path) -> bool:
+    """Whether a file of this name, or anything in its place, exists; a broken link does."""
+    return os.path.lexists(file)
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """What the system says of a file is said as ``InputError``."""
+def _refusals(path: Path, kind: str = "file") -> Iterator[None]:
+    """What the system says of a path is said as ``InputError``."""
     try:
         yield
-    except FileNotFoundError:
-        raise InputError(f"{file}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
+    except InputError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        if not path.is_symlink():
+            raise InputError(f"{path}: no such {kind}") from None
+        target = os.readlink(path)
+        raise InputError(f"{path}: a link to {target}, which does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read: {why}") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file, open, and its size in bytes."""
+    with _refusals(file):
+        status = file.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise InputError(f"{file}: a folder, and a file is needed")
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{file}: not a regular file")
+        with file.open("rb") as opened:
+            yield opened, status.st_size
 
 
 def _refuse_pointer(file: Path, raw: bytes) -> None:
     if raw.startswith(_POINTER):
         raise InputError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
+
+
+def check_readable(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be read, is empty, or is a Git LFS pointer.
+
+    Raises:
+        InputError: the file is refused.
+    """
+    file = Path(path)
+    with _opened(file) as (opened, _):
+        raw = opened.read(len(_POINTER))
+    if not raw:
+        raise InputError(f"{file}: an empty file: download it again")
+    _refuse_pointer(file, raw)
+
+
+# -- JSON ---------------------------------------------------------------------------------------
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -94,16 +188,53 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: no such file, not JSON, or JSON of another kind.
     """
     file = Path(path)
-    with _reading(file):
-        raw = file.read_bytes()
+    with _opened(file) as (opened, size):
+        if size > _LONGEST_JSON:
+            raise InputError(f"{file}: not JSON: {size} bytes are too many")
+        raw = opened.read()
+    if not raw:
+        raise InputError(f"{file}: an empty file, not JSON: download it again")
     _refuse_pointer(file, raw)
     try:
-        content = json.loads(raw)
+        content = json.loads(_decoded(file, raw))
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{file}: not a JSON object")
+        raise InputError(f"{file}: not a JSON object, but {_shown(content)}")
     return content
+
+
+def _decoded(file: Path, raw: bytes) -> str:
+    """As transformers and PEFT read it: ``json.loads`` alone would take UTF-16 too."""
+    saved = "save it as UTF-8 without a byte order mark"
+    if raw.startswith(codecs.BOM_UTF8):
+        raise InputError(f"{file}: not JSON: a byte order mark comes first: {saved}")
+    if raw.startswith(_UTF_16):
+        raise InputError(f"{file}: not JSON in UTF-8, but in UTF-16: {saved}")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = f"byte {error.start} is {raw[error.start]:#04x}"
+        raise InputError(f"{file}: not JSON: not UTF-8 ({at})") from error
+
+
+def _shown(value: Any) -> str:
+    """A value of a JSON file in a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_kinds(file: Path, content: Mapping[str, Any], kinds: _Kinds) -> None:
+    """Refuse entries of another type than transformers and PEFT write; null and none pass."""
+    for name, (kind, inside) in kinds.items():
+        value = content.get(name)
+        held = value if isinstance(value, list) else []
+        held = list(value.values()) if isinstance(value, dict) else held
+        wrong = not isinstance(value, kind) or not all(isinstance(each, inside) for each in held)
+        if value is not None and wrong:
+            raise InputError(f"{file}: {name} cannot be {_shown(value)}")
 
 
 def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -113,14 +244,42 @@ def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: no such folder, no ``config.json`` in it, or not a model's.
     """
     folder = existing_folder(model_dir)
-    file = folder / "config.json"
-    if not file.is_file():
-        kind = " (an adapter's folder?)" if (folder / "adapter_config.json").is_file() else ""
-        raise InputError(f"{folder}: no config.json{kind}")
+    file = folder / CONFIG
+    if not exists(file):
+        kind = " (an adapter's folder?)" if exists(folder / ADAPTER_CONFIG) else ""
+        raise InputError(f"{folder}: no {CONFIG}{kind}")
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{file}: not a model's config (no model_type)")
+    _check_kinds(file, config, _CONFIG_KINDS)
     return config
+
+
+def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A ``generation_config.json``; the tokens in it are numbers.
+
+    Raises:
+        InputError: no such file, or not such a config.
+    """
+    file = Path(path)
+    config = read_json(file)
+    _check_kinds(file, config, _GENERATION_KINDS)
+    return config
+
+
+def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """An ``adapter_config.json``; the entries that are used are of the types that PEFT writes.
+
+    Raises:
+        InputError: no such file, or not an adapter's config.
+    """
+    file = Path(path)
+    config = read_json(file)
+    _check_kinds(file, config, _ADAPTER_KINDS)
+    return config
+
+
+# -- safetensors --------------------------------------------------------------------------------
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -130,71 +289,99 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         InputError: no such file, or its header is damaged.
     """
     file = Path(path)
-    with _reading(file):
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            start = opened.read(8)
-            length = int.from_bytes(start, "little")
-            readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)
-            raw = opened.read(length) if readable else start + opened.read(len(_POINTER))
+    with _opened(file) as (opened, size):
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)
+        raw = opened.read(length) if readable else start + opened.read(len(_POINTER))
     _refuse_pointer(file, raw)
     if not readable:
         if len(start) < 8 or length <= _LONGEST_HEADER:
-            raise InputError(f"{file}: cut off in the safetensors header ({size} bytes)")
+            raise InputError(
+                f"{file}: cut off in the safetensors header ({size} bytes): download it again"
+            )
         raise InputError(f"{file}: not a safetensors file")
     try:
-        content = json.loads(raw)
-        metadata = content.pop("__metadata__", {})
-        entries = [_entry(name, told, file) for name, told in content.items()]
-        entries.sort(key=lambda entry: content[entry.name]["data_offsets"])
-        end = max((content[entry.name]["data_offsets"][1] for entry in entries), default=0)
-        metadata = {str(key): str(value) for key, value in metadata.items()}
+        content = json.loads(raw.decode("utf-8"))
+        metadata = content.pop("__metadata__", None) or {}
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata that is not text")
+        placed = sorted(_placed(name, described, file) for name, described in content.items())
+        end = 0
+        for (first, last), _ in placed:
+            if first != end:
+                raise ValueError(f"data from {first}, and {end} was expected")
+            end = last
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file}: not a safetensors file, or its header is damaged") from error
-    missing = max(8 + length + end - size, 0)
-    return Header(file, {entry.name: entry for entry in entries}, metadata, missing)
+        raise InputError(
+            f"{file}: not a safetensors file, or its header is damaged: download it again"
+        ) from error
+    if size > 8 + length + end:
+        raise InputError(f"{file}: {size - 8 - length - end} bytes follow the last tensor's")
+    tensors = {name: entry for _, (name, entry) in placed}
+    return Header(file, tensors, metadata, 8 + length + end - size)
 
 
-def _entry(name: str, told: Mapping[str, Any], file: Path) -> Entry:
-    shape = tuple(int(length) for length in told["shape"])
-    start, end = told["data_offsets"]
-    entry = Entry(name, str(told["dtype"]), shape, int(end) - int(start), file)
-    bits = _ITEM_BITS.get(entry.dtype)  # a dtype that is not known here is taken as it is
+def _placed(
+    name: str, described: Mapping[str, Any], file: Path
+) -> tuple[tuple[int, int], tuple[str, Entry]]:
+    """Where a tensor's data begin and end, and the tensor by its name."""
+    dtype, shape, (start, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
+    numbers = (*shape, start, end - start)
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError(f"{name}: not a tensor")
+    entry = Entry(name, dtype, tuple(shape), end - start, file)
+    bits = _ITEM_BITS.get(dtype)  # a dtype that is not known here is taken as it is
     if bits is not None and entry.bytes * 8 != entry.numel * bits:
-        raise ValueError(f"{name}: {entry.bytes} bytes do not hold {shape} of {entry.dtype}")
-    return entry
+        raise ValueError(f"{name}: {entry.bytes} bytes do not hold {shape} of {dtype}")
+    return (start, end), (name, entry)
 
 
 def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
     """The headers of a checkpoint's weights: ``model.safetensors``, or the shards of its index.
 
     Raises:
-        InputError: no safetensors weights, a shard that the index names is missing, or a damaged
-            file.
+        InputError: no safetensors weights, a shard that the index names is missing or outside of
+            the folder, or a damaged file.
     """
     folder = existing_folder(model_dir)
-    index = folder / INDEX
-    if (folder / WEIGHTS).is_file():
+    if exists(folder / WEIGHTS):
         return (read_header(folder / WEIGHTS),)
-    if not index.is_file():
+    if not exists(folder / INDEX):
         other = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")
-                 if (folder / name).is_file()]  # fmt: skip
+                 if exists(folder / name)]  # fmt: skip
         only = f" (only {other[0]}, which is not read)" if other else ""
         raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}{only}")
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise InputError(f"{index}: no weight_map")
+    shards = _shards(folder / INDEX)
     headers = []
-    for name in sorted(set(places.values())):
+    for shard, tensors in shards.items():
         try:
-            headers.append(read_header(folder / name))
+            header = read_header(folder / shard)
         except InputError as error:
             raise InputError(f"{error} (a shard that {INDEX} names)") from error
-    found = {name: header.file.name for header in headers for name in header.tensors}
-    for tensor, shard in places.items():
-        if found.get(tensor) != Path(shard).name:
-            raise InputError(f"{folder / shard}: no tensor {tensor}, which {INDEX} says it holds")
+        for tensor in tensors:
+            if tensor not in header.tensors:
+                raise InputError(f"{header.file}: no tensor {tensor}, which {INDEX} says it holds")
+        headers.append(header)
     return tuple(headers)
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each shard, by the shard's name inside the index's folder."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise InputError(f"{index}: no weight_map")
+    if not places:
+        raise InputError(f"{index}: its weight_map is empty")
+    shards: dict[str, list[str]] = {}
+    for tensor, shard in places.items():
+        if not isinstance(shard, str):
+            raise InputError(f"{index}: weight_map cannot place {tensor} in {_shown(shard)}")
+        # Links inside the folder are followed: the Hub's cache consists of them.
+        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise InputError(f"{index}: names a shard outside of its folder: {shard}")
+        shards.setdefault(shard, []).append(tensor)
+    return dict(sorted(shards.items()))
 
 
 def read_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Entry]:
@@ -204,3 +391,27 @@ def read_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Entry]:
         for header in weight_headers(model_dir)
         for name, entry in header.tensors.items()
     }
+
+
+def adapter_header(adapter_dir: str | os.PathLike[str]) -> Header:
+    """The header of an adapter's ``adapter_model.safetensors``.
+
+    Raises:
+        InputError: the folder holds no such adapter.
+    """
+    folder = existing_folder(adapter_dir)
+    if not exists(folder / ADAPTER_WEIGHTS):
+        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}")
+    return read_header(folder / ADAPTER_WEIGHTS)
+
+
+def refuse_cut_off(header: Header) -> None:
+    """Refuse a file that is too short for its tensors.
+
+    Raises:
+        InputError: the file is refused.
+    """
+    if header.missing > 0:
+        raise InputError(
+            f"{header.file}: cut off, {header.missing} bytes are missing: download it again"
+        )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .files import read_config
+from .files import CONFIG, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 
@@ -159,19 +159,8 @@ def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, 
 
 
 def _config_file(model_dir: str | os.PathLike[str]) -> Path:
-    folder = Path(model_dir)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    file = folder / "config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{folder}: no config.json") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: not JSON: {error}") from error
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise InputError(f"{file}: no model's config (no model_type)")
-    if "quantization_config" in content:
+    file = Path(model_dir) / CONFIG
+    if "quantization_config" in read_config(model_dir):
         raise InputError(f"{file}: a quantised checkpoint. Name the one that it was made from")
     return file
 

@@ -6,15 +6,13 @@ parameters, buffers, and the statistics that bitsandbytes keeps beside a quantis
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from .files import adapter_header
 from .parts import LAYERS, is_under, part_of, shared_layers
 
 #: of PyTorch's CUDA allocator: what it gives out is a multiple of this
@@ -109,27 +107,8 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
     Raises:
         InputError: the folder holds no such adapter.
     """
-    folder = Path(adapter_dir)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise InputError(f"{folder}: no adapter_model.safetensors")
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, file.stat().st_size)))
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return tuple(TensorSize(n, 4 * _numel(e["shape"])) for n, e in entries.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: not a safetensors file") from error
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numbers = 1
-    for length in shape:
-        numbers *= length
-    return numbers
+    entries = adapter_header(adapter_dir).tensors.values()
+    return tuple(TensorSize(entry.name, 4 * entry.numel) for entry in entries)
 
 
 # -- the KV cache -------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _keep(hook: Any, module: Any) -> None:
         statistics = getattr(tensor, "SCB", None)
         if statistics is not None:  # the row statistics of an 8-bit weight
             values[name.replace("weight", "SCB")] = statistics.cpu()
-    resting = {name: host_tensor(hook.weights_map, name) for name in values}
+    resting: dict[str, Any] = {name: host_tensor(hook.weights_map, name) for name in values}
     if any(not _takes(resting[name], value) for name, value in values.items()):
         hook.weights_map = values
         return

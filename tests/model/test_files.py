@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import struct
 import subprocess
 import sys
 
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from gemma4_compat.cli import _colour
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import _text
 from gemma4_compat.model import files
+from tests import damage
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8}
 
@@ -97,50 +100,165 @@ def test_no_tensor_data_is_read(sharded_dir, tmp_path):
 # -- what is not ----------------------------------------------------------------------------------
 
 
+def refused(call, path, message):
+    """The error names the file in one line."""
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        call(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", damage.SAFETENSORS)
+def test_damaged_header(adapter_dir, tmp_path, kind):
+    copy(adapter_dir, tmp_path)
+    file = tmp_path / files.ADAPTER_WEIGHTS
+    change, message = damage.SAFETENSORS[kind]
+    change(file)
+    assert str(file) in refused(files.read_header, file, message)
+    assert str(file) in refused(files.adapter_header, tmp_path, message)
+
+
+@pytest.mark.parametrize("kind", damage.SAFETENSORS)
+def test_damaged_shard(sharded_dir, tmp_path, kind):
+    copy(sharded_dir, tmp_path)
+    file = sorted(tmp_path.glob("model-*"))[1]
+    change, message = damage.SAFETENSORS[kind]
+    change(file)
+    assert str(file) in refused(files.weight_headers, tmp_path, message)
+
+
+def test_header_is_refused_as_safetensors_refuses_it(adapter_dir, tmp_path):
+    """What is damaged in its header, and complete, is not loaded by safetensors either."""
+    for kind in damage.SAFETENSORS.keys() - damage.ANY.keys():
+        folder = tmp_path / kind
+        folder.mkdir()
+        file = copy(adapter_dir, folder) / files.ADAPTER_WEIGHTS
+        damage.SAFETENSORS[kind][0](file)
+        with pytest.raises(SafetensorError), safe_open(file, "pt"):
+            pass
+
+
+def test_cut_off_data(adapter_dir, tmp_path):
+    file = copy(adapter_dir, tmp_path) / files.ADAPTER_WEIGHTS
+    change, message = damage.CUT_OFF
+    change(file)
+    header = files.read_header(file)
+    assert header.missing == 10
+    refused(files.refuse_cut_off, header, message)
+    files.refuse_cut_off(files.adapter_header(adapter_dir))
+
+
+@pytest.mark.parametrize("kind", damage.JSON)
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("read", "name"),
     [
-        (b"", r"cut off in the safetensors header \(0 bytes\)"),
-        (b"\x10", "cut off in the safetensors header"),
-        (struct.pack("<Q", 500) + b'{"a": {"dtype"', "cut off in the safetensors header"),
-        (b"PK\x03\x04 a pickle, not this " * 3, "not a safetensors file"),
-        (struct.pack("<Q", 7) + b"{'bad'}", "header is damaged"),
-        (struct.pack("<Q", 4) + b"[[]]", "header is damaged"),
-        (struct.pack("<Q", 10) + b'{"a": "b"}', "header is damaged"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
+        (files.read_config, files.CONFIG),
+        (files.weight_headers, files.INDEX),
+        (files.read_adapter_config, files.ADAPTER_CONFIG),
+        (files.read_json, "any.json"),
     ],
 )
-def test_damaged_header(tmp_path, content, message):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
-        files.read_header(file)
-    assert str(file) in str(caught.value)
-
-
-def test_header_that_contradicts_itself(tmp_path):
-    raw = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}).encode()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
-    with pytest.raises(InputError, match="header is damaged"):
-        files.read_header(file)
+def test_damaged_json(sharded_dir, adapter_dir, tmp_path, read, name, kind):
+    copy(sharded_dir, tmp_path)
+    copy(adapter_dir, tmp_path)
+    file = tmp_path / name
+    if not file.exists():
+        file.write_text("{}")
+    change, message = damage.JSON[kind]
+    change(file)
+    path = tmp_path if read in (files.read_config, files.weight_headers) else file
+    assert str(file) in refused(read, path, message)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("entry", "value", "shown"),
     [
-        (b'{"model_type": ', "not JSON"),
-        (b"\xff\xfe\x00", "not JSON"),
-        (b"[1, 2]", "not a JSON object"),
-        (b"{}", "no model_type"),
-        (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
+        ("architectures", "Gemma4", '"Gemma4"'),
+        ("architectures", [4], "[4]"),
+        ("text_config", [], "[]"),
+        ("quantization_config", "x" * 99, '"' + "x" * 36 + "..."),
     ],
 )
-def test_damaged_config(tmp_path, content, message):
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
-        files.read_config(tmp_path)
-    assert str(tmp_path / "config.json") in str(caught.value)
+def test_types_in_a_config(model_dir, tmp_path, entry, value, shown):
+    config = json.loads((model_dir / files.CONFIG).read_text())
+    (tmp_path / files.CONFIG).write_text(json.dumps(config | {entry: value}))
+    refused(files.read_config, tmp_path, f"{files.CONFIG}: {entry} cannot be {shown}")
+    (tmp_path / files.CONFIG).write_text(json.dumps(config | {entry: None}))
+    assert files.read_config(tmp_path)[entry] is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("peft_type", 4), ("r", "8"), ("r", 8.5), ("lora_alpha", "16"), ("lora_dropout", []),
+        ("target_modules", 4), ("target_modules", ["q_proj", 4]), ("modules_to_save", "lm_head"),
+        ("rank_pattern", {"q_proj": "8"}), ("alpha_pattern", [8]), ("bias", False),
+        ("use_dora", "true"), ("layers_to_transform", ["1"]), ("trainable_token_indices", "all"),
+    ],
+)  # fmt: skip
+def test_types_in_an_adapter_config(adapter_dir, tmp_path, entry, value):
+    file = tmp_path / files.ADAPTER_CONFIG
+    config = json.loads((adapter_dir / files.ADAPTER_CONFIG).read_text())
+    file.write_text(json.dumps(config | {entry: value}))
+    shown = json.dumps(value)
+    refused(files.read_adapter_config, file, f"{file}: {entry} cannot be {shown}")
+    file.write_text(json.dumps(config | {entry: None}))
+    assert files.read_adapter_config(file)[entry] is None
+
+
+def test_adapter_configs_of_every_method(tmp_path):
+    """What PEFT itself writes passes, for every method of the installed release."""
+    peft = pytest.importorskip("peft")
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    written = 0
+    for method, config in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        folder = tmp_path / str(method.value)
+        try:
+            config().save_pretrained(folder)
+        except (TypeError, ValueError, ImportError):  # some need arguments, or a library
+            continue
+        found = files.read_adapter_config(folder / files.ADAPTER_CONFIG)
+        assert found["peft_type"] == method.value
+        written += 1
+    assert written > 15
+    peft.AdaLoraConfig(
+        total_step=9, rank_pattern={"q_proj": [True, False]}, target_modules=["q_proj"]
+    ).save_pretrained(tmp_path)
+    files.read_adapter_config(tmp_path / files.ADAPTER_CONFIG)
+
+
+def test_config_without_a_model(tmp_path):
+    (tmp_path / files.CONFIG).write_text("{}")
+    refused(files.read_config, tmp_path, f"{tmp_path / files.CONFIG}: not a model's config")
+
+
+def test_long_json_is_not_read(tmp_path):
+    file = tmp_path / files.CONFIG
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+    refused(files.read_config, tmp_path, f"{file}: not JSON: {2**40} bytes are too many")
+
+
+def test_files_to_copy(tmp_path):
+    file = tmp_path / "tokenizer.model"
+    for kind, (change, message) in damage.ANY.items():
+        file.write_bytes(b"content")
+        files.check_readable(file)
+        change(file)
+        assert str(file) in refused(files.check_readable, file, message), kind
+        file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+    file.write_bytes(b"")
+    refused(files.check_readable, file, f"{file}: an empty file")
+
+
+def test_no_permission(model_dir, tmp_path):
+    """As another user; see "unreadable" in ``tests/damage.py`` for what root cannot read."""
+    copy(model_dir, tmp_path)
+    (tmp_path / files.CONFIG).chmod(0)
+    if os.access(tmp_path / files.CONFIG, os.R_OK):
+        pytest.skip("this user reads every file")
+    refused(files.read_config, tmp_path, f"{files.CONFIG}: cannot be read: Permission denied")
 
 
 def test_missing(tmp_path, adapter_dir):
@@ -160,21 +278,76 @@ def test_missing(tmp_path, adapter_dir):
         files.weight_headers(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x" * 300, "cannot be read: File name too long"),
+        ("null\0byte", "cannot be read: embedded null byte"),
+        ("dangling", "a link to nowhere, which does not exist"),
+        ("file", "not a folder"),
+        ("file/in", "no such folder"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_no_folder(tmp_path, path, message):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for read in (files.existing_folder, files.read_config, files.weight_headers):
+        refused(read, tmp_path / path, message)
+
+
+def with_index(folder, weight_map):
+    (folder / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
 def test_damaged_index(sharded_dir, tmp_path):
     copy(sharded_dir, tmp_path)
     index = tmp_path / files.INDEX
-    whole = json.loads(index.read_text())
-    first = min(whole["weight_map"].values())
-    index.write_text(json.dumps(whole | {"weight_map": {**whole["weight_map"], "more": first}}))
-    with pytest.raises(InputError, match=rf"{first}: no tensor more"):
-        files.read_tensors(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(InputError, match="no weight_map"):
-        files.read_tensors(tmp_path)
-    index.write_text(json.dumps(whole))
+    places = json.loads(index.read_text())["weight_map"]
+    first, *_, last = sorted(set(places.values()))
+    name = next(name for name, shard in places.items() if shard == last)
+    for weight_map, message in (
+        (None, f"{index}: no weight_map"),
+        ([1], f"{index}: no weight_map"),
+        ({}, f"{index}: its weight_map is empty"),
+        (places | {name: 4}, f"{index}: weight_map cannot place {name} in 4"),
+        (places | {name: [first]}, f'{index}: weight_map cannot place {name} in ["{first}"]'),
+        (places | {"more": first}, f"{first}: no tensor more, which {files.INDEX} says it holds"),
+        (places | {name: first}, f"{first}: no tensor {name}, which"),
+        (places | {name: ""}, f"{tmp_path}: a folder, and a file is needed (a shard that"),
+        (places | {name: "null\0byte"}, "embedded null byte (a shard that"),
+    ):
+        refused(files.read_tensors, with_index(tmp_path, weight_map), message)
+    with_index(tmp_path, places)
     (tmp_path / first).unlink()
-    with pytest.raises(InputError, match=rf"{first}: no such file .a shard that"):
-        files.read_tensors(tmp_path)
+    refused(files.read_tensors, tmp_path, f"{first}: no such file (a shard that {files.INDEX}")
+
+
+def test_shard_outside_of_the_folder(sharded_dir, tmp_path):
+    """Though it is what the index says it is."""
+    (tmp_path / "in").mkdir()
+    places = json.loads((sharded_dir / files.INDEX).read_text())["weight_map"]
+    for outside in (f"{sharded_dir}/", "../out/", "sub/../../out/"):
+        copied = {name: outside + shard for name, shard in places.items()}
+        refused(
+            files.weight_headers, with_index(tmp_path / "in", copied),
+            f"{tmp_path / 'in' / files.INDEX}: names a shard outside of its folder: {outside}",
+        )  # fmt: skip
+
+
+def test_shards_as_the_hub_keeps_them(sharded_dir, tmp_path):
+    """Its cache is links to files elsewhere; folders inside are fine as well."""
+    (tmp_path / "sub").mkdir()
+    places = json.loads((sharded_dir / files.INDEX).read_text())["weight_map"]
+    for shard in set(places.values()):
+        (tmp_path / "sub" / shard).symlink_to(sharded_dir / shard)
+    with_index(tmp_path, {name: f"sub/{shard}" for name, shard in places.items()})
+    found, whole = files.read_tensors(tmp_path), files.read_tensors(sharded_dir)
+    assert {n: (e.dtype, e.shape) for n, e in found.items()} == {
+        n: (e.dtype, e.shape) for n, e in whole.items()
+    }
 
 
 # -- text and imports -----------------------------------------------------------------------------

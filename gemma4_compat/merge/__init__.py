@@ -1,0 +1,108 @@
+"""Merge an adapter into an unquantised checkpoint, and write it only if it is the same model.
+
+``merge_adapter`` is also the command ``gemma4-compat merge BASE ADAPTER OUT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ..errors import InputError, MergeError
+from . import arguments, merging, models
+from .prompts import PROMPTS, text_tokens
+from .result import MergeResult, Parity
+from .writing import appearing, copy_companions, exits_on_signals
+
+__all__ = ["MergeResult", "Parity", "merge_adapter"]
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "bfloat16",
+    prompts: Sequence[str] = (),
+    device: str = "cpu",
+    force: bool = False,
+    progress: Callable[[str], None] = lambda step: None,
+) -> MergeResult:
+    """Merge a PEFT adapter into its base model and write the result as a checkpoint.
+
+    Files and arguments are checked first, and both models are loaded on the meta device, without
+    weights.  Then the base is loaded once, unquantised, and merged in place.  The logits of
+    several prompts (a synthetic image and sound too, where the model takes them) are compared with
+    those of the model with the adapter loaded; what is written is loaded again, and must give the
+    merged model's logits bit for bit.  Only then does ``out`` appear, complete.
+
+    Args:
+        base: folder or Hub id of the checkpoint that the adapter is for; not quantised.
+        adapter: folder or Hub id of the adapter.
+        out: folder to write.  Tokenizer and processor files come along from ``base``, and those
+            that ``adapter`` has in place of them.
+        dtype: "bfloat16", "float16" or "float32": of computing, and of what is written.
+        prompts: texts to compare, in place of a few of ours.
+        device: where to compute, such as "cpu" or "cuda:0"; the whole model must fit.
+        force: replace an existing ``out``.
+        progress: called with a line before each step.
+
+    Raises:
+        InputError: a file or an argument cannot work, or the adapter does not fit; nothing large
+            was loaded.
+        MergeError: merging or writing failed, or the merged model differs; ``out`` is as it was.
+        SystemExit: SIGTERM or SIGHUP came; ``out`` is as it was.
+    """
+    arguments.check_dtype(dtype)
+    arguments.check_prompts(prompts)
+    target = Path(out).absolute()
+    arguments.check_out(target, force)
+    device = arguments.check_device(device)
+    folders = arguments.locate(base), arguments.locate(adapter)
+    for folder in folders:
+        if arguments.is_inside(folder, target):
+            raise InputError(f"{target}: would replace {folder}, which is to be read")
+    arguments.check_base(folders[0])
+    arguments.check_adapter(folders[1])
+    arguments.check_room(folders[0], target, dtype)
+    tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
+    if prompts and not tokenizers:
+        raise InputError(f"{folders[0]}: no tokenizer, which prompts need")
+
+    with exits_on_signals(), appearing(target, force, progress) as partial, _quiet():
+        progress("checking base and adapter without their weights")
+        config = models.rehearse(*folders, dtype)
+        vocabulary = config.get_text_config().vocab_size
+        chosen = prompts or PROMPTS
+        tokens = text_tokens(tokenizers[0], chosen, vocabulary) if tokenizers else {}
+        merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
+        result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
+        if not result.agrees:
+            raise MergeError("the merged model does not agree with the adapter", result)
+        progress(f"writing {target}")
+        merging.write(merged, partial, dtype, device, progress)
+        with models.failures_of(f"copying the tokenizer to {target.parent}"):
+            copy_companions(*folders, partial)
+    return result
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what transformers says about generation and loading off the terminal."""
+    import transformers
+
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()

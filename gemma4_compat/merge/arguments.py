@@ -1,0 +1,204 @@
+"""What can be known of the arguments before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, reason
+from ..model.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    GENERATION_CONFIG,
+    Entry,
+    adapter_header,
+    check_readable,
+    existing_folder,
+    exists,
+    read_adapter_config,
+    read_config,
+    read_generation_config,
+    read_json,
+    refuse_cut_off,
+    weight_headers,
+)
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # and the bytes of a number
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# What goes along with the weights, from BASE and then from ADAPTER.
+_COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "*processor_config.json", "additional_chat_templates",
+)  # fmt: skip
+_FLOATS = ("F64", "F32", "F16", "BF16", "BOOL", "I64")
+_PICKLE = "adapter_model.bin"
+_UNMERGEABLE = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT")
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in tuple(DTYPES):
+        raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    if isinstance(prompts, str) or not all(isinstance(text, str) for text in prompts):
+        raise InputError("prompts must be a list of texts")
+    if not all(text.strip() for text in prompts):
+        raise InputError("a prompt is empty")
+
+
+def check_device(device: str) -> str:
+    """The device as torch writes it; torch is imported only for another one than the CPU."""
+    if device == "cpu":
+        return device
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device {device!r}: torch has none; name cpu or cuda") from error
+    if found.type == "cpu":
+        return "cpu"
+    if found.type == "meta":
+        raise InputError("device 'meta': computes nothing; name cpu or cuda")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise InputError(f"device {device!r}: torch finds {count} CUDA GPUs; name one, or cpu")
+    try:
+        torch.zeros(1, device=found)
+    except Exception as error:  # each kind of device says it in its own way
+        raise InputError(f"device {device!r}: torch cannot use it: {reason(error)}") from error
+    return str(found)
+
+
+def check_out(out: Path, force: bool) -> None:
+    existing_folder(out.parent)
+    try:
+        out.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise InputError(f"{out}: cannot be OUT: {reason(error)}") from error
+    if out.name in ("", "..") or _holds_current(out):
+        raise InputError(f"{out}: is the current folder or one above it, and cannot be replaced")
+    if os.path.islink(out) or (os.path.lexists(out) and not os.path.isdir(out)):
+        raise InputError(f"{out}: exists and is not a folder")
+    if os.path.lexists(out) and not force:
+        raise InputError(f"{out}: exists already (--force replaces it)")
+    if os.path.ismount(out):
+        raise InputError(f"{out}: another disk is mounted there; name a folder inside of it")
+
+
+def _holds_current(folder: Path) -> bool:
+    try:
+        return is_inside(Path.cwd(), folder)
+    except OSError:  # the current folder was deleted
+        return False
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether it is the folder itself or anywhere below, through links too."""
+    real = Path(os.path.realpath(path))
+    return Path(os.path.realpath(folder)) in (real, *real.parents)
+
+
+def locate(name: str | os.PathLike[str]) -> Path:
+    """The local folder, downloaded or in the Hub's cache where ``name`` is a Hub id."""
+    return Path(name) if os.path.isdir(name) else _from_hub(os.fspath(name))
+
+
+def _from_hub(name: str) -> Path:
+    if exists(Path(name)):
+        existing_folder(name)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise InputError(f"{name}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", _PICKLE]
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:
+        raise InputError(
+            f"{name}: no such folder, and the Hub does not give it: {reason(error)}"
+        ) from error
+
+
+def check_base(folder: Path) -> None:
+    """Refuse damaged files, and weights that are quantised, whatever the config says."""
+    read_config(folder)
+    for header in weight_headers(folder):
+        refuse_cut_off(header)
+        for entry in header.tensors.values():
+            if _is_quantised(entry):
+                raise InputError(
+                    f"{entry.file}: a quantised checkpoint ({entry.name} is {entry.dtype}); "
+                    f"merging into it would not keep the adapter's outputs. Name the unquantised "
+                    f"checkpoint that it was made from"
+                )
+    if exists(folder / GENERATION_CONFIG):
+        read_generation_config(folder / GENERATION_CONFIG)
+    _check_companions(folder)
+
+
+def _is_quantised(entry: Entry) -> bool:
+    beside = entry.name.endswith((".SCB", ".absmax")) or ".quant_state." in entry.name
+    return beside or entry.dtype not in _FLOATS
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse damaged files, and methods that change no weight."""
+    if not exists(folder / ADAPTER_CONFIG):
+        raise InputError(f"{folder}: no {ADAPTER_CONFIG}")
+    file = folder / ADAPTER_CONFIG
+    method = read_adapter_config(file).get("peft_type")
+    if not method:
+        raise InputError(f"{file}: not an adapter's config (no peft_type)")
+    if method in _UNMERGEABLE:
+        raise InputError(f"{folder}: {method} has no weights that could be merged")
+    if exists(folder / _PICKLE) and not exists(folder / ADAPTER_WEIGHTS):
+        check_readable(folder / _PICKLE)
+    else:
+        refuse_cut_off(adapter_header(folder))
+    _check_companions(folder)
+
+
+def companions(folder: Path) -> Iterator[Path]:
+    """Files and folders that the written checkpoint takes along."""
+    for pattern in _COMPANIONS:
+        yield from sorted(folder.glob(pattern))
+
+
+def _check_companions(folder: Path) -> None:
+    for companion in companions(folder):
+        for file in _files(companion):
+            if file.suffix == ".json":
+                read_json(file)
+            else:
+                check_readable(file)
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if path.suffix or not path.is_dir():
+        return (path,)
+    return (below for below in path.rglob("*") if not below.is_dir())
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(exists(folder / f"tokenizer.{end}") for end in ("json", "model"))
+
+
+def check_room(base: Path, out: Path, dtype: str) -> None:
+    """Refuse a disk without room for what is going to be written."""
+    numbers = sum(
+        entry.numel for header in weight_headers(base) for entry in header.tensors.values()
+    )
+    needed = numbers * DTYPES[dtype]
+    disk: Any = shutil.disk_usage(out.parent)
+    if disk.total and disk.free < needed:  # some network disks say 0 of 0
+        raise InputError(
+            f"{out.parent}: {disk.free / 2**30:.1f} GiB are free, and the merged model takes "
+            f"{needed / 2**30:.1f} GiB"
+        )

@@ -1,0 +1,122 @@
+"""Merging in memory, and writing what was merged."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MergeError
+from . import parity
+from .models import failures_of, load_adapter, load_base, size_in_bytes, untie
+from .prompts import all_inputs
+from .result import Parity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LIMIT = 0.5  # further apart is another model, however it reacts to rounding
+_MARGIN = 2  # merging may differ by so many times what one more rounding changes
+
+
+@dataclass
+class Merged:
+    """The merged model, what it was asked and answered, and the comparison."""
+
+    model: Any
+    inputs: Mapping[str, dict[str, Tensor]]
+    logits: Mapping[str, Tensor]
+    rows: tuple[Parity, ...]
+    notes: tuple[str, ...]
+
+
+def merged_in_memory(
+    base: Path,
+    adapter: Path,
+    tokens: Mapping[str, Tensor],
+    dtype: str,
+    device: str,
+    progress: Callable[[str], None],
+) -> Merged:
+    """Load base and adapter, merge, and compare.
+
+    Raises:
+        MergeError: base or adapter cannot be loaded, or the logits are not finite.
+    """
+    progress(f"loading {base} in {dtype}")
+    model = load_base(base, dtype, device)
+    inputs, notes = all_inputs(model, tokens)
+    progress(f"loading {adapter}")
+    model = load_adapter(model, base, adapter, device)
+
+    expected, rounding = {}, 0.0
+    for name in _each(inputs, "outputs with the adapter", progress):
+        with failures_of(f"computing outputs for {name!r}"):
+            inputs[name] = parity.continued(model, inputs[name])
+            logits, effect, change = _with_adapter(model, inputs[name], dtype)
+        if not logits.isfinite().all():
+            raise MergeError(f"with the adapter loaded, the logits for {name!r} are not finite")
+        expected[name] = logits, effect
+        rounding = max(rounding, change)
+    progress("merging")
+    with failures_of("merging"):
+        model = model.merge_and_unload()
+        untie(model)
+
+    tolerance = min(_MARGIN * rounding, _LIMIT)
+    rows, merged = [], {}
+    for name in _each(inputs, "outputs merged", progress):
+        merged[name] = parity.logits(model, inputs[name])
+        rows.append(parity.compare(name, merged[name], *expected.pop(name), tolerance))
+    notes += _on_effects([row.effect for row in rows], tolerance)
+    return Merged(model, inputs, merged, tuple(rows), tuple(notes))
+
+
+def _with_adapter(model: Any, prompt: dict[str, Tensor], dtype: str) -> tuple[Tensor, float, float]:
+    """The logits, what the adapter changes of them, and what one more rounding changes."""
+    logits = parity.logits(model, prompt)
+    with model.disable_adapter():
+        effect = parity.worst(parity.logits(model, prompt), logits)
+    with parity.rounded_once_more(model, dtype):
+        change = parity.worst(parity.logits(model, prompt), logits)
+    return logits, effect, change
+
+
+def _each(names: Mapping[str, Any], step: str, progress: Callable[[str], None]) -> Iterator[str]:
+    for number, name in enumerate(list(names), start=1):
+        progress(f"{step} {number}/{len(names)}: {name[:40]!r}")
+        yield name
+
+
+def _on_effects(effects: list[float], tolerance: float) -> list[str]:
+    if not any(effects):
+        return ["the adapter changes nothing: the outputs are those of the base model"]
+    if max(effects) <= tolerance:
+        return ["the adapter changes these outputs by less than rounding may"]
+    return []
+
+
+def write(
+    merged: Merged, folder: Path, dtype: str, device: str, progress: Callable[[str], None]
+) -> None:
+    """Write the merged model, let go of it, and compare what is read back.
+
+    Raises:
+        MergeError: what is read back has other logits.
+    """
+    import torch
+
+    shard = max(size_in_bytes(merged.model) // 8, 2**26)  # a shard is copied while it is written
+    with failures_of(f"writing to {folder.parent}"):
+        merged.model.save_pretrained(folder, max_shard_size=shard)
+    merged.model = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    progress("reading it back")
+    written = load_base(folder, dtype, device)
+    for name, prompt in merged.inputs.items():
+        if not torch.equal(parity.logits(written, prompt), merged.logits[name]):
+            raise MergeError("the written checkpoint does not give the merged model's logits")

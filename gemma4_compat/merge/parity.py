@@ -1,0 +1,89 @@
+"""Comparing the merged model's logits with those of the model with the adapter loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .result import Parity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEW_TOKENS = 8
+
+
+@contextlib.contextmanager
+def rounded_once_more(model: Any, dtype: str) -> Iterator[None]:
+    """Have the outputs of all layers with an adapter changed as one more rounding changes them.
+
+    Merging rounds each merged weight once more, and saves the rounding of the adapter's outputs.
+    How far that carries the logits depends on the model; so it is measured, with random changes
+    of up to half the dtype's epsilon.  Sums of float32 products are in float32 themselves, and
+    their order counts too; those of the shorter dtypes are rounded only once.
+    """
+    import torch
+
+    size = torch.finfo(getattr(torch, dtype)).eps * (8 if dtype == "float32" else 1)
+    generator = torch.Generator(model.device).manual_seed(0)
+
+    def change(module: Any, args: Any, output: Tensor) -> Tensor:
+        noise = torch.rand(output.shape, generator=generator, device=output.device) - 0.5
+        return (output.float() * (1 + size * noise)).to(output.dtype)
+
+    layers = [m for m in model.modules() if hasattr(m, "get_base_layer")]
+    hooks = [layer.register_forward_hook(change) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(name: str, found: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
+    """Compare logits [positions, vocabulary]."""
+    difference = worst(found, expected)
+    other = found.argmax(-1) != expected.argmax(-1)
+    first, second = expected.topk(2).values.T
+    # Either of the two may be off by the tolerance times the usual size of a logit.
+    undecided = first - second <= 2 * tolerance * expected.square().mean(-1).sqrt()
+    return Parity(
+        name,
+        len(expected),
+        effect,
+        difference,
+        tolerance,
+        int(other.sum()),
+        int((other & undecided).sum()),
+    )
+
+
+def worst(found: Tensor, expected: Tensor) -> float:
+    """The relative difference at the worst position; infinite where a value is not finite."""
+    if not found.isfinite().all():
+        return math.inf
+    relative: Tensor = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(relative.max())
+
+
+def logits(model: Any, prompt: dict[str, Tensor]) -> Tensor:
+    """float32 [positions, vocabulary], on the CPU."""
+    import torch
+
+    with torch.inference_mode():
+        found: Tensor = model(**prompt).logits[0]
+    return found.float().cpu()
+
+
+def continued(model: Any, prompt: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prompt with the model's greedy answer: where answers depart, logits are compared."""
+    import torch
+
+    with torch.inference_mode():
+        tokens = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    new = tokens[:, prompt["input_ids"].shape[1] :]
+    added = {"input_ids": new, "attention_mask": torch.ones_like(new)}
+    added["mm_token_type_ids"] = torch.zeros_like(new)
+    return {k: torch.cat([v, added[k]], dim=1) if k in added else v for k, v in prompt.items()}

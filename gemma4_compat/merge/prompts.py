@@ -1,0 +1,102 @@
+"""What is compared: texts, and an image and a sound of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPTS = (
+    "The capital of France is",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "def fibonacci(n):\n    ",
+)
+_RANDOM_TOKENS = 16
+
+
+def text_tokens(tokenizer: Path, prompts: Sequence[str], vocabulary: int) -> dict[str, Tensor]:
+    """The tokens of each text, a batch of one.
+
+    Raises:
+        InputError: the tokenizer cannot be loaded, or is of another model.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        tokens = {text: loaded(text, return_tensors="pt")["input_ids"] for text in prompts}
+    except Exception as error:  # its files can be wrong in many ways
+        raise InputError(f"{tokenizer}: its tokenizer does not work: {reason(error)}") from error
+    for text, ids in tokens.items():
+        if not ids.numel():
+            raise InputError(f"{tokenizer}: its tokenizer makes no token of {text!r}")
+        if (largest := int(ids.max())) >= vocabulary:
+            raise InputError(
+                f"{tokenizer}: its tokenizer is of another model: token {largest} of {text!r} is "
+                f"outside of the vocabulary of {vocabulary}"
+            )
+    return tokens
+
+
+def all_inputs(
+    model: Any, tokens: Mapping[str, Tensor]
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Prompts by name, each a batch of one, on the model's device; and notes."""
+    import torch
+
+    notes = []
+    found = {text: {"input_ids": ids} for text, ids in tokens.items()}
+    if not found:
+        notes.append("no tokenizer in the base: prompts are random tokens, from a fixed seed")
+        for seed in range(3):
+            ids = _random_tokens(model.config, _RANDOM_TOKENS, seed)
+            found[f"random tokens {seed + 1}"] = {"input_ids": ids[None]}
+    found.update(_synthetic(model, notes))
+    for prompt in found.values():
+        prompt.setdefault("attention_mask", torch.ones_like(prompt["input_ids"]))
+        prompt.update({name: tensor.to(model.device) for name, tensor in prompt.items()})
+    return found, notes
+
+
+def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
+    """An image and a sound of noise, among random tokens, for the towers that the model has."""
+    from ..tiny import audio_inputs, image_inputs
+
+    config = model.config
+    towers = {"vision": ("image", image_inputs), "audio": ("sound", audio_inputs)}
+    there = [t for t in towers if getattr(config, f"{t}_config", None) is not None]
+    if there and type(model).__name__ != "Gemma4ForConditionalGeneration":
+        notes.append(f"{type(model).__name__}: the {' and '.join(there)} parts are not compared")
+        there = []
+    found = {}
+    for tower in there:
+        name, build = towers[tower]
+        prompt = build(config)
+        ids = prompt["input_ids"]
+        words = ~_is_special(config, ids)
+        ids[words] = _random_tokens(config, int(words.sum()), seed=7)
+        found[f"{name} (synthetic)"] = prompt
+    return found
+
+
+def _random_tokens(config: Any, count: int, seed: int) -> Tensor:
+    """Ordinary tokens: int64 [count]."""
+    import torch
+
+    vocabulary = torch.arange(config.get_text_config().vocab_size)
+    ordinary = vocabulary[~_is_special(config, vocabulary)]
+    generator = torch.Generator().manual_seed(seed)
+    return ordinary[torch.randint(len(ordinary), (count,), generator=generator)]
+
+
+def _is_special(config: Any, tokens: Tensor) -> Tensor:
+    import torch
+
+    values = (*vars(config).items(), *vars(config.get_text_config()).items())
+    special = [v for k, v in values if "_token_" in k and isinstance(v, int)]
+    return torch.isin(tokens, torch.tensor(special))
