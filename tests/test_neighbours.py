@@ -185,7 +185,7 @@ def live_with(name, order, model_dir, adapter_dir):
     over = [
         record.patch.name
         for record in gemma4_compat._engine._records.values()
-        if record.covered(gemma4_compat._engine._records.values())
+        if record.changed(gemma4_compat._engine._records.values())
     ]
     left = gemma4_compat.uninstall()
     found["covered"] = over

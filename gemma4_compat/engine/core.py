@@ -43,6 +43,10 @@ class _Record:
     entries: list[Entry] = field(default_factory=list)
     #: what was in place in a module that was reloaded since: its old classes live on in objects
     former: list[Entry] = field(default_factory=list)
+    #: every replacement that it ever put in place, as long as somebody holds it
+    made: list[weakref.ref[Any]] = field(default_factory=list)
+    #: whether it was to be taken back, and could not
+    unwanted: bool = False
     said: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -59,10 +63,26 @@ class _Record:
         """
         return {id(f) for entry in self.entries for f in (entry.original, entry.replacement)}
 
-    def covered(self, patches: Iterable[_Record]) -> list[Entry]:
-        """What is neither in place nor under a replacement of one of ``patches``."""
-        ours = {id(entry.after) for record in patches for entry in record.entries}
-        return [entry for entry in self.entries if id(entry.now()) not in ours]
+    def calls(self, other: _Record) -> bool:
+        """Whether it replaced a replacement of the other, perhaps an inherited one."""
+        theirs = {id(entry.replacement) for entry in other.entries}
+        return any(id(entry.original) in theirs for entry in self.entries)
+
+    def references(self) -> int:
+        """How many references there are to what it once put in place."""
+        alive = [function for function in (each() for each in self.made) if function is not None]
+        self.made = [weakref.ref(function) for function in alive]
+        return len(journal.holders(alive))
+
+    def in_place(self) -> bool:
+        """Whether nothing is above what it put in place."""
+        ours = {id(entry.after) for entry in self.entries}
+        return all(id(entry.now()) in ours for entry in self.entries)
+
+    def changed(self, patches: Iterable[_Record]) -> list[Entry]:
+        """What is neither in place nor right under a replacement of one of ``patches`` that is."""
+        entries = [entry for record in patches for entry in record.entries]
+        return [entry for entry in self.entries if not entry.is_under(entries)]
 
 
 class Engine:
@@ -130,6 +150,7 @@ class Engine:
         with self._lock:
             self._decide()
             for record in records:
+                record.unwanted = False
                 if record.state is not State.APPLIED:
                     self._arm(record)
         self._settle()
@@ -143,12 +164,11 @@ class Engine:
         records = self._select(names)
         with self._lock:
             self._decide()
-            ours = [[weakref.ref(entry.replacement) for entry in r.entries] for r in records]
-            self._lift(records)
+            self._take_back(records)
             for record in records:
                 if record.entries:
-                    between = "somebody else's is between it and a patch of ours"
-                    self._warn(record, f"not taken back, for {self._changed(record) or between}")
+                    record.unwanted = True
+                    self._warn(record, f"not taken back: {self._obstacle(record)}")
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
             for record in reversed(self._records.values()):
@@ -157,11 +177,11 @@ class Engine:
                         entry.restore()
             self._stale = True
             self._settle()
-            for record, functions in zip(records, ours, strict=True):
-                alive = list(filter(None, (function() for function in functions)))
-                kept = len(journal.holders(alive))
-                if kept and record.state is State.DISABLED:
-                    record.reason = f"uninstalled; {kept} reference(s) taken before keep the patch"
+            for record in self._records.values():
+                if record.state is State.DISABLED and record.made:
+                    kept = record.references()
+                    text = f"; {kept} reference(s) taken before keep the patch" if kept else ""
+                    record.reason = f"uninstalled{text}"
         return self.status()
 
     def status(self) -> Status:
@@ -283,7 +303,7 @@ class Engine:
         """Ask the probe, then put all replacements in place, or none."""
         written: list[Entry] = []
         try:
-            self._lift([record], map(id, _originals(record.replacements)))
+            self._make_room(record)
             found = self._ask(record.patch)
             if found.verdict is not Verdict.BROKEN:
                 state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
@@ -303,6 +323,7 @@ class Engine:
             self._logger.debug("%s failed", record.patch.name, exc_info=True)
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
         record.entries, record.state = written, State.APPLIED
+        record.made += [weakref.ref(entry.replacement) for entry in written]
 
     def _ask(self, patch: Patch) -> Finding:
         try:
@@ -311,14 +332,36 @@ class Engine:
             # What it looks at is not there, or it calls what takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
-    def _lift(self, records: Sequence[_Record], functions: Iterable[int] = ()) -> None:
-        """Take patches back, and those stacked on them, which are then armed again.
+    def _make_room(self, record: _Record) -> None:
+        """Take back what is to be stacked on a patch, before it is applied."""
+        self._lift(self._stack([record], map(id, _originals(record.replacements))))
 
-        A patch that somebody else has patched over stays, and with it what is below.
+    def _take_back(self, records: Sequence[_Record]) -> None:
+        """Take patches back, and those that are stacked on them."""
+        # Applied while somebody else had patched this one over, a lower one can call it, too.
+        calling = [o for o in self._records.values() if any(map(o.calls, records))]
+        self._lift(self._stack([*records, *calling], ()))
+
+    def _lift(self, stack: Sequence[_Record]) -> None:
+        """Take back what is on top, until nothing is, and arm it again.
+
+        A patch that somebody else has patched over stays, and with it those that it calls.
         """
+        while top := next(filter(self._is_on_top, reversed(stack)), None):
+            for entry in reversed(top.entries):
+                entry.restore()
+            top.entries, top.state, top.unwanted = [], State.ARMED, False
+
+    def _is_on_top(self, record: _Record) -> bool:
+        if not record.entries or not record.in_place():
+            return False
+        return not any(other.calls(record) for other in self._others(record))
+
+    def _stack(self, records: Sequence[_Record], functions: Iterable[int]) -> list[_Record]:
+        """``records`` and what is stacked on them or on these functions, the lowest first."""
         everything = list(self._records.values())
         lowest = min(map(everything.index, records), default=0)
-        shared = set(functions).union(*(record.functions for record in records))
+        shared = set(functions)
         stack: list[_Record] = []
         more = list(records)
         while more:
@@ -326,12 +369,7 @@ class Engine:
             shared.update(*(record.functions for record in more))
             above = (record for record in everything[lowest:] if record not in stack)
             more = [record for record in above if not shared.isdisjoint(record.functions)]
-        stack.sort(key=everything.index)
-        for record in reversed(stack):
-            if record.entries and not record.covered([record]):
-                for entry in reversed(record.entries):
-                    entry.restore()
-                record.entries, record.state = [], State.ARMED
+        return sorted(stack, key=everything.index)
 
     def _leave_reloaded(self) -> None:
         """Arm patches with a reloaded target again, and take them off their other targets: a
@@ -345,14 +383,24 @@ class Engine:
                 record.former += [entry for entry in record.entries if entry not in kept]
                 record.entries = kept
                 left.append(record)
-        self._lift(left)
+        self._take_back(left)
         for record in left:
             record.former += record.entries
             record.entries, record.state = [], State.ARMED
 
     def _changed(self, record: _Record) -> str:
-        names = ", ".join(map(str, record.covered(self._records.values())))
+        names = ", ".join(map(str, record.changed(self._records.values())))
         return f"somebody else changed {names} afterwards" if names else ""
+
+    def _obstacle(self, record: _Record) -> str:
+        """Why a patch cannot be taken back."""
+        callers = [other for other in self._others(record) if other.calls(record)]
+        stay = [other.patch.name for other in callers if self._obstacle(other)]
+        called = f"{', '.join(stay)} calls it and cannot be taken back" if stay else ""
+        return self._changed(record) or called
+
+    def _others(self, record: _Record) -> list[_Record]:
+        return [other for other in self._records.values() if other is not record]
 
     def _set(self, record: _Record, state: State, reason: str) -> None:
         record.state, record.reason = state, reason
@@ -435,6 +483,8 @@ class Engine:
     def _describe(self, record: _Record) -> PatchStatus:
         patch = record.patch
         changed, untested = self._changed(record), ""
+        if record.unwanted and not changed:
+            changed = self._obstacle(record)
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""

@@ -61,6 +61,16 @@ class Entry:
         """Whether our object is still the one in the slot."""
         return self.now() is self.after
 
+    def replaced(self, other: Entry) -> bool:
+        """Whether this took the place of the other in the same slot."""
+        same = (self.target.owner, self.target.name) == (other.target.owner, other.target.name)
+        return same and self.original is other.replacement
+
+    def is_under(self, entries: Sequence[Entry]) -> bool:
+        """Whether it is in place, or right under one of these entries that is."""
+        above = (entry for entry in entries if entry.replaced(self))
+        return self.in_place() or any(entry.is_under(entries) for entry in above)
+
     def write(self) -> None:
         owner, name, raw = self.target
         setattr(owner, name, self.after)

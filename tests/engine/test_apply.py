@@ -251,6 +251,60 @@ def test_somebody_patched_over(lib, make, caplog):
     assert (m.Base().method(), m.f(), m.g()) == ("method", "f", "g")
 
 
+def test_what_a_kept_patch_calls_by_inheritance_is_kept(lib, make, caplog):
+    """No patch is called that is said to be disabled."""
+    m = lib.load("m")
+    before = snapshot(m, m.Base, m.Sub)
+    engine = make(lib.patch("a", "m:Base.static"), lib.patch("b", "m:Sub.static", "m:f"))
+    ours = m.f
+    m.f = tagging("foreign")(ours)
+    for names in ((), ("a",), ()):
+        status = engine.uninstall(*names)
+        assert [entry.state for entry in status] == [State.APPLIED] * 2
+        assert status["a"].reason == "b calls it and cannot be taken back"
+        assert (m.Base.static(), m.Sub.static()) == ("a>static", "b>a>static")
+    assert len(logged(caplog, logging.WARNING)) == 2
+    assert engine.install()["a"].reason == "", "it is wanted again"
+    engine.uninstall("a")
+    m.f = ours
+    assert engine.status()["a"].reason == "", "nothing is in the way any more"
+    assert engine.uninstall("a")["a"].state is State.DISABLED
+    assert (m.Base.static(), m.Sub.static(), m.f()) == ("static", "b>static", "b>f")
+    engine.uninstall()
+    assert snapshot(m, m.Base, m.Sub) == before
+
+
+def test_a_lower_patch_applied_above_comes_off_first(lib, make):
+    """a was applied while b, above which it does not belong, could not be taken back."""
+    m = lib.load("m")
+    before = snapshot(m, m.Base, m.Sub)
+    engine = make(lib.patch("a", "m:Sub.static"), lib.patch("b", "m:Base.static", "m:f"))
+    engine.uninstall("a")
+    ours = m.f
+    m.f = tagging("foreign")(ours)
+    engine.install("a")
+    assert m.Sub.static() == "a>b>static"
+    m.f = ours
+    status = engine.uninstall("b")
+    assert [entry.state for entry in status] == [State.APPLIED, State.DISABLED]
+    assert (m.Base.static(), m.Sub.static()) == ("static", "a>static")
+    engine.uninstall("a")
+    assert snapshot(m, m.Base, m.Sub) == before
+
+
+def test_old_references_are_said_after_every_uninstall(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:Base.static"))
+    m.Sub.static = staticmethod(tagging("foreign")(m.Base.static))
+    for _ in range(2):
+        reason = engine.uninstall()["a"].reason
+        assert "reference(s) taken before keep the patch" in reason
+        assert m.Sub.static() == "foreign>a>static"
+        engine.install()
+    del m.Sub.static
+    assert engine.uninstall()["a"].reason == "uninstalled"
+
+
 def test_somebody_put_the_original_back(lib, make):
     m = lib.load("m")
     original = m.Base.method
