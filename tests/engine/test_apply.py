@@ -261,7 +261,7 @@ def test_what_a_kept_patch_calls_by_inheritance_is_kept(lib, make, caplog):
     for names in ((), ("a",), ()):
         status = engine.uninstall(*names)
         assert [entry.state for entry in status] == [State.APPLIED] * 2
-        assert status["a"].reason == "b calls it and cannot be taken back"
+        assert status["a"].reason == "b needs it and cannot be taken back"
         assert (m.Base.static(), m.Sub.static()) == ("a>static", "b>a>static")
     assert len(logged(caplog, logging.WARNING)) == 2
     assert engine.install()["a"].reason == "", "it is wanted again"
