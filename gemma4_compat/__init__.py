@@ -55,12 +55,18 @@ def _start() -> Engine:
 _engine: Engine = globals().get("_engine") or _start()
 
 
-def status() -> Status:
+def status(*, import_targets: bool = False) -> Status:
     """The state of every patch in this process, with the reason and the versions found.
 
-    Nothing is imported; a patch whose targets are not imported yet is ``armed``.
+    This may apply patches: those that wait for nothing any more, and again those whose target
+    module was reloaded.
+
+    Args:
+        import_targets: first import the modules that armed patches wait for, and with them
+            torch, transformers, accelerate, peft and bitsandbytes as far as they are installed.
+            Then no patch is ``armed``.  Without it nothing is imported.
     """
-    return _engine.status()
+    return _engine.import_targets() if import_targets else _engine.status()
 
 
 def install(*names: str) -> Status:
@@ -77,7 +83,9 @@ def install(*names: str) -> Status:
 def uninstall(*names: str) -> Status:
     """Take the named patches back (all without names), leaving their owners as they were.
 
-    A patch that somebody else has patched over is left in place, with a warning.
+    A patch that requires one of them is taken back first; it is ``blocked`` until that one is
+    installed again.  A patch that somebody else has patched over is left in place, with a
+    warning, and so are the patches that it needs.
 
     Raises:
         ValueError: there is no patch of that name.

@@ -22,7 +22,7 @@ from gemma4_compat import cli
 from gemma4_compat.cli._libraries import LIBRARIES
 from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
-from gemma4_compat.engine.switches import Switches
+from gemma4_compat.engine.switches import Switch, Switches
 from gemma4_compat.patches import load
 
 PATCHES = [patch.name for patch in load()]
@@ -90,6 +90,29 @@ def test_typo_in_the_environment_is_pointed_out():
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
+    """That was the user's choice."""
+    patches = [
+        Patch(name, symptom="", affects=(("packaging>=1",),), changes="", ends="", requires=needed)
+        for name, needed in (("first", ()), ("second", ("first",)))
+    ]
+    for patch in patches:
+        patch.replaces("json.tool", "main")(lambda original: lambda: original())
+    switches = Switches("TEST_COMPAT", strict=strict, patches={"first": Switch.OFF})
+    engine = Engine(patches, switches, logging.getLogger("gemma4_compat"))
+    engine.install()
+    monkeypatch.setattr(gemma4_compat, "_engine", engine)
+    assert cli.main(["status"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "second blocked needs first, which is disabled by TEST_COMPAT_FIRST=0" in printed
+    assert cli.main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"]
+    assert found["patches"]["second"]["state"] == "blocked"
+    engine.retire()
+
+
+@pytest.mark.parametrize("strict", [False, True])
 def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     patch = Patch(
         name="gone", symptom="", affects=(("packaging>=1",),), changes="", ends="", links=()
@@ -99,7 +122,7 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     engine = Engine([patch], switches, logging.getLogger("gemma4_compat"))
     engine.install()
-    monkeypatch.setattr(cli.status, "_engine", engine)
+    monkeypatch.setattr(gemma4_compat, "_engine", engine)
     assert cli.main(["status"]) == 1
     printed = capsys.readouterr()
     assert "no_such_function" in (printed.err if strict else printed.out)

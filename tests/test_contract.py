@@ -98,7 +98,7 @@ def functions(engine):
 
     found = {}
     for name, record in engine._records.items():
-        for entry in record.entries:
+        for entry in record.layer.entries:
             owner, attribute, _ = entry.target
             new = getattr(owner, attribute)
             static = inspect.getattr_static(owner, attribute)
@@ -133,7 +133,7 @@ def shim_first():
     logging.getLogger("gemma4_compat").setLevel(logging.INFO)
     for name in LIBRARIES:
         importlib.import_module(name)
-    gemma4_compat._engine.import_targets()
+    gemma4_compat.status(import_targets=True)
     found = {"states": states(), "patched": leftovers()}
     gemma4_compat.install()
     gemma4_compat.install()
@@ -141,7 +141,8 @@ def shim_first():
     found["functions"] = functions(gemma4_compat._engine)
     found["log"] = records
     found["replacements"] = {
-        name: len(record.replacements) for name, record in gemma4_compat._engine._records.items()
+        name: len(record.layer.replacements)
+        for name, record in gemma4_compat._engine._records.items()
     }
     gemma4_compat.uninstall()
     found["uninstalled"] = states()

@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 
-from .. import PatchError, Status, __version__, _engine
+from .. import PatchError, Status, __version__
+from .. import status as status_of_patches
 from .._tested import NEWEST
 from ..engine.gate import later
 from ._libraries import library_versions, quiet_libraries
@@ -19,7 +20,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "status",
         help="which patches apply to the installed libraries",
         description="Show every patch, its state here and why.  Imports the libraries.  The exit "
-        "code is 1 where a patch failed, or stepped aside because its target changed shape.",
+        "code is 1 where a patch failed, or stepped aside because its target changed shape; not "
+        "where one is blocked, because another that it requires was switched off.",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(execute=execute)
@@ -28,7 +30,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def execute(options: argparse.Namespace) -> int:
     try:
         with quiet_libraries():
-            status = _engine.import_targets()
+            status = status_of_patches(import_targets=True)
     except PatchError as error:  # the strict switch is on
         print(f"gemma4-compat: {error}", file=sys.stderr)
         return 1

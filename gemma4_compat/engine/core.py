@@ -46,6 +46,8 @@ class _Record:
     reason: str = "not installed yet"
     #: whether it was to be taken back, and could not
     unwanted: bool = False
+    #: how many references there were to it when it was taken back
+    kept: int = 0
     said: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -147,11 +149,7 @@ class Engine:
                     record.layer.take_off_former()
             self._stale = True
             self._settle()
-            for record in self._records.values():
-                if record.state is State.DISABLED and record.layer.made:
-                    kept = record.layer.references()
-                    text = f"; {kept} reference(s) taken before keep the patch" if kept else ""
-                    record.reason = f"uninstalled{text}"
+            self._count_kept()
         return self.status()
 
     def status(self) -> Status:
@@ -263,6 +261,7 @@ class Engine:
             self._take_back(unfounded)
             self._block()
             self._apply_all()
+            self._count_kept()
         for record in armed:
             if record.state is State.APPLIED:
                 entries = record.layer.entries
@@ -314,6 +313,11 @@ class Engine:
 
     def _take_back(self, records: Iterable[_Record]) -> None:
         self._rearm(self._stack.take_off(record.layer for record in records))
+
+    def _count_kept(self) -> None:
+        for record in self._records.values():
+            if record.state in (State.DISABLED, State.BLOCKED) and record.layer.made:
+                record.kept = record.layer.references()
 
     def _rearm(self, layers: Iterable[Layer]) -> None:
         """What was taken off is armed again, unless more is said of it afterwards."""
@@ -406,6 +410,8 @@ class Engine:
         if record.unwanted or self._stack.changed(layer):
             stays = self._stack.obstacle(layer)
         needs = self._needs(record, _THERE) if layer.entries else ""
+        if record.kept and record.state in (State.DISABLED, State.BLOCKED):
+            stays = f"{record.kept} reference(s) taken before keep the patch"
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""
@@ -438,5 +444,5 @@ def _state_of(record: _Record) -> str:
     """The state, and who switched it off."""
     if record.state is not State.DISABLED:
         return str(record.state)
-    by = "uninstall()" if record.reason.startswith("uninstalled") else record.reason
+    by = "uninstall()" if record.reason == "uninstalled" else record.reason
     return f"disabled by {by}"

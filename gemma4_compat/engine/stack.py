@@ -103,21 +103,22 @@ class Stack:
         higher = self.layers[self.layers.index(layer) + 1 :]
         touching = [each for each in higher if not functions.isdisjoint(each.functions)]
         stack = self._with(touching, lambda a, b: a in higher and a.touches(b))
-        return self._peel(stack, Layer.calls)
+        return self._peel(stack)
 
     def take_off(self, layers: Iterable[Layer]) -> list[Layer]:
         """Take layers off, as far as that can be done, and what is above or needs them.
 
         Returns all that came off.
         """
-        free = [layer for layer in layers if layer.entries and not self.obstacle(layer)]
+        stuck = self._stuck()
+        free = [layer for layer in layers if layer.entries and layer not in stuck]
         order = self.layers.index
 
         def follows(layer: Layer, other: Layer) -> bool:
             # Put while somebody else had changed the slot, a lower layer can be above, too.
             return layer.needs(other) or (order(layer) > order(other) and layer.touches(other))
 
-        return self._peel(self._with(free, follows), Layer.needs)
+        return self._peel([layer for layer in self._with(free, follows) if layer not in stuck])
 
     def leave_reloaded(self, layers: Iterable[Layer]) -> list[Layer]:
         """Take layers with a reloaded target off their other targets: a probe has to see the
@@ -145,9 +146,15 @@ class Stack:
         """Why a layer cannot come off."""
         if changed := ", ".join(map(str, self.changed(layer))):
             return f"somebody else changed {changed} afterwards"
-        others = (each for each in self.layers if each is not layer and each.needs(layer))
-        stay = [each.patch.name for each in others if self.obstacle(each)]
+        stay = [each.patch.name for each in self._stuck() if each.needs(layer)]
         return f"{', '.join(stay)} needs it and cannot be taken back" if stay else ""
+
+    def _stuck(self) -> list[Layer]:
+        """The layers that cannot come off."""
+        stuck = [layer for layer in self.layers if self.changed(layer)]
+        for layer in stuck:  # which grows
+            stuck += [each for each in self.layers if each not in stuck and layer.needs(each)]
+        return stuck
 
     def _with(self, layers: Iterable[Layer], follows: _Relation) -> list[Layer]:
         """``layers`` and all that follow from them, the lowest first."""
@@ -159,19 +166,24 @@ class Stack:
             more = [layer for layer in rest if any(follows(layer, each) for each in found)]
         return sorted(found, key=self.layers.index)
 
-    def _peel(self, layers: Sequence[Layer], needs: _Relation) -> list[Layer]:
-        """Take off what is on top, the highest first, until nothing is; returns these."""
+    def _peel(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Take off what is on top until nothing is; returns these.
 
-        def is_on_top(layer: Layer) -> bool:
-            if not layer.entries or not layer.in_place():
-                return False
-            return not any(needs(other, layer) for other in self.layers if other is not layer)
-
-        off = []
-        while top := next(filter(is_on_top, reversed(layers)), None):
+        Of those on top first what the rest does not need, then the highest.
+        """
+        off: list[Layer] = []
+        while free := [layer for layer in reversed(layers) if self._is_on_top(layer)]:
+            rest = [layer for layer in layers if layer.entries]
+            unneeded = (f for f in free if not any(r.needs(f) for r in rest if r is not f))
+            top = next(unneeded, free[0])
             top.take_off()
             off.append(top)
         return off
+
+    def _is_on_top(self, layer: Layer) -> bool:
+        if not layer.entries or not layer.in_place():
+            return False
+        return not any(other.calls(layer) for other in self.layers if other is not layer)
 
 
 def originals(replacements: Iterable[Replacement]) -> list[Any]:
