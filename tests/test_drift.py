@@ -150,6 +150,8 @@ def one_at_a_time():
     from gemma4_compat.engine import slots
 
     engine, messages, results = gemma4_compat._engine, listen(), []
+    for record in engine._records.values():
+        record.patch.requires = ()  # as if the bugs of the others were gone
     for name in LIBRARIES:
         importlib.import_module(name)
     start = {s.name: [s.state.value, s.reason] for s in gemma4_compat.status(import_targets=True)}
@@ -451,8 +453,12 @@ def test_import_of_changed_libraries(turn):
     drifted, untouched = [], []
     for name, replacements in targets().items():
         state, reason = found["states"][name]
-        assert state in (*ASIDE, "applied"), f"{name}: {reason}"
+        assert state in (*ASIDE, "applied", "blocked"), f"{name}: {reason}"
         drifted += [name] * (state == "drifted")
+        if state == "blocked":
+            assert reason.startswith("needs "), reason
+            assert reason.rpartition(" ")[2] in ("drifted", "blocked"), reason
+            continue
         if "partial" in [changed.get(module, {}).get(target) for module, target in replacements]:
             assert state in ASIDE, name
         source = (ROOT / "gemma4_compat" / "patches" / f"{name}.py").read_text()
