@@ -206,9 +206,10 @@ def upside_down():
             found[order] = {
                 "names": [each.name for each in status],
                 "states": {s.name: [s.state.value, s.reason] for s in status},
-                "patched": sorted(leftovers()),
                 "computed": _computed(Path(folder)),
                 **{use: re.sub(r" at 0x[0-9a-f]+", "", str(_outcome(use))) for use in USES},
+                # Last: computing imports modules that hold what is patched.
+                "patched": sorted(leftovers()),
             }
     return found
 
