@@ -115,6 +115,15 @@ def tests(session: nox.Session, stack: str) -> None:
 
 
 @nox.session
+def properties(session: nox.Session) -> None:
+    """The engine under 10,000 random examples of each property; half an hour."""
+    session.install(*TEST_TOOLS, "wrapt", "packaging")
+    session.env["PROPERTY_EXAMPLES"] = "10000"
+    session.env["PYTHONPATH"] = "."
+    session.run("pytest", "-n", "2", "tests/engine/test_properties.py", *session.posargs)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Every patch on every released version, without and with it: tools/matrix.json.
 

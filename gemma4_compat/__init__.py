@@ -83,7 +83,9 @@ def install(*names: str) -> Status:
 def uninstall(*names: str) -> Status:
     """Take the named patches back (all without names), leaving their owners as they were.
 
-    A patch that somebody else has patched over is left in place, with a warning.
+    A patch that requires one of them is taken back first; it is ``blocked`` until that one is
+    installed again.  A patch that somebody else has patched over is left in place, with a
+    warning, and so are the patches that it needs.
 
     Raises:
         ValueError: there is no patch of that name.

@@ -21,7 +21,7 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
-from gemma4_compat.engine.switches import Switches
+from gemma4_compat.engine.switches import Switch, Switches
 from gemma4_compat.patches import load
 from gemma4_compat.versions import WITH_TORCH
 
@@ -87,6 +87,29 @@ def test_typo_in_the_environment_is_pointed_out():
     assert "did you mean GEMMA4_COMPAT_PEFT_REDISPATCH?" in ran.stderr
     for name in PATCHES:
         assert f"GEMMA4_COMPAT_{name.upper()}" in ran.stderr
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
+    """That was the user's choice."""
+    patches = [
+        Patch(name, symptom="", affects=(("packaging>=1",),), changes="", ends="", requires=needed)
+        for name, needed in (("first", ()), ("second", ("first",)))
+    ]
+    for patch in patches:
+        patch.replaces("json.tool", "main")(lambda original: lambda: original())
+    switches = Switches("TEST_COMPAT", strict=strict, patches={"first": Switch.OFF})
+    engine = Engine(patches, switches, logging.getLogger("gemma4_compat"))
+    engine.install()
+    monkeypatch.setattr(gemma4_compat, "_engine", engine)
+    assert cli.main(["status"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "second blocked needs first, which is disabled by TEST_COMPAT_FIRST=0" in printed
+    assert cli.main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"]
+    assert found["patches"]["second"]["state"] == "blocked"
+    engine.retire()
 
 
 @pytest.mark.parametrize("strict", [False, True])

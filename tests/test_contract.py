@@ -100,7 +100,7 @@ def functions(engine):
 
     found = {}
     for name, record in engine._records.items():
-        for entry in record.entries:
+        for entry in record.layer.entries:
             owner, attribute, _ = entry.target
             new = getattr(owner, attribute)
             static = inspect.getattr_static(owner, attribute)
@@ -138,7 +138,7 @@ def shim_first():
     logging.getLogger("gemma4_compat").setLevel(logging.INFO)
     for name in LIBRARIES:
         importlib.import_module(name)
-    gemma4_compat._engine.import_targets()
+    gemma4_compat.status(import_targets=True)
     found = {"states": states(), "patched": leftovers()}
     gemma4_compat.install()
     gemma4_compat.install()
@@ -146,7 +146,8 @@ def shim_first():
     found["functions"] = functions(gemma4_compat._engine)
     found["log"] = records
     found["replacements"] = {
-        name: len(record.replacements) for name, record in gemma4_compat._engine._records.items()
+        name: len(record.layer.replacements)
+        for name, record in gemma4_compat._engine._records.items()
     }
     gemma4_compat.uninstall()
     found["uninstalled"] = states()
@@ -163,8 +164,9 @@ def libraries_first():
     gemma4_compat.uninstall()
     found["changes"] = changes(before)
     for name in gemma4_compat._engine.names:
-        gemma4_compat.install(name)
-        gemma4_compat.uninstall(name)
+        required = gemma4_compat._engine._records[name].patch.requires
+        gemma4_compat.install(name, *required)
+        gemma4_compat.uninstall(name, *required)
         found["alone"][name] = changes(before)
     gemma4_compat.install()
     for name in gemma4_compat._engine.names:  # the lower ones of each stack first
@@ -189,6 +191,62 @@ def switched_off():
     return {"states": states(), "leftovers": leftovers()}
 
 
+def upside_down():
+    """The states and what models compute, with the patches stacked in either order."""
+    import logging
+    import tempfile
+
+    import gemma4_compat
+    from gemma4_compat.engine.core import Engine
+    from gemma4_compat.engine.switches import Switches
+    from gemma4_compat.patches import load
+
+    load_libraries()
+    gemma4_compat.uninstall()
+    switches, logger = Switches("GEMMA4_COMPAT"), logging.getLogger("gemma4_compat")
+    found = {}
+    for order, patches in (("forwards", load()), ("backwards", [*reversed(load())])):
+        status = Engine(patches, switches, logger).install()
+        with tempfile.TemporaryDirectory() as folder:
+            found[order] = {
+                "names": [each.name for each in status],
+                "states": {s.name: [s.state.value, s.reason] for s in status},
+                "computed": _computed(Path(folder)),
+                **{use: re.sub(r" at 0x[0-9a-f]+", "", str(_outcome(use))) for use in USES},
+                # Last: computing imports modules that hold what is patched.
+                "patched": sorted(leftovers()),
+            }
+    return found
+
+
+def _computed(folder):
+    """A 4-bit model of which a part is offloaded, with an adapter, saved and loaded again."""
+    from peft import PeftModel
+
+    from gemma4_compat.demo.checkpoint import build_adapter, build_checkpoint
+    from tests.support import load_model, logits, split
+    from tests.test_neighbours import digest, digests
+
+    model_dir = build_checkpoint(folder / "model")
+    adapter_dir = build_adapter(folder / "adapter", model_dir)
+    found = digests(model_dir, adapter_dir)
+    model = split(load_model(model_dir, "nf4-nested"), folder / "offloaded")
+    model = PeftModel.from_pretrained(model, adapter_dir).eval()
+    found += [digest(each) for each in logits(model).values()]
+    model.save_pretrained(folder / "saved")
+    again = PeftModel.from_pretrained(load_model(model_dir), folder / "saved").eval()
+    return found + [digest(each) for each in logits(again).values()]
+
+
+def _outcome(use):
+    try:
+        return USES[use]()
+    except Exception as error:
+        # Not the traceback that torch.compile adds: our functions are in it.
+        message = str(error).partition("\n\nfrom user code")[0]
+        return f"{type(error).__name__}: {message}"
+
+
 def behaviours():
     """Ordinary use of the patched classes, with and without the patches: the outcomes."""
     import gemma4_compat
@@ -197,14 +255,9 @@ def behaviours():
     found = {}
     for mode in ("patched", "unpatched"):
         gemma4_compat.install() if mode == "patched" else gemma4_compat.uninstall()
-        for name, function in USES.items():
-            try:
-                outcome = function()
-            except Exception as error:
-                # Not the traceback that torch.compile adds: our functions are in it.
-                message = str(error).partition("\n\nfrom user code")[0]
-                outcome = f"{type(error).__name__}: {message}"
-            found.setdefault(name, {})[mode] = re.sub(r" at 0x[0-9a-f]+", "", str(outcome))
+        for name in USES:
+            text = re.sub(r" at 0x[0-9a-f]+", "", str(_outcome(name)))
+            found.setdefault(name, {})[mode] = text
     return found
 
 
@@ -390,6 +443,32 @@ def test_import_order_does_not_matter(affected):
 def test_the_same_is_patched_in_either_order(libraries):
     early, late = worker("shim_first"), worker("libraries_first")
     assert sorted(early["patched"]) == sorted(late["patched"])
+
+
+def test_stacking_order_does_not_matter(libraries):
+    """What a patch needs of another it says in ``requires``; the order means nothing."""
+    found = worker("upside_down")
+    forwards, backwards = found["forwards"], found["backwards"]
+    assert forwards.pop("names") == backwards.pop("names")[::-1] == NAMES
+    assert len(forwards["computed"]) > 9
+    assert backwards == forwards
+
+
+REQUIREMENTS = [
+    ("clippable_linear", "clippable_linear_lookups"),
+    ("quant_state_offload", "kbit_offload_training"),
+    ("quant_state_offload", "offload_streaming"),
+]
+
+
+@pytest.mark.parametrize(("required", "name"), REQUIREMENTS)
+def test_blocked_where_a_required_patch_is_off(libraries, required, name):
+    assert worker("shim_first")["states"][name] == ["applied", ""]
+    found = worker("switched_off", **{ENVIRONMENT[required]: "0"})["states"]
+    reason = f"needs {required}, which is disabled by {ENVIRONMENT[required]}=0"
+    assert found[name] == ["blocked", reason]
+    others = found.keys() - {each for pair in REQUIREMENTS for each in pair}
+    assert all(found[each] == worker("shim_first")["states"][each] for each in others)
 
 
 def test_unaffected_patches_change_nothing(libraries):

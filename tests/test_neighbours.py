@@ -162,7 +162,7 @@ def live_with(name, order, model_dir, adapter_dir):
 
     for library in LIBRARIES:
         importlib.import_module(library)
-    early = gemma4_compat._engine.import_targets()
+    early = gemma4_compat.status(import_targets=True)
     if order == "after":
         changed = apply()
         theirs = [vars(owner)[attribute] for owner, attribute in changed]
@@ -170,7 +170,7 @@ def live_with(name, order, model_dir, adapter_dir):
     functions = [
         (entry.target.owner, entry.target.name, entry.target.raw)
         for record in gemma4_compat._engine._records.values()
-        for entry in record.entries
+        for entry in record.layer.entries
     ]
     found = {
         "states": {each.name: each.state.value for each in gemma4_compat.status()},
@@ -185,7 +185,7 @@ def live_with(name, order, model_dir, adapter_dir):
     over = [
         record.patch.name
         for record in gemma4_compat._engine._records.values()
-        if record.covered(gemma4_compat._engine._records.values())
+        if gemma4_compat._engine._stack.changed(record.layer)
     ]
     left = gemma4_compat.uninstall()
     found["covered"] = over

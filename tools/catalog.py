@@ -105,7 +105,7 @@ def _section(patch: Patch) -> str:
 **Replaces.** {", ".join(replaced)}
 
 **Affects.** {_gate(patch)}
-
+{_requires(patch)}
 **Ends.** {patch.ends}
 
 **Switch off.** `GEMMA4_COMPAT_{patch.name.upper()}=0`, or `gemma4_compat.uninstall("{patch.name}")`
@@ -118,6 +118,13 @@ def _section(patch: Patch) -> str:
 
 def _gate(patch: Patch) -> str:
     return " or ".join(" and ".join(f"`{r}`" for r in alternative) for alternative in patch.affects)
+
+
+def _requires(patch: Patch) -> str:
+    if not patch.requires:
+        return ""
+    links = ", ".join(f"[`{name}`](#{name})" for name in patch.requires)
+    return f"\n**Requires.** {links}: the bug must be gone, by that patch or without it\n"
 
 
 def main(argv: list[str]) -> None:

@@ -20,7 +20,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "status",
         help="which patches apply to the installed libraries",
         description="Show every patch, its state here and why.  Imports the libraries.  The exit "
-        "code is 1 where a patch failed, or stepped aside because its target changed shape.",
+        "code is 1 where a patch failed, or stepped aside because its target changed shape; not "
+        "where one is blocked, because another that it requires was switched off.",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(execute=execute)

@@ -7,25 +7,30 @@ import logging
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import wrapt
+from graphlib import CycleError, TopologicalSorter
 
 from ..errors import PatchError
-from . import gate, journal
+from . import gate
 from .gate import Outcome
-from .journal import Entry
-from .patch import Finding, Patch, Replacement, Verdict, broken, drifted
+from .imports import Imports
+from .patch import Finding, Patch, Verdict, broken, drifted
+from .references import count_held, holders
+from .slots import Missing
+from .stack import Layer, Stack, originals
 from .status import PatchStatus, State, Status
 from .switches import Switch, Switches
 
 #: Seconds that an import, or a fork, waits for another thread's use of the engine.  It may not
 #: wait for ever: that thread may be waiting for the lock of a module that this one is importing.
 _PATIENCE = 5.0
+
+#: What a required patch may be: its bug is gone.
+_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
+#: What it may not be.  While it is neither, it is waited for.
+_THERE = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED)
 
 #: The engine of each prefix.  Here it outlives this package's being dropped from sys.modules; the
 #: engine of the next import takes over from it.
@@ -36,33 +41,19 @@ _ENGINES: dict[str, Engine] = vars(sys).setdefault("_version_gated_patch_engines
 class _Record:
     """What the engine knows of one patch."""
 
-    patch: Patch
+    layer: Layer
     state: State = State.DISABLED
     reason: str = "not installed yet"
-    #: what is in place
-    entries: list[Entry] = field(default_factory=list)
-    #: what was in place in a module that was reloaded since: its old classes live on in objects
-    former: list[Entry] = field(default_factory=list)
+    #: whether it was to be taken back, and could not
+    unwanted: bool = False
+    #: how many references there were to it when it was taken back
+    kept: int = 0
     said: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
 
     @property
-    def replacements(self) -> list[Replacement]:
-        """The replacements that exist on the installed versions."""
-        return [r for r in self.patch.replacements if r.when is None or gate.holds(r.when)]
-
-    @property
-    def functions(self) -> set[int]:
-        """The identities of the functions it replaced and put in place.
-
-        Two applied patches that have one in common are stacked on a slot.
-        """
-        return {id(f) for entry in self.entries for f in (entry.original, entry.replacement)}
-
-    def covered(self, patches: Iterable[_Record]) -> list[Entry]:
-        """What is neither in place nor under a replacement of one of ``patches``."""
-        ours = {id(entry.after) for record in patches for entry in record.entries}
-        return [entry for entry in self.entries if id(entry.now()) not in ours]
+    def patch(self) -> Patch:
+        return self.layer.patch
 
 
 class Engine:
@@ -80,12 +71,13 @@ class Engine:
         logger: logging.Logger,
         newest: Mapping[str, str] | None = None,
     ) -> None:
-        self._records = {patch.name: _Record(patch) for patch in patches}
+        self._records = {patch.name: _Record(Layer(patch)) for patch in patches}
+        self._required_first = _required_first(self._records)
+        self._stack = Stack(record.layer for record in self._records.values())
         self._switches = switches
         self._logger = logger
         self._newest = newest or {}
-        self._hooked: set[str] = set()
-        self._complete: dict[str, Any] = {}
+        self._imports = Imports(self._after_import)
         self._warned: set[tuple[str, str]] = set()
         self._failures: list[str] = []
         self._lock = threading.RLock()
@@ -122,7 +114,7 @@ class Engine:
         else:
             self._undecided = True
             for module in sorted(modules):
-                self._hook(module)
+                self._imports.watch(module)
 
     def install(self, *names: str) -> Status:
         """Arm or apply the named patches (all without names).  Idempotent."""
@@ -130,12 +122,13 @@ class Engine:
         with self._lock:
             self._decide()
             for record in records:
+                record.unwanted = False
                 if record.state is not State.APPLIED:
                     self._arm(record)
         self._settle()
         for record in records:
             for module in self._waiting(record):
-                self._hook(module)
+                self._imports.watch(module)
         return self.status()
 
     def uninstall(self, *names: str) -> Status:
@@ -143,25 +136,20 @@ class Engine:
         records = self._select(names)
         with self._lock:
             self._decide()
-            ours = [[weakref.ref(entry.replacement) for entry in r.entries] for r in records]
-            self._lift(records)
+            self._take_back(records)
             for record in records:
-                if record.entries:
-                    between = "somebody else's is between it and a patch of ours"
-                    self._warn(record, f"not taken back, for {self._changed(record) or between}")
+                if record.layer.entries:
+                    record.unwanted = True
+                    self._warn(record, f"not taken back: {self._stack.obstacle(record.layer)}")
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
+            self._block()
             for record in reversed(self._records.values()):
-                if record.state is State.DISABLED:
-                    for entry in reversed(record.former):
-                        entry.restore()
+                if record.state in (State.DISABLED, State.BLOCKED):
+                    record.layer.take_off_former()
             self._stale = True
             self._settle()
-            for record, functions in zip(records, ours, strict=True):
-                alive = list(filter(None, (function() for function in functions)))
-                kept = len(journal.holders(alive))
-                if kept and record.state is State.DISABLED:
-                    record.reason = f"uninstalled; {kept} reference(s) taken before keep the patch"
+            self._count_kept()
         return self.status()
 
     def status(self) -> Status:
@@ -217,7 +205,7 @@ class Engine:
         try:
             found = gate.evaluate(record.patch.affects)
             record.versions = found.versions
-            record.replacements  # noqa: B018  (reads the gates of the single replacements)
+            record.layer.replacements  # noqa: B018  (reads the gates of the single ones)
         except ValueError as error:
             return self._set(record, State.FAILED, f"cannot read its gate: {error}")
         if not self._switches.everything:
@@ -254,55 +242,67 @@ class Engine:
 
     def _advance(self) -> None:
         self._decide()
-        self._leave_reloaded()
-        armed, ready = [], []
-        for record in self._records.values():
-            if record.state is State.ARMED:
-                armed.append(record)
-                waiting = ", ".join(self._waiting(record))
-                if waiting:
-                    self._set(record, State.ARMED, f"waits for the import of {waiting}")
-                else:
-                    ready.append(record)
+        applied = [r.layer for r in self._records.values() if r.state is State.APPLIED]
+        self._rearm(self._stack.leave_reloaded(applied))
+        self._block()
+        armed = [record for record in self._records.values() if record.state is State.ARMED]
         # Only where we came late: what happens between two imports of the libraries themselves
         # is not worth a scan of all objects in each.
-        targets = [
-            r for record in ready for r in record.replacements if r.module not in self._hooked
+        late = [
+            replacement
+            for record in armed
+            if self._can_be_applied(record)
+            for replacement in record.layer.replacements
+            if not self._imports.watches(replacement.module)
         ]
-        holders = journal.holders(_originals(targets))
-        for record in self._records.values():
-            if record.state is State.ARMED and not self._waiting(record):
-                self._apply(record)
-        for record in self._records.values():
-            if record in armed and record.state is State.APPLIED:
-                held = journal.count_held(holders, record.entries)
+        before = holders(originals(late))
+        self._apply_all()
+        while unfounded := self._unfounded():
+            self._take_back(unfounded)
+            self._block()
+            self._apply_all()
+            self._count_kept()
+        for record in armed:
+            if record.state is State.APPLIED:
+                entries = record.layer.entries
+                held = count_held(before, {id(e.original): e.keepers() for e in entries})
                 text = f"{held} reference(s) taken before the patch keep the original"
                 self._set(record, State.APPLIED, text if held else "")
+            elif record.state is State.ARMED:
+                self._set(record, State.ARMED, self._waits_for(record))
+
+    def _can_be_applied(self, record: _Record) -> bool:
+        """Now, or as soon as what it requires is."""
+        if record.state is not State.ARMED or self._waiting(record):
+            return record.state in _GONE
+        return all(map(self._can_be_applied, self._required(record)))
+
+    def _apply_all(self) -> None:
+        """Apply all that wait for nothing, until what they required of each other is applied."""
+        waiting = True
+        while waiting:
+            waiting = False
+            for record in self._records.values():
+                if record.state is State.ARMED and not self._waits_for(record):
+                    self._apply(record)
+                    waiting = True
+            self._block()
 
     def _apply(self, record: _Record) -> None:
         """Ask the probe, then put all replacements in place, or none."""
-        written: list[Entry] = []
         try:
-            self._lift([record], map(id, _originals(record.replacements)))
+            self._rearm(self._stack.make_room(record.layer))
             found = self._ask(record.patch)
             if found.verdict is not Verdict.BROKEN:
                 state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, found.reason)
-            # One after the other, so that two replacements of one slot stack.
-            for replacement in record.replacements:
-                entry = journal.prepare(replacement)
-                written.append(entry)
-                entry.write()
-        except BaseException as error:
-            for entry in reversed(written):
-                entry.restore()
-            if not isinstance(error, Exception):
-                raise
-            if isinstance(error, journal.Missing):
-                return self._set(record, State.DRIFTED, str(error))
+            record.layer.put()
+        except Missing as error:
+            return self._set(record, State.DRIFTED, str(error))
+        except Exception as error:
             self._logger.debug("%s failed", record.patch.name, exc_info=True)
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
-        record.entries, record.state = written, State.APPLIED
+        record.state = State.APPLIED
 
     def _ask(self, patch: Patch) -> Finding:
         try:
@@ -311,48 +311,51 @@ class Engine:
             # What it looks at is not there, or it calls what takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
-    def _lift(self, records: Sequence[_Record], functions: Iterable[int] = ()) -> None:
-        """Take patches back, and those stacked on them, which are then armed again.
+    def _take_back(self, records: Iterable[_Record]) -> None:
+        self._rearm(self._stack.take_off(record.layer for record in records))
 
-        A patch that somebody else has patched over stays, and with it what is below.
-        """
-        everything = list(self._records.values())
-        lowest = min(map(everything.index, records), default=0)
-        shared = set(functions).union(*(record.functions for record in records))
-        stack: list[_Record] = []
-        more = list(records)
-        while more:
-            stack += more
-            shared.update(*(record.functions for record in more))
-            above = (record for record in everything[lowest:] if record not in stack)
-            more = [record for record in above if not shared.isdisjoint(record.functions)]
-        stack.sort(key=everything.index)
-        for record in reversed(stack):
-            if record.entries and not record.covered([record]):
-                for entry in reversed(record.entries):
-                    entry.restore()
-                record.entries, record.state = [], State.ARMED
+    def _count_kept(self) -> None:
+        for record in self._records.values():
+            if record.state in (State.DISABLED, State.BLOCKED) and record.layer.made:
+                record.kept = record.layer.references()
 
-    def _leave_reloaded(self) -> None:
-        """Arm patches with a reloaded target again, and take them off their other targets: a
-        probe has to see the original there, too."""
-        records = [r for r in self._records.values() if r.state is State.APPLIED]
-        left = []
-        for record in records:
-            pairs = list(zip(record.replacements, record.entries, strict=True))
-            kept = [entry for each, entry in pairs if not journal.reloaded(each, record.entries)]
-            if len(kept) < len(pairs):
-                record.former += [entry for entry in record.entries if entry not in kept]
-                record.entries = kept
-                left.append(record)
-        self._lift(left)
-        for record in left:
-            record.former += record.entries
-            record.entries, record.state = [], State.ARMED
+    def _rearm(self, layers: Iterable[Layer]) -> None:
+        """What was taken off is armed again, unless more is said of it afterwards."""
+        for layer in layers:
+            record = self._records[layer.patch.name]
+            record.state, record.unwanted = State.ARMED, False
 
-    def _changed(self, record: _Record) -> str:
-        names = ", ".join(map(str, record.covered(self._records.values())))
-        return f"somebody else changed {names} afterwards" if names else ""
+    # -- what patches require of each other ---------------------------------------------------
+
+    def _required(self, record: _Record) -> list[_Record]:
+        return [self._records[name] for name in record.patch.requires]
+
+    def _block(self) -> None:
+        """Block what requires a patch that will not be applied; arm it where that is over."""
+        for record in self._required_first:
+            if record.state in (State.ARMED, State.BLOCKED):
+                if needs := self._needs(record, _THERE):
+                    self._set(record, State.BLOCKED, needs)
+                elif record.state is State.BLOCKED:
+                    self._set(record, State.ARMED, "")
+
+    def _unfounded(self) -> list[_Record]:
+        """What is applied and can come off, without a patch that it requires."""
+        records = [r for r in self._records.values() if r.layer.entries]
+        unfounded = [r for r in records if any(o.state not in _GONE for o in self._required(r))]
+        return [record for record in unfounded if not self._stack.obstacle(record.layer)]
+
+    def _needs(self, record: _Record, states: Sequence[State]) -> str:
+        """The required patches in one of these states, for people."""
+        found = [other for other in self._required(record) if other.state in states]
+        return "; ".join(f"needs {o.patch.name}, which is {_state_of(o)}" for o in found)
+
+    def _waits_for(self, record: _Record) -> str:
+        modules = ", ".join(self._waiting(record))
+        imports = f"waits for the import of {modules}" if modules else ""
+        return "; ".join(filter(None, (imports, self._needs(record, (State.ARMED,)))))
+
+    # -- what is said ---------------------------------------------------------------------------
 
     def _set(self, record: _Record, state: State, reason: str) -> None:
         record.state, record.reason = state, reason
@@ -376,29 +379,6 @@ class Engine:
 
     # -- imports --------------------------------------------------------------------------------
 
-    def _hook(self, name: str) -> None:
-        """Apply waiting patches as soon as module ``name`` is imported."""
-        if name in self._hooked:
-            return
-        self._hooked.add(name)
-        registering: int | None = threading.get_ident()
-
-        def imported(module: object) -> None:
-            # wrapt calls at once, from within the registration, where the module is in
-            # sys.modules: perhaps in the middle of its import, with half its names.
-            if registering != threading.get_ident():
-                self._complete[name] = sys.modules.get(name)
-            self._after_import()
-
-        wrapt.register_post_import_hook(imported, name)
-        registering = None
-        if sys.modules.get(name) is not None and not self._is_imported(name):
-            # Another thread is importing it: wait for that.  (In the middle of our own thread's
-            # import this returns at once, and the patch stays armed until the next occasion.)
-            with suppress(Exception):
-                importlib.import_module(name)
-            self._after_import()
-
     def _after_import(self) -> None:
         """Runs inside the user's import, which an exception would break."""
         try:
@@ -409,19 +389,11 @@ class Engine:
         except Exception:
             self._logger.warning("internal error after an import", exc_info=True)
 
-    def _is_imported(self, name: str) -> bool:
-        """Imported to the end; inside a post-import hook, the import system says "not yet"."""
-        module = sys.modules.get(name)
-        if module is None:
-            return False
-        initializing = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        return not initializing or self._complete.get(name) is module
-
     def _waiting(self, record: _Record) -> list[str]:
         if record.state is not State.ARMED:
             return []
-        modules = dict.fromkeys(replacement.module for replacement in record.replacements)
-        return [module for module in modules if not self._is_imported(module)]
+        modules = dict.fromkeys(replacement.module for replacement in record.layer.replacements)
+        return [module for module in modules if not self._imports.is_imported(module)]
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
@@ -434,11 +406,16 @@ class Engine:
 
     def _describe(self, record: _Record) -> PatchStatus:
         patch = record.patch
-        changed, untested = self._changed(record), ""
+        layer, stays, untested = record.layer, "", ""
+        if record.unwanted or self._stack.changed(layer):
+            stays = self._stack.obstacle(layer)
+        needs = self._needs(record, _THERE) if layer.entries else ""
+        if record.kept and record.state in (State.DISABLED, State.BLOCKED):
+            stays = f"{record.kept} reference(s) taken before keep the patch"
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""
-        reason = "; ".join(filter(None, (record.reason, changed, untested)))
+        reason = "; ".join(filter(None, (record.reason, needs, stays, untested)))
         return PatchStatus(patch.name, record.state, reason, patch.symptom, record.versions)
 
     def _after_fork(self, child: bool = False) -> None:
@@ -449,10 +426,23 @@ class Engine:
                 self._lock, self._busy = threading.RLock(), False
 
 
-def _originals(replacements: Iterable[Replacement]) -> list[Any]:
-    """The functions that are to be replaced, as far as they are there."""
-    functions = []
-    for replacement in replacements:
-        with suppress(Exception):  # is met, and told, where the patch is applied
-            functions.append(journal.resolve(replacement).function)
-    return functions
+def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
+    """In an order in which each comes after what it requires."""
+    for record in records.values():
+        if unknown := set(record.patch.requires) - records.keys():
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"{record.patch.name} requires {names}, and there is no such patch")
+    graph = {name: record.patch.requires for name, record in records.items()}
+    try:
+        return [records[name] for name in TopologicalSorter(graph).static_order()]
+    except CycleError as error:
+        circle = ", ".join(error.args[1])
+        raise ValueError(f"patches require each other in a circle: {circle}") from None
+
+
+def _state_of(record: _Record) -> str:
+    """The state, and who switched it off."""
+    if record.state is not State.DISABLED:
+        return str(record.state)
+    by = "uninstall()" if record.reason == "uninstalled" else record.reason
+    return f"disabled by {by}"

@@ -79,6 +79,8 @@ class Patch:
         changes: what the patch changes, in a sentence or two.
         ends: which upstream release ends the bug, or why none does.
         links: upstream issues and pull requests.
+        requires: patches whose bugs must be gone, by these patches or without them, for this one
+            to be right.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Patch:
     changes: str
     ends: str
     links: Sequence[str] = ()
+    requires: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
     find: Callable[[], Finding] | None = field(default=None, init=False)
 

@@ -19,6 +19,8 @@ class State(str, Enum):
     UNAFFECTED = "unaffected"
     #: the versions lie inside the gate, but the probe found the bug gone
     FIXED = "fixed upstream"
+    #: it requires another patch, which was switched off or stepped aside; nothing is changed
+    BLOCKED = "blocked"
     #: waiting for its targets to be imported; nothing is changed yet
     ARMED = "armed"
     #: the replacements are in place

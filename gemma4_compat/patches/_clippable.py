@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,30 @@ def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
             yield wrapped
     finally:
         searched.reset(token)
+
+
+def matching_inner(original: Any) -> Any:
+    """What replaces check_target_module_exists in each patch that resolves targets.
+
+    Around itself it changes nothing.
+    """
+
+    @wraps(original)
+    def check_target_module_exists(config: Any, key: str) -> Any:
+        wrapped = searched.get()
+        # LN tuning multiplies the output of modules of any kind: it takes the wrapper as it is.
+        if not wrapped or config.peft_type == "LN_TUNING":
+            return original(config, key)
+        if key in wrapped:
+            return False
+        found = original(config, key)
+        outer = key.removesuffix(".linear")
+        # "Excluded" is falsy, but neither False nor None.
+        if found in (False, None) and outer != key and outer in wrapped:
+            return original(config, outer)
+        return found
+
+    return check_target_module_exists
 
 
 def wrappers(model: Any) -> Wrappers:

@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._clippable import inner_keys, resolving, searched, wrappers
+from ._clippable import inner_keys, matching_inner, resolving, wrappers
 from ._code import mentions
 from ._shadow import shadowed
 
@@ -49,24 +49,7 @@ def wrapper_is_unknown() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")
-def check_target_module_exists(original: Any) -> Any:
-    @wraps(original)
-    def check_target_module_exists(config: Any, key: str) -> Any:
-        wrapped = searched.get()
-        # LN tuning multiplies the output of modules of any kind: it takes the wrapper as it is.
-        if not wrapped or config.peft_type == "LN_TUNING":
-            return original(config, key)
-        if key in wrapped:
-            return False
-        found = original(config, key)
-        outer = key.removesuffix(".linear")
-        # "Excluded" is falsy, but neither False nor None.
-        if found in (False, None) and outer != key and outer in wrapped:
-            return original(config, outer)
-        return found
-
-    return check_target_module_exists
+PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.__init__")

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._clippable import resolving, searched
+from ._clippable import matching_inner, resolving, wrappers
 from ._shadow import shadowed
 
 PATCH = Patch(
@@ -30,6 +30,7 @@ PATCH = Patch(
         "of ...ClippableLinear wrappers to the layers inside."
     ),
     ends="with the bug of clippable_linear",
+    requires=("clippable_linear",),
     links=("https://github.com/huggingface/peft/issues/3129",),
 )
 
@@ -42,6 +43,9 @@ def lookup_is_by_name() -> Finding:
     if hasattr(eva, "check_target_module_exists"):
         return broken()
     return fixed("EVA no longer looks for targets on its own")
+
+
+PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
 
 
 @PATCH.replaces("peft.tuners.lora.eva", "get_eva_state_dict")
@@ -69,7 +73,7 @@ def lily_sharing(original: Any) -> Any:
     @wraps(original)
     def _post_injection_hook(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         targets = config.target_modules
-        if not searched.get() or isinstance(targets, str):
+        if isinstance(targets, str) or not wrappers(model):
             return original(self, model, config, *args, **kwargs)
         # Lily shares matrices between layers whose names end in the same target.
         names = {*targets, *(f"{target}.linear" for target in targets)}

@@ -31,6 +31,7 @@ PATCH = Patch(
         "their execution device, if none of their parameters is to be trained."
     ),
     ends="not fixed upstream as of accelerate 1.15.0: the refusal is deliberate",
+    requires=("quant_state_offload",),
 )
 
 

@@ -37,6 +37,7 @@ PATCH = Patch(
         "each, from page-locked memory and ahead of time."
     ),
     ends="not fixed upstream as of accelerate 1.15.0",
+    requires=("quant_state_offload",),
 )
 
 #: Kinds of devices that copy from page-locked memory by themselves.

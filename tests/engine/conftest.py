@@ -35,9 +35,9 @@ class Library:
     def load(self, module):
         return importlib.import_module(f"{self.name}.{module}")
 
-    def patch(self, name, *targets, affects=ALWAYS, probe=None, tag=None):
+    def patch(self, name, *targets, affects=ALWAYS, probe=None, tag=None, requires=()):
         """A patch that puts ``name>`` in front of what the targets ("module:attribute") return."""
-        patch = Patch(name, symptom="", affects=affects, changes="", ends="")
+        patch = Patch(name, symptom="", affects=affects, changes="", ends="", requires=requires)
         for target in targets:
             module, _, attribute = target.partition(":")
             patch.replaces(f"{self.name}.{module}", attribute)(tagging(tag or name))

@@ -251,6 +251,60 @@ def test_somebody_patched_over(lib, make, caplog):
     assert (m.Base().method(), m.f(), m.g()) == ("method", "f", "g")
 
 
+def test_what_a_kept_patch_calls_by_inheritance_is_kept(lib, make, caplog):
+    """No patch is called that is said to be disabled."""
+    m = lib.load("m")
+    before = snapshot(m, m.Base, m.Sub)
+    engine = make(lib.patch("a", "m:Base.static"), lib.patch("b", "m:Sub.static", "m:f"))
+    ours = m.f
+    m.f = tagging("foreign")(ours)
+    for names in ((), ("a",), ()):
+        status = engine.uninstall(*names)
+        assert [entry.state for entry in status] == [State.APPLIED] * 2
+        assert status["a"].reason == "b needs it and cannot be taken back"
+        assert (m.Base.static(), m.Sub.static()) == ("a>static", "b>a>static")
+    assert len(logged(caplog, logging.WARNING)) == 2
+    assert engine.install()["a"].reason == "", "it is wanted again"
+    engine.uninstall("a")
+    m.f = ours
+    assert engine.status()["a"].reason == "", "nothing is in the way any more"
+    assert engine.uninstall("a")["a"].state is State.DISABLED
+    assert (m.Base.static(), m.Sub.static(), m.f()) == ("static", "b>static", "b>f")
+    engine.uninstall()
+    assert snapshot(m, m.Base, m.Sub) == before
+
+
+def test_a_lower_patch_applied_above_comes_off_first(lib, make):
+    """a was applied while b, above which it does not belong, could not be taken back."""
+    m = lib.load("m")
+    before = snapshot(m, m.Base, m.Sub)
+    engine = make(lib.patch("a", "m:Sub.static"), lib.patch("b", "m:Base.static", "m:f"))
+    engine.uninstall("a")
+    ours = m.f
+    m.f = tagging("foreign")(ours)
+    engine.install("a")
+    assert m.Sub.static() == "a>b>static"
+    m.f = ours
+    status = engine.uninstall("b")
+    assert [entry.state for entry in status] == [State.APPLIED, State.DISABLED]
+    assert (m.Base.static(), m.Sub.static()) == ("static", "a>static")
+    engine.uninstall("a")
+    assert snapshot(m, m.Base, m.Sub) == before
+
+
+def test_old_references_are_said_after_every_uninstall(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:Base.static"))
+    m.Sub.static = staticmethod(tagging("foreign")(m.Base.static))
+    for _ in range(2):
+        reason = engine.uninstall()["a"].reason
+        assert "reference(s) taken before keep the patch" in reason
+        assert m.Sub.static() == "foreign>a>static"
+        engine.install()
+    del m.Sub.static
+    assert engine.uninstall()["a"].reason == "uninstalled"
+
+
 def test_somebody_put_the_original_back(lib, make):
     m = lib.load("m")
     original = m.Base.method
@@ -588,3 +642,227 @@ def test_started_engines_ask_the_gates_when_needed(lib, make):
         assert status["c"].state is State.DISABLED
         assert lib.load("n").h() == "h"
     assert lib.load("n").h() == "c>h"
+
+
+# -- patches that require others -------------------------------------------------------------------
+
+
+def raising(lib):
+    patch = lib.patch("a")
+    patch.replaces(f"{lib.name}.m", "f")(lambda original: None)
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("required", "switches", "state", "reason"),
+    [
+        (lambda lib: lib.patch("a", "m:f"), {}, State.APPLIED, ""),
+        (lambda lib: lib.patch("a", "m:f", affects=NEVER), {}, State.APPLIED, ""),
+        (lambda lib: lib.patch("a", "m:f", affects=(("nono<1",),)), {}, State.APPLIED, ""),
+        (lambda lib: lib.patch("a", "m:f", probe=lambda: fixed("gone")), {}, State.APPLIED, ""),
+        (
+            lambda lib: lib.patch("a", "m:f"),
+            {"a": Switch.OFF},
+            State.BLOCKED,
+            "needs a, which is disabled by REQUIRES_A=0",
+        ),
+        (
+            lambda lib: lib.patch("a", "m:f", probe=lambda: drifted("moved")),
+            {},
+            State.BLOCKED,
+            "needs a, which is drifted",
+        ),
+        (raising, {}, State.BLOCKED, "needs a, which is failed"),
+        (lambda lib: lib.patch("a", "n:h"), {}, State.ARMED, "needs a, which is armed"),
+    ],
+)
+@pytest.mark.parametrize(("late", "strict"), [(False, False), (True, False), (True, True)])
+def test_what_a_required_patch_may_be(
+    lib, make, caplog, late, required, switches, state, reason, strict
+):
+    if late:
+        lib.load("m")
+    patches = [
+        lib.patch("c", "m:f", requires=("b",)),
+        required(lib),
+        lib.patch("b", "m:g", requires=("a",)),
+        lib.patch("d", "m:f"),
+    ]
+    engine = make(*patches, install=False, prefix="REQUIRES", strict=strict, patches=switches)
+    with suppress(PatchError):
+        engine.install()
+        lib.load("m")
+    status = engine.status()
+    assert (status["b"].state, status["b"].reason) == (state, reason)
+    assert status["c"].state is state
+    assert status["c"].reason == (reason and f"needs b, which is {state}")
+    assert lib.load("m").g() == ("b>g" if state is State.APPLIED else "g")
+    a = "a>" if status["a"].state is State.APPLIED else ""
+    c = "c>" if state is State.APPLIED else ""
+    assert lib.load("m").f() == f"d>{a}{c}f"
+    assert status.healthy is (status["a"].state not in (State.DRIFTED, State.FAILED))
+    assert not [text for text in logged(caplog, logging.WARNING) if not text.startswith("a: ")]
+
+
+def test_strict_does_not_count_the_blocked(lib, make):
+    """A failure is raised for once, and a choice never."""
+    lib.load("m")
+    patches = [raising(lib), lib.patch("b", "m:g", requires=("a",))]
+    with pytest.raises(PatchError) as raised:
+        make(*patches, strict=True)
+    assert "b" not in str(raised.value).split()
+    engine = make(*patches, strict=True, patches={"a": Switch.OFF})
+    assert engine.install()["b"].state is State.BLOCKED
+
+
+def test_required_patches_are_taken_back_last_and_put_first(lib, make):
+    lib.write(
+        "o",
+        """
+        steps = []
+        class Meta(type):
+            def __setattr__(cls, name, value):
+                steps.append(cls.__name__)
+                super().__setattr__(name, value)
+        class A(metaclass=Meta):
+            def f(self): return "f"
+        class B(A, metaclass=Meta):
+            def f(self): return "f"
+        class C(A, metaclass=Meta):
+            def f(self): return "f"
+        """,
+    )
+    o = lib.load("o")
+    engine = make(
+        lib.patch("c", "o:C.f", requires=["b"]),
+        lib.patch("b", "o:B.f", requires=["a"]),
+        lib.patch("a", "o:A.f"),
+    )
+    assert o.steps == ["A", "B", "C"]
+    assert {entry.state for entry in engine.status()} == {State.APPLIED}
+    o.steps.clear()
+    status = engine.uninstall("a")
+    assert o.steps == ["C", "B", "A"]
+    assert status["a"].state is State.DISABLED
+    assert status["b"].reason == "needs a, which is disabled by uninstall()"
+    assert status["c"].reason == "needs b, which is blocked"
+    o.steps.clear()
+    assert {entry.state for entry in engine.install("a")} == {State.APPLIED}
+    assert o.steps == ["A", "B", "C"]
+
+
+def test_what_was_switched_off_itself_stays_off(lib, make):
+    m = lib.load("m")
+    engine = make(
+        lib.patch("a", "m:f"), lib.patch("b", "m:f", requires=["a"]), lib.patch("c", "m:f")
+    )
+    engine.uninstall("a")
+    assert m.f() == "c>f"
+    assert engine.uninstall("b")["b"].state is State.DISABLED
+    assert engine.install("a")["b"].reason == "uninstalled"
+    assert m.f() == "c>a>f"
+    engine.uninstall("a")
+    assert engine.install("b")["b"].state is State.BLOCKED
+    engine.install("a")
+    assert m.f() == "c>b>a>f"
+
+
+def test_switched_with_required_patches(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f", requires=["a"]))
+    with engine.switched(["a"], on=False) as status:
+        assert status["b"].state is State.BLOCKED
+        with engine.switched(["b"], on=True) as inner:
+            assert inner["b"].state is State.BLOCKED
+        with engine.switched(["b"], on=False) as inner:
+            assert inner["b"].state is State.DISABLED
+            with engine.switched([], on=True):
+                assert m.f() == "b>a>f"
+            assert m.f() == "f"
+        assert engine.status()["b"].state is State.BLOCKED
+    assert m.f() == "b>a>f"
+    with engine.switched([], on=False):
+        assert m.f() == "f"
+    assert m.f() == "b>a>f"
+
+
+def test_a_required_patch_stays_with_one_that_is_patched_over(lib, make, caplog):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:g", requires=["a"]))
+    ours = m.g
+    m.g = tagging("foreign")(ours)
+    status = engine.uninstall("a")
+    assert [entry.state for entry in status] == [State.APPLIED] * 2
+    assert status["a"].reason == "b needs it and cannot be taken back"
+    assert logged(caplog, logging.WARNING) == [f"a: not taken back: {status['a'].reason}"]
+    assert (m.f(), m.g()) == ("a>f", "foreign>b>g")
+    m.g = ours
+    status = engine.uninstall("a")
+    assert [entry.state for entry in status] == [State.DISABLED, State.BLOCKED]
+    assert (m.f(), m.g()) == ("f", "g")
+
+
+@pytest.mark.parametrize("patched_over", [False, True])
+def test_a_required_patch_that_drifts_in_a_reload(lib, make, patched_over):
+    m = lib.load("m")
+    lib.load("n")
+    found = [broken()]
+    patches = [
+        lib.patch("c", "n:h", requires=["b"]),
+        lib.patch("a", "m:g", probe=lambda: found[-1]),
+        lib.patch("b", "n:h", requires=["a"]),
+    ]
+    engine = make(*patches)
+    n = lib.load("n")
+    assert n.h() == "b>c>h"
+    ours = n.h
+    if patched_over:
+        n.h = tagging("foreign")(ours)
+    found.append(drifted("moved"))
+    importlib.reload(m)
+    status = engine.status()
+    assert status["a"].state is State.DRIFTED
+    if patched_over:
+        assert "needs a, which is drifted" in status["b"].reason
+        assert "somebody else changed" in status["b"].reason
+        assert n.h() == "foreign>b>c>h"
+        n.h = ours
+        status = engine.status()
+    assert status["b"].reason == "needs a, which is drifted"
+    assert status["c"].reason.startswith("needs b, which is blocked")
+    assert n.h() == "h"
+    found.append(broken())
+    engine.install("a")
+    assert (m.g(), n.h()) == ("a>g", "b>c>h")
+
+
+def test_old_references_to_a_blocked_patch_are_said(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:Base.static", requires=["a"]))
+    m.Sub.static = staticmethod(tagging("foreign")(m.Base.static))
+    reason = engine.uninstall("a")["b"].reason
+    assert reason.startswith("needs a, which is disabled by uninstall(); ")
+    assert reason.endswith("reference(s) taken before keep the patch")
+
+
+@pytest.mark.parametrize(
+    ("requires", "message"),
+    [
+        ({"a": ["z", "b"]}, "a requires z, and there is no such patch"),
+        ({"b": "a_"}, "b requires _, and there is no such patch"),
+        ({"a": ["a"]}, "patches require each other in a circle: a, a"),
+        ({"a": ["b"], "b": ["c"], "c": ["a"]}, "patches require each other in a circle"),
+    ],
+)
+def test_requirements_are_checked(lib, make, requires, message):
+    lib.load("m")
+    before = snapshot(lib.load("m"))
+    standing = make(lib.patch("p", "m:g"), prefix="CHECKED")
+    with pytest.raises(ValueError, match=message):
+        make(
+            *(lib.patch(name, "m:f", requires=requires.get(name, ())) for name in "abc"),
+            prefix="CHECKED",
+        )
+    assert standing.status()["p"].state is State.APPLIED, "the engine before goes on"
+    standing.uninstall()
+    assert snapshot(lib.load("m")) == before

@@ -75,6 +75,26 @@ def test_threads_install_and_uninstall_at_once(lib, make):
     assert snapshot(m, m.Base, m.Sub, n) == before
 
 
+def test_threads_switch_required_patches_at_once(lib, make):
+    m = lib.load("m")
+    before = snapshot(m, m.Base, m.Sub)
+    targets = ("m:f", "m:Base.method", "m:Sub.of")
+    requires = {"a": ["c"], "b": ["a"]}
+    engine = make(*(lib.patch(n, *targets, requires=requires.get(n, ())) for n in "abc"))
+
+    def toggle(name):
+        for _ in range(15):
+            engine.uninstall(name)
+            engine.status()
+            engine.install(name)
+
+    together(*(lambda name=name: toggle(name) for name in "abc"))
+    assert {entry.state for entry in engine.status()} == {State.APPLIED}
+    assert m.f() == "c>b>a>f"
+    engine.uninstall("c")
+    assert snapshot(m, m.Base, m.Sub) == before
+
+
 def test_probe_waits_for_a_package_that_waits_for_the_engine(lib, make, monkeypatch):
     """The lock of the engine and the lock of a module, taken in opposite orders."""
     monkeypatch.setattr("gemma4_compat.engine.core._PATIENCE", 0.5)
@@ -186,7 +206,7 @@ def test_fork_while_another_thread_applies(lib, make):
         time.sleep(0.3)
         return lambda: f"p>{original()}"
 
-    engine = make(patch, lib.patch("q", "m:Base.method"), install=False)
+    engine = make(lib.patch("q", "m:Base.method", requires=["p"]), patch, install=False)
     thread = threading.Thread(target=engine.install)
     thread.start()
     applying.wait(10)
@@ -199,7 +219,7 @@ def test_fork_while_another_thread_applies(lib, make):
             status = engine.install()
             fine = all(entry.state is State.APPLIED for entry in status)
             fine = fine and (m.f(), m.g(), m.Base().method()) == ("p>f", "p>g", "q>method")
-            engine.uninstall()
+            engine.uninstall("p")
             fine = fine and (m.f(), m.g(), m.Base().method()) == ("f", "g", "method")
             os._exit(0 if fine else 3)
         finally:

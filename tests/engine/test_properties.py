@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import inspect
 import itertools
 import json
 import logging
+import os
 import sys
 import types
 from contextlib import contextmanager
@@ -23,11 +25,25 @@ from gemma4_compat.engine.switches import Switch, Switches, read
 from .conftest import ALWAYS, snapshot, tagging
 
 hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-COMMON = settings(deadline=None, max_examples=300)
+#: Random examples of each property, in place of the same few in every run: ``nox -s properties``.
+LONG = os.environ.get("PROPERTY_EXAMPLES")
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap():
+    """The search for references passes by all that there is before the tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def examples(number):
+    """A run of so many examples, the same ones every time."""
+    return settings(deadline=None, max_examples=int(LONG or number), derandomize=not LONG)
 
 
 @contextmanager
@@ -56,7 +72,7 @@ REQUIREMENTS = st.builds(
 )
 
 
-@COMMON
+@examples(300)
 @given(
     st.dictionaries(st.sampled_from(NAMES), st.none() | RELEASES | UNCERTAIN),
     st.lists(st.lists(REQUIREMENTS, max_size=3), max_size=3),
@@ -134,7 +150,7 @@ VALUES = st.sampled_from(["0", "1", "", " off ", "ON", "force", "False", "yes", 
 MEANING = {"0": False, "off": False, "false": False, "1": True, "on": True, "yes": True}
 
 
-@COMMON
+@examples(300)
 @given(st.dictionaries(VARIABLES, VALUES | st.text(max_size=5)))
 def test_switches(environ):
     messages = []
@@ -197,12 +213,41 @@ class Sub(Base):
 """
 
 
-@settings(deadline=None, max_examples=250)
+@st.composite
+def requirements(draw):
+    """What each of four patches requires: never in a circle, and often a later one."""
+    first_to_last = draw(st.permutations(range(4)))
+    return {
+        first_to_last[place]: draw(st.sets(st.sampled_from(first_to_last[:place])))
+        for place in range(1, 4)
+    }
+
+
+NOTHING = st.just({})
+
+
+def patches_of(module, targets, requires):
+    """One patch for each list of targets."""
+    patches = []
+    for index, attributes in enumerate(targets):
+        required = [f"p{each}" for each in requires.get(index, ()) if each < len(targets)]
+        patch = Patch(
+            f"p{index}", symptom="", affects=ALWAYS, changes="", ends="", requires=required
+        )
+        for attribute in attributes:
+            patch.replaces(module, attribute)(tagging(f"p{index}"))
+        patches.append(patch)
+    return patches
+
+
+@examples(250)
 @given(
     st.lists(st.lists(st.sampled_from(TARGETS), min_size=1, max_size=4), min_size=1, max_size=4),
+    NOTHING | requirements(),
     st.lists(st.tuples(st.sampled_from(["install", "uninstall"]), st.sets(st.integers(0, 3)))),
 )
-def test_any_order_of_installs_and_uninstalls(targets, actions):
+@example([["f"], ["f"]], {0: {1}}, [("uninstall", {1}), ("install", {1})])
+def test_any_order_of_installs_and_uninstalls(targets, requires, actions):
     """What is on is a function of what is switched on; nothing is left when all is off."""
     name = f"journal{next(_numbers)}"
     module, other = types.ModuleType(name), types.ModuleType(f"{name}.other")
@@ -212,12 +257,7 @@ def test_any_order_of_installs_and_uninstalls(targets, actions):
         other.captured = module.f
         owners = (module, other, module.Base, module.Sub)
         before = snapshot(*owners)
-        patches = []
-        for index, attributes in enumerate(targets):
-            patch = Patch(f"p{index}", symptom="", affects=ALWAYS, changes="", ends="")
-            for attribute in attributes:
-                patch.replaces(name, attribute)(tagging(str(index)))
-            patches.append(patch)
+        patches = patches_of(name, targets, requires)
         engine = Engine(patches, Switches("JOURNAL"), logging.getLogger("journal"))
         on = set()
         for action, indices in actions:
@@ -225,21 +265,24 @@ def test_any_order_of_installs_and_uninstalls(targets, actions):
             getattr(engine, action)(*(f"p{index}" for index in indices))
             indices = indices or set(range(len(patches)))
             on = on | indices if action == "install" else on - indices
-            check(engine, module, other, targets, on)
+            check(engine, module, other, targets, requires, on)
         engine.uninstall()
         assert snapshot(*owners) == before
     finally:
         del sys.modules[name], sys.modules[other.__name__]
 
 
-def check(engine, module, other, targets, on):
-    states = {entry.name: entry.state for entry in engine.status()}
-    for index in range(len(targets)):
-        expected = State.APPLIED if index in on else State.DISABLED
-        assert states[f"p{index}"] is expected
+def check(engine, module, other, targets, requires, wanted):
+    on = set(wanted)
+    while without := {i for i in on if {r for r in requires.get(i, ()) if r < len(targets)} - on}:
+        on -= without
+    for entry in engine.status():
+        index = int(entry.name[1:])
+        expected = State.BLOCKED if index in wanted else State.DISABLED
+        assert entry.state is (State.APPLIED if index in on else expected)
 
     def tags(*attributes):
-        stack = [str(i) for i in sorted(on) for each in targets[i] if each in attributes]
+        stack = [f"p{i}" for i in sorted(on) for each in targets[i] if each in attributes]
         return "".join(f"{tag}>" for tag in reversed(stack))
 
     assert module.f() == module.alias() == other.captured() == tags("f") + "f"
@@ -289,12 +332,31 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     st.lists(st.lists(st.sampled_from(TARGETS), min_size=1, max_size=4), min_size=1, max_size=4),
+    NOTHING | requirements(),
     st.lists(ACTIONS, max_size=12),
 )
-def test_any_order_with_another_library(targets, actions):
+@example(  # the other library keeps p1, which calls p0 by inheritance
+    [["Base.s"], ["f", "Sub.s"]],
+    {},
+    [("install", set()), ("stranger comes", "f"), ("uninstall", set())],
+)
+@example(  # the other library keeps p0 itself
+    [["Base.s"]],
+    {},
+    [("install", set()), ("stranger comes", "Sub.s"), *[("uninstall", set())] * 2],
+)
+@example(  # p0 is applied while the other library keeps p1, and so above it
+    [["f", "Sub.s"], ["g", "Base.s"]],
+    {},
+    [
+        *[("install", {1}), ("stranger comes", "g"), ("install", {0})],
+        *[("stranger leaves", None), ("uninstall", {1}), ("uninstall", {0})],
+    ],
+)
+def test_any_order_with_another_library(targets, requires, actions):
     """What another library has put in place stays and is called once; so is what is ours."""
     name = f"neighbours{next(_numbers)}"
     module = sys.modules[name] = types.ModuleType(name)
@@ -302,12 +364,7 @@ def test_any_order_with_another_library(targets, actions):
         exec(SOURCE, vars(module))
         owners = (module, module.Base, module.Sub)
         before = snapshot(*owners)
-        patches = []
-        for index, attributes in enumerate(targets):
-            patch = Patch(f"p{index}", symptom="", affects=ALWAYS, changes="", ends="")
-            for attribute in attributes:
-                patch.replaces(name, attribute)(tagging(f"p{index}"))
-            patches.append(patch)
+        patches = patches_of(name, targets, requires)
         engine, stranger = Engine(patches, Switches("WITH"), logging.getLogger("with")), Stranger()
         block = []
         for action, argument in actions:
@@ -326,7 +383,7 @@ def test_any_order_with_another_library(targets, actions):
                 else:
                     block.append(engine.switched(names, on=action == "enabled"))
                     block[-1].__enter__()
-            check_with_another(engine, module, targets, stranger)
+            check_with_another(engine, module, targets, requires, stranger)
         while block:
             block.pop().__exit__(None, None, None)
         engine.uninstall()
@@ -338,7 +395,7 @@ def test_any_order_with_another_library(targets, actions):
         del sys.modules[name]
 
 
-def check_with_another(engine, module, targets, stranger):
+def check_with_another(engine, module, targets, requires, stranger):
     status = engine.status()
     for target in TARGETS:
         owner, _, attribute = target.rpartition(".")
@@ -353,13 +410,19 @@ def check_with_another(engine, module, targets, stranger):
             most = sum(attributes.count(slot) for slot in slots)
             assert tags.count(f"p{index}") <= most
             state = status[f"p{index}"]
-            if state.state is State.DISABLED:
-                assert f"p{index}" not in tags, state.reason
+            if state.state is not State.APPLIED:
+                if f"p{index}" in tags:
+                    outer = tags[: tags.index(f"p{index}")]
+                    assert any(tag.startswith("stranger") for tag in outer), state.reason
+                    assert "reference(s) taken before keep the patch" in state.reason
             elif not stranger.patches:
-                assert state.state is State.APPLIED
                 assert tags.count(f"p{index}") >= attributes.count(target)
-    for state in status:
-        assert state.state in (State.APPLIED, State.DISABLED)
+    for index, state in enumerate(status):
+        required = [status[r].state for r in requires.get(index, ()) if r < len(targets)]
+        if state.state is State.DISABLED:
+            continue
+        on = all(each is State.APPLIED for each in required)
+        assert state.state is (State.APPLIED if on else State.BLOCKED), state.reason
 
 
 # -- the status -----------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ def unpatched():
     return gemma4_compat.disabled("clippable_linear", "clippable_linear_lookups")
 
 
-@pytest.mark.regression("clippable_linear_lookups", r"nothing was found for the towers")
-def test_eva(base):
+def eva_of(base):
     from peft.tuners.lora.eva import get_eva_state_dict
 
     def eva(targets):
@@ -41,6 +40,34 @@ def test_eva(base):
             show_progress_bar=False,
         )  # fmt: skip
 
+    return eva
+
+
+@pytest.fixture
+def native_wrappers(pristine):
+    """As with a PEFT whose tuners know the wrappers: clippable_linear is not applied."""
+    from gemma4_compat.patches.clippable_linear import PATCH
+
+    gemma4_compat.uninstall("clippable_linear")
+    affects, PATCH.affects = PATCH.affects, (("peft<0.1",),)
+    status = gemma4_compat.install("clippable_linear")
+    yield [status[name].state.value for name in ("clippable_linear", "clippable_linear_lookups")]
+    PATCH.affects = affects
+
+
+def test_eva_does_not_need_the_code_of_clippable_linear(base, native_wrappers):
+    assert native_wrappers == ["unaffected", "applied"]
+    eva = eva_of(base)
+    expected = eva(r".*vision_tower.*\.q_proj\.linear")
+    found = eva(r".*vision_tower.*\.q_proj")
+    assert expected
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.regression("clippable_linear_lookups", r"nothing was found for the towers")
+def test_eva(base):
+    eva = eva_of(base)
     with unpatched():
         expected = eva(r".*vision_tower.*\.q_proj\.linear")
     found = eva(r".*vision_tower.*\.q_proj")

@@ -6,16 +6,16 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import wrapt
 
 from .patch import Replacement
+from .signatures import takes_all_calls_of
 
 _ABSENT = object()
-_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 class Missing(AttributeError):
@@ -125,7 +125,7 @@ def prepare(replacement: Replacement) -> Entry:
     # A wrapt proxy claims to be a function; torch.compile would leave it out.
     if type(new) is not types.FunctionType:
         raise TypeError(f"the factory of {replacement} made no plain function: {type(new)}")
-    if not _takes_all_calls_of(function, new):
+    if not takes_all_calls_of(function, new):
         takes = ", ".join(inspect.signature(function).parameters)
         raise Missing(f"{replacement} takes other parameters than expected: {takes}")
     before = vars(target.owner).get(target.name, _ABSENT)
@@ -148,57 +148,6 @@ def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
         return False
     code = getattr(now, "__code__", None)
     return all(now is not each for each in known) and any(code == each.__code__ for each in known)
-
-
-def holders(functions: Sequence[Any]) -> list[Any]:
-    """What refers to these functions: bound methods, partials, closures, containers, classes.
-
-    A scan of all objects, some 40 ms in a process with the usual libraries.
-    """
-    if not functions:
-        return []
-    arguments = tuple(functions)
-    ours = (types.FrameType, Target, Entry)
-    found = gc.get_referrers(*arguments)
-    ignored = (id(functions), id(arguments))
-    return [each for each in found if id(each) not in ignored and not isinstance(each, ours)]
-
-
-def count_held(holders: Iterable[Any], entries: Iterable[Entry]) -> int:
-    """How many references to the originals are left in what held them before the change."""
-    rightful = {id(entry.original): entry.keepers() for entry in entries}
-    return sum(
-        id(holder) not in rightful[id(held)]
-        for holder in holders
-        for held in gc.get_referents(holder)
-        if id(held) in rightful
-    )
-
-
-def _takes_all_calls_of(original: Any, new: Any) -> bool:
-    """Whether every call of the original suits ``new``, with each argument under the same name.
-
-    What somebody's wrapper takes as ``*args`` is not known.
-    """
-    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
-    bare.__kwdefaults__ = new.__kwdefaults__
-    ours = inspect.signature(bare)  # not what ``functools.wraps`` says
-    every = inspect.signature(original).parameters.values()
-    named = [p for p in every if p.kind not in (_ARGS, _KWARGS)]
-    names = [p.name for p in named]
-    bind = ours.bind if _ARGS not in [p.kind for p in every] else ours.bind_partial
-    required = [p for p in named if p.default is p.empty]
-    for parameters, by_position in ((every, (0, 1, _ARGS)), (every, (0,)), (required, (0,))):
-        # Each argument is the name of its parameter.
-        args = [p.name for p in parameters if p.kind in by_position]
-        kwargs = {p.name: p.name for p in parameters if p.name not in args and p.kind is not _ARGS}
-        try:
-            bound = bind(*args, **kwargs).arguments
-        except TypeError:
-            return False
-        if any(value in names and value != name for name, value in bound.items()):
-            return False
-    return True
 
 
 def _rebind(old: Any, new: Any) -> None:

@@ -1,0 +1,35 @@
+"""Whether one function takes all calls of another."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+_ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def takes_all_calls_of(original: Any, new: Any) -> bool:
+    """Whether every call of the original suits ``new``, with each argument under the same name.
+
+    What somebody's wrapper takes as ``*args`` is not known.
+    """
+    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
+    bare.__kwdefaults__ = new.__kwdefaults__
+    ours = inspect.signature(bare)  # not what ``functools.wraps`` says
+    every = inspect.signature(original).parameters.values()
+    named = [p for p in every if p.kind not in (_ARGS, _KWARGS)]
+    names = [p.name for p in named]
+    bind = ours.bind if _ARGS not in [p.kind for p in every] else ours.bind_partial
+    required = [p for p in named if p.default is p.empty]
+    for parameters, by_position in ((every, (0, 1, _ARGS)), (every, (0,)), (required, (0,))):
+        # Each argument is the name of its parameter.
+        args = [p.name for p in parameters if p.kind in by_position]
+        kwargs = {p.name: p.name for p in parameters if p.name not in args and p.kind is not _ARGS}
+        try:
+            bound = bind(*args, **kwargs).arguments
+        except TypeError:
+            return False
+        if any(value in names and value != name for name, value in bound.items()):
+            return False
+    return True
