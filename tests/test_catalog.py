@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from gemma4_compat.patches import load
-from tools.catalog import render, with_releases
+from tools.catalog import render, titles, with_releases
 from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,19 @@ def test_documentation_is_up_to_date(file):
     assert stored == due, "run: nox -s docs"
 
 
-def test_readme_lists_every_patch():
+def test_readme_lists_every_patch_under_its_topic():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    missing = [patch.name for patch in load() if f"`{patch.name}`" not in readme]
-    assert not missing
+    listed, title = {}, None
+    for line in readme.splitlines():
+        if heading := re.fullmatch(r"\| \*\*(.+)\*\* \| \|", line):
+            title = listed.setdefault(heading[1], [])
+        elif title is not None and (row := re.match(r"\|.*\| `(\w+)`[^|]*\|$", line)):
+            title.append(row[1])
+    assert list(listed) == list(titles())
+    for heading, names in titles().items():
+        assert sorted(listed[heading]) == names
+
+
+def test_names_of_patches_are_unique():
+    names = [patch.name for patch in load()]
+    assert len(names) == len(set(names))

@@ -368,7 +368,7 @@ def test_a_reader_that_has_seen_enough(model_dir):
 def test_what_messages_name_exists():
     """Messages of patches send people to commands and functions."""
     folder = Path(gemma4_compat.__file__).parent / "patches"
-    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
     commands = {command.__name__.rpartition(".")[2] for command in cli.COMMANDS}
     assert {"map", "merge", "plan"} <= set(re.findall(r"gemma4-compat (\w+)", text)) <= commands
     functions = set(re.findall(r"gemma4_compat\.inspection\.(\w+)\(", text))

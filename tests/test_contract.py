@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 #: beside the tests, or installed
 PACKAGE = Path(importlib.util.find_spec("gemma4_compat").origin).parent
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
-NAMES = sorted(p.stem for p in (PACKAGE / "patches").glob("[a-z]*.py"))
+NAMES = sorted(p.stem for p in (PACKAGE / "patches").glob("*/[a-z]*.py"))
 ENVIRONMENT = {name: f"GEMMA4_COMPAT_{name.upper()}" for name in NAMES}
 
 
@@ -399,6 +399,13 @@ def affected(request, libraries):
 
 
 @functools.cache
+def _modules():
+    from gemma4_compat.patches import topics
+
+    modules = [module for modules in topics().values() for module in modules]
+    return {module.__name__.rpartition(".")[2]: module for module in modules}
+
+
 def _patches():
     from gemma4_compat.patches import load
 
@@ -415,7 +422,7 @@ def test_definition(name):
     from gemma4_compat.engine.switches import Switches
 
     patch = _patches()[name]
-    module = importlib.import_module(f"gemma4_compat.patches.{name}")
+    module = _modules()[name]
     assert patch.find is not None, "no probe"
     assert patch.replacements
     assert len(module.__doc__.strip().splitlines()) > 3

@@ -193,6 +193,7 @@ def test_every_file_is_read():
 
 # -- and they find what breaks them ---------------------------------------------------------------
 
+A_PATCH = "patches.offloading.device_map_keys"
 PLANTED = [
     (model_is_the_ground_floor, "model.sizes", "from ..patches._offload import onloaded"),
     (model_is_the_ground_floor, "model.sizes", "from .. import patches"),
@@ -202,10 +203,26 @@ PLANTED = [
     (model_is_the_ground_floor, "model", "from ..cli import main"),
     (model_is_the_ground_floor, "model.sizes", "import gemma4_compat.demo.stage"),
     (model_is_the_ground_floor, "model.sizes", "from .. import status"),
-    (patches_stand_on_engine_and_model, "patches.device_map_keys", "from ..plan import plan"),
-    (patches_stand_on_engine_and_model, "patches.device_map_keys", "from .. import status"),
-    (patches_stand_on_engine_and_model, "patches.device_map_keys", "from . import host_embedding"),
-    (patches_stand_on_engine_and_model, "patches._offload", "from .host_embedding import PATCH"),
+    (
+        patches_stand_on_engine_and_model,
+        A_PATCH,
+        "from ...plan import plan",
+    ),
+    (
+        patches_stand_on_engine_and_model,
+        A_PATCH,
+        "from ... import status",
+    ),
+    (
+        patches_stand_on_engine_and_model,
+        A_PATCH,
+        "from . import host_embedding",
+    ),
+    (
+        patches_stand_on_engine_and_model,
+        "patches._offload",
+        "from .offloading.host_embedding import PATCH",
+    ),
     (engine_knows_nothing_else, "engine.core", "from ..model import parts"),
     (engine_knows_nothing_else, "engine.core", "from .. import patches"),
     (engine_knows_nothing_else, "engine", "import gemma4_compat"),
@@ -245,8 +262,8 @@ def test_a_planted_line_is_found(rule, module, line, around):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("patches.device_map_keys", "from ._offload import onloaded"),
-        ("patches.device_map_keys", "from ..engine import Patch"),
+        (A_PATCH, "from .._offload import onloaded"),
+        (A_PATCH, "from ...engine import Patch"),
         ("inspection.targets", "from ._text import size"),
         ("cli.plan", "from ._libraries import quiet_libraries"),
         ("cli.plan", "from .. import __version__"),

@@ -22,7 +22,7 @@ TRACKED = {
     "README.md",
     "gemma4_compat/__init__.py",
     "gemma4_compat/py.typed",
-    "gemma4_compat/patches/_template.py",
+    "gemma4_compat/patches/offloading/_template.py",
     "tests/test_all.py",
     "tools/matrix.py",
 }
@@ -112,7 +112,11 @@ def test_wheel(built):
     assert release.wheel(built(), TRACKED, "0.1.0") == []
     for name in ("gemma4_compat/__init__.py", "gemma4_compat-0.1.0.dist-info/entry_points.txt"):
         assert release.wheel(built({name}), TRACKED, "0.1.0") == [f"{name} is missing"]
-    for name in ("tests/test_all.py", "tools/matrix.py", "gemma4_compat/patches/_template.py"):
+    for name in (
+        "tests/test_all.py",
+        "tools/matrix.py",
+        "gemma4_compat/patches/offloading/_template.py",
+    ):
         found = release.wheel(built({name}), TRACKED, "0.1.0")
         assert found == [f"{name} is no part of the package"]
 

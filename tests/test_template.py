@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NAME = "copied_from_the_template"
-PATCH, TEST = f"gemma4_compat/patches/{NAME}.py", f"tests/patches/test_{NAME}.py"
+PATCH, TEST = f"gemma4_compat/patches/offloading/{NAME}.py", f"tests/patches/test_{NAME}.py"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def project(tmp_path_factory):
     shutil.copy(ROOT / "pyproject.toml", folder)
     for name in ("gemma4_compat", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (folder / "gemma4_compat" / "patches").glob("[a-z]*.py"):
+    for file in (folder / "gemma4_compat" / "patches").glob("*/[a-z]*.py"):
         file.unlink()
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     copies = re.findall(r"^ *sed (s/\S+) (\S+) > (\S+)$", contributing, re.MULTILINE)

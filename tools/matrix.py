@@ -214,7 +214,8 @@ def expiry(measured: Measured) -> Iterator[str]:
         gone = [f"{name}>={runs[-1].first}" for name, runs in axes.items() if len(runs) > 1]
         since = " or ".join(gone) or "the newest together"
         yield f"{patch.name}: gone with {since}; where nothing older is supported, delete"
-        yield f"    gemma4_compat/patches/{patch.name}.py tests/patches/test_{patch.name}.py"
+        [file] = (ROOT / "gemma4_compat" / "patches").glob(f"*/{patch.name}.py")
+        yield f"    {file.relative_to(ROOT).as_posix()} tests/patches/test_{patch.name}.py"
     if not obsolete:
         yield "every patch is still needed there"
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 UNRELEASED = "unreleased"
 ENTRY = re.compile(rf"## (\d+(?:\.\d+)+) \(({UNRELEASED}|\d\d\d\d-\d\d-\d\d)\)")
 #: tracked, and in the sdist, but no part of the package
-TEMPLATE = "gemma4_compat/patches/_template.py"
+TEMPLATE = "gemma4_compat/patches/offloading/_template.py"
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
 

@@ -1,4 +1,4 @@
-"""A whole test to copy with gemma4_compat/patches/_template.py: what users do, and what they get.
+"""A whole test, to copy with the template of patches: what users do, and what they get.
 
 Small models come from the fixtures of tests/conftest.py and the functions of tests/support.py.
 """

@@ -23,7 +23,7 @@ def load(model_dir, **options):
 @pytest.mark.regression("audio_attention", REFUSED)
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 def test_explicit_implementation_loads(model_dir, implementation, caplog):
-    with caplog.at_level(logging.INFO, logger="gemma4_compat.patches.audio_attention"):
+    with caplog.at_level(logging.INFO, logger="gemma4_compat.patches"):
         model = load(model_dir, attn_implementation=implementation)
     language = model.model.language_model.config
     assert language._attn_implementation == implementation

@@ -46,7 +46,7 @@ def eva_of(base):
 @pytest.fixture
 def native_wrappers(pristine):
     """As with a PEFT whose tuners know the wrappers: clippable_linear is not applied."""
-    from gemma4_compat.patches.clippable_linear import PATCH
+    from gemma4_compat.patches.adapters.clippable_linear import PATCH
 
     gemma4_compat.uninstall("clippable_linear")
     affects, PATCH.affects = PATCH.affects, (("peft<0.1",),)

@@ -82,7 +82,7 @@ def test_packed_layer_survives_copying(duplicate):
 
 def test_layer_packed_without_the_patch_is_still_unpacked(caplog):
     import gemma4_compat
-    from gemma4_compat.patches import cpu_packed_state
+    from gemma4_compat.patches.avx512_cpu import cpu_packed_state
 
     cpu_packed_state._say_approximate.cache_clear()
     layers = [layer(False) for _ in range(2)]

@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, logits
 
-OURS = "gemma4_compat.patches.device_map_keys"
+OURS = "gemma4_compat.patches.offloading.device_map_keys"
 PROJECTOR = "model.multi_modal_projector"
 #: as for Gemma 3, on one device: accelerate never sees this map
 PARTS = {**dict.fromkeys(("model.language_model", *TOWERS, PROJECTOR, "lm_head"), "cpu")}

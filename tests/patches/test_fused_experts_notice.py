@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat.tiny import text_inputs
 from tests.support import load_model, quantization
 
-OURS = "gemma4_compat.patches.fused_experts_notice"
+OURS = "gemma4_compat.patches.offloading.fused_experts_notice"
 LAYERS = 3
 NOTICE = re.compile(
     r"bitsandbytes does not quantise the experts of (?P<layers>\d+) layers "

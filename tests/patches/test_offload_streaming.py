@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.patches import offload_streaming
+from gemma4_compat.patches.offloading import offload_streaming
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits
 

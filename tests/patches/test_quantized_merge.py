@@ -10,7 +10,7 @@ from tests.support import assert_same, load_model, logits
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-LOGGER = "gemma4_compat.patches.quantized_merge"
+LOGGER = "gemma4_compat.patches.adapters.quantized_merge"
 
 
 def adapted(model_dir, adapter_dir, kind):

@@ -1,0 +1,127 @@
+"""PEFT does not know Gemma 4's clipped linear layers.
+
+The vision and audio towers wrap their projections in ``Gemma4ClippableLinear``: a module that
+clamps, calls the ``nn.Linear`` it holds as ``.linear``, and clamps again.  Target patterns such as
+``q_proj`` match the wrapper, which is no ``nn.Linear``, and every PEFT method refuses it.
+
+The fix resolves targets the way the maintainers advise to write them: a pattern that matches the
+wrapper counts for the linear layer inside, so the adapter goes around the inner layer and the
+clipping stays around both.  Patterns that name ``.linear`` themselves, or match both, behave as
+before and yield one adapter.  Adapters are saved with ``...q_proj.linear.lora_A...`` keys, as
+those in the wild are; the minority saved as ``...q_proj.lora_A...`` is renamed on load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._clippable import inner_keys, matching_inner, resolving, wrappers
+from .._code import mentions
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="clippable_linear",
+    symptom="Target module Gemma4ClippableLinear(...) is not supported",
+    affects=(("transformers>=5.5", "peft>=0.18"),),
+    changes=(
+        "PEFT's tuners match the linear layer inside a ...ClippableLinear wherever a target, "
+        "rank or alpha pattern matches the wrapper.  Adapter files whose keys lack '.linear' "
+        "load through PEFT and through transformers' own load_adapter."
+    ),
+    ends="not fixed upstream as of peft 0.21.2; the maintainers advise to target the inner module",
+    links=("https://github.com/huggingface/peft/issues/3129",),
+)
+
+
+@PATCH.probe
+def wrapper_is_unknown() -> Finding:
+    """PEFT has no plugin for this: support would have to name the class in its own code."""
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import model as lora_model
+
+    for module in (tuners_utils, lora_model):
+        if mentions(module.__spec__.loader.get_code(module.__name__), "ClippableLinear"):
+            return fixed(f"{module.__name__} handles ...ClippableLinear itself")
+    return broken()
+
+
+PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.__init__")
+def tuner_init(original: Any) -> Any:
+    @wraps(original)
+    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        # Some tuners (VeRA, RandLora, ...) size shared tensors by their targets before injection.
+        with resolving(model):
+            original(self, model, *args, **kwargs)
+
+    return __init__
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Any) -> Any:
+    @wraps(original)
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        with resolving(model, self.peft_config[adapter_name]) as wrapped:
+            if wrapped and kwargs.get("state_dict"):  # names the targets in place of the config
+                kwargs["state_dict"] = inner_keys(kwargs["state_dict"], wrapped)
+            return original(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "inspect_matched_modules")
+def inspect_matched_modules(original: Any) -> Any:
+    @wraps(original)
+    def inspect_matched_modules(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        with resolving(tuner.model):
+            return original(tuner, *args, **kwargs)
+
+    return inspect_matched_modules
+
+
+@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def set_peft_model_state_dict(
+        model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        wrapped = wrappers(model)
+        if wrapped:
+            peft_model_state_dict = inner_keys(peft_model_state_dict, wrapped)
+        return original(model, peft_model_state_dict, *args, **kwargs)
+
+    return set_peft_model_state_dict
+
+
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+def load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped = wrappers(self)
+        if not wrapped:
+            return original(self, *args, **kwargs)
+        load = self._load_pretrained_model
+
+        @wraps(load)
+        def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
+            from transformers.core_model_loading import WeightRenaming
+
+            either = "|".join(map(re.escape, wrapped))
+            # A copy in modules_to_save has the parts of its original.
+            own = {"modules_to_save"}.union(*wrapped.values())
+            parts = "|".join(sorted(own))
+            inner = WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")
+            mapping = [*(load_config.weight_mapping or ()), inner]
+            load_config = dataclasses.replace(load_config, weight_mapping=mapping)
+            return load(*args, load_config=load_config, **kwargs)
+
+        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+            return original(self, *args, **kwargs)
+
+    return load_adapter

@@ -1,0 +1,54 @@
+"""transformers' own ``load_adapter`` drops the tensors of offloaded layers.
+
+``PeftAdapterMixin.load_adapter`` loads the adapter file under the base model's ``hf_device_map``.
+For a layer that rests on "disk" (or, in some releases, "cpu") the adapter's tensors are treated
+like the layer's own: they are left on disk, or put on meta, and the adapter keeps its initial
+values or has none.  Nothing is raised.
+
+The fix lets the map name the devices that layers execute on while the file is loaded.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._code import mentions
+from .._offload import executing_map
+
+PATCH = Patch(
+    name="native_adapter_offload",
+    symptom=(
+        "model.load_adapter on a split model: the adapter's tensors on offloaded layers are not "
+        "loaded, without a word; they keep their initial values or have none"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    changes=(
+        "PeftAdapterMixin.load_adapter places adapter tensors by the devices that layers execute "
+        "on, not by where their weights rest."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def load_adapter_reads_device_map() -> Finding:
+    """Look whether load_adapter still places adapters by the base model's map."""
+    import inspect
+
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    if mentions(inspect.unwrap(PeftAdapterMixin.load_adapter).__code__, "hf_device_map"):
+        return broken()
+    return fixed("load_adapter no longer loads by hf_device_map")
+
+
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+def load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with executing_map(self):
+            return original(self, *args, **kwargs)
+
+    return load_adapter

@@ -1,0 +1,201 @@
+"""Loading an adapter dispatches the base model anew.
+
+``PeftModel.from_pretrained`` takes all accelerate hooks off a base model whose ``hf_device_map``
+holds "cpu" or "disk", and ``load_adapter`` then calls ``get_balanced_memory``,
+``infer_auto_device_map`` and ``dispatch_model`` on the whole.  The user's placement is replaced by
+what the map inference thinks best: offloaded towers go back to the GPU without a word, layers
+jump to a second GPU, disk-offloaded weights are rewritten, and on a full GPU the redispatch runs
+into further bugs.
+
+Not redispatching uncovers a second fault: PEFT takes an offloaded weight for one that rests where
+it is, on meta.  New adapters are put on meta, merging overlooks the weight, and adapters that
+compute with the base weight themselves (DoRA, HRA) fail or are silently wrong.
+
+The fix leaves the base model alone.  While PEFT loads, ``hf_device_map`` names the devices that
+modules execute on, so there is nothing to redispatch.  An offloaded base layer is brought to its
+execution device, by its own hook, while its adapter is created or merged, and for the whole of
+the adapter layer's forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._adapter_layer import base_layer, onload_in_forward
+from .._offload import executing_map, is_dispatched, onloaded
+from .._shadow import shadowed
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="peft_redispatch",
+    symptom=(
+        "loading an adapter undoes the base model's offload, moves layers to another GPU, or "
+        "raises (meta tensors, KeyError: 22) while or after PEFT dispatches the model again"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    changes=(
+        "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
+        "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
+        "offload_buffers given to them are ignored with a warning (PEFT itself ignores them, "
+        "without one, for a base model that has no device map).  Adapters of offloaded layers "
+        "are created, run and merged on the layer's execution device."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+    links=(
+        "https://github.com/huggingface/peft/issues/3169",
+        "https://github.com/huggingface/transformers/issues/45482",
+    ),
+)
+
+_PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offload_buffers")
+
+
+@PATCH.probe
+def load_adapter_dispatches() -> Finding:
+    """Look whether load_adapter still reaches for dispatch_model."""
+    import inspect
+
+    from peft.peft_model import PeftModel
+
+    code = getattr(inspect.unwrap(PeftModel.load_adapter), "__code__", None)
+    if code is None:
+        return drifted("PeftModel.load_adapter is not a plain function")
+    if "dispatch_model" in code.co_names:
+        return broken()
+    return fixed("PeftModel.load_adapter no longer dispatches the base model")
+
+
+@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
+def peft_from_pretrained(original: Any) -> Any:
+    return _in_place(original)
+
+
+@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
+def mixed_from_pretrained(original: Any) -> Any:
+    return _in_place(original)
+
+
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def peft_load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatched(self):
+            _warn_of_placement(
+                "load_adapter", kwargs,
+                "without effect: PEFT places a model only if it has a device map already.",
+            )  # fmt: skip
+            return original(self, model_id, *args, **kwargs)
+        with executing_map(self) as devices:
+            kwargs = _without_placement("load_adapter", kwargs)
+            if len(args) < 3 and kwargs.get("torch_device") is None:
+                kwargs["torch_device"] = _main_device(devices)
+            return original(self, model_id, *args, **kwargs)
+
+    return load_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Any) -> Any:
+    @wraps(original)
+    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        create = self._create_and_replace
+
+        @wraps(create)
+        def create_and_replace(
+            config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            # PiSSA, OLoRA and their like also take their share out of the base weight.
+            method = getattr(config, "init_lora_weights", None)
+            takes_share = isinstance(method, str) and method.lower() not in ("gaussian", "eva")
+            with onloaded(base_layer(target), keep_changes=takes_share):
+                return create(config, adapter_name, target, *args, **kwargs)
+
+        with shadowed(self, _create_and_replace=create_and_replace):
+            result = original(self, *args, **kwargs)
+        for layer in self.model.modules():
+            onload_in_forward(layer)
+        return result
+
+    return inject_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
+def move_adapter(original: Any) -> Any:
+    @wraps(original)
+    def _move_adapter_to_device_of_base_layer(
+        self: Any, adapter_name: str, device: Any = None
+    ) -> Any:
+        if device is not None:
+            return original(self, adapter_name, device)
+        with onloaded(self.get_base_layer()):
+            return original(self, adapter_name, device)
+
+    return _move_adapter_to_device_of_base_layer
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
+def onload_layer(original: Any) -> Any:
+    """PEFT brings offloaded weights in for merging, but misses some hooks, and some changes.
+
+    It overlooks a hook inside ``SequentialHook``, and forgets what a module tied to the layer
+    loads.  Its own redispatch leaves neither.
+    """
+
+    @contextmanager
+    def onloaded_layer(layer: Any) -> Iterator[None]:
+        with onloaded(base_layer(layer), keep_changes=True), original(layer):
+            yield
+
+    @wraps(original)
+    def onload_layer(layer: Any) -> Any:
+        return onloaded_layer(layer)
+
+    return onload_layer
+
+
+def _in_place(original: Any) -> Any:
+    """Wrap a ``from_pretrained(cls, model, model_id, ...)`` of PEFT."""
+
+    @wraps(original)
+    def from_pretrained(cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatched(model):
+            return original(cls, model, model_id, *args, **kwargs)
+        kwargs = _without_placement("from_pretrained", kwargs)
+        with executing_map(model):
+            return original(cls, model, model_id, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    _warn_of_placement(
+        caller, kwargs,
+        "ignored: the base model has a device map already and stays where it is, and the adapter "
+        "goes to the devices that its layers execute on.",
+    )  # fmt: skip
+    return {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
+
+
+def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
+    given = [name for name in _PLACEMENT if kwargs.get(name) is not None]
+    if given:
+        logger.warning(
+            "%s given to PEFT's %s %s To place the model differently, pass device_map (and "
+            "max_memory, offload_folder) to the base model's from_pretrained; what that would do "
+            "says gemma4-compat map MODEL_DIR --map JSON.",
+            ", ".join(given), caller, why,
+        )  # fmt: skip
+
+
+def _main_device(devices: dict[str, Any]) -> str:
+    """Where to read the adapter file to: a device that the model uses already."""
+    import torch
+
+    used = [torch.device(device) for device in devices.values()]
+    return str(next((device for device in used if device.type != "cpu"), torch.device("cpu")))

@@ -1,0 +1,1 @@
+"""4-bit on a CPU with AVX512-BF16."""

@@ -1,0 +1,67 @@
+"""Dequantising a 4-bit weight that has run on the CPU gives garbage.
+
+On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and quant state for the CPU on
+first use.  ``bitsandbytes.functional.dequantize_4bit`` does not know that format and reads the
+repacked weight as if nothing had happened: no exception, values in the wrong places with the
+wrong scales.  Whatever reads the weight of a layer after its first forward is silently wrong:
+PEFT's merge and unmerge, ``model.dequantize()``, and the forward of adapters that compute with
+the base weight (DoRA, HiRA).
+
+The fix unpacks such a weight before it is dequantised, beside the layer, which stays packed.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+
+PATCH = Patch(
+    name="cpu_packed_dequantize",
+    symptom=(
+        "merging an adapter, dequantize() or a DoRA adapter on a 4-bit model that has run on an "
+        "AVX512-BF16 CPU gives garbage, without an exception"
+    ),
+    affects=(("transformers>=5.5", "bitsandbytes>=0.49"),),
+    changes="bitsandbytes' dequantize_4bit unpacks a weight that was repacked for the CPU first.",
+    ends="not fixed upstream as of bitsandbytes 0.50.2",
+)
+
+_PACKED = "packing_format_for_cpu"
+
+
+@PATCH.probe
+def dequantize_ignores_packing() -> Finding:
+    """Look whether dequantize_4bit asks how the weight is packed."""
+    import inspect
+
+    from bitsandbytes import functional
+
+    if not hasattr(functional, "_convert_weight_packed_for_cpu_inverse"):
+        return drifted("bitsandbytes.functional has no _convert_weight_packed_for_cpu_inverse")
+    code = getattr(inspect.unwrap(functional.dequantize_4bit), "__code__", None)
+    if code is None:
+        return drifted("dequantize_4bit is not a plain function")
+    if _PACKED in (*code.co_names, *code.co_consts):
+        return fixed("dequantize_4bit knows weights that are packed for the CPU")
+    return broken()
+
+
+@PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
+def dequantize_4bit(original: Any) -> Any:
+    from bitsandbytes import functional
+
+    @wraps(original)
+    def dequantize_4bit(A: Any, quant_state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(quant_state, _PACKED, False):
+            # A copy, because unpacking works on the quant state in place.
+            A, quant_state = functional._convert_weight_packed_for_cpu_inverse(
+                A, copy.copy(quant_state)
+            )
+            if quant_state.absmax.dim() == 2:  # unless cpu_packed_state has put back what was there
+                quant_state.absmax = quant_state.absmax.T.reshape(-1).float()
+        return original(A, quant_state, *args, **kwargs)
+
+    return dequantize_4bit

@@ -1,0 +1,103 @@
+"""Serialising a 4-bit layer that has run on the CPU spoils its quant state.
+
+On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and quant state for the CPU on
+first use, and ``state_dict()`` unpacks them again, in place.  The way back is lossy: a nested
+state gets its absmax quantised anew from bfloat16, a single state keeps the repacked absmax under
+the unpacked weight.  So ``state_dict()``, ``save_pretrained`` or dispatching the model after a
+forward writes values that the checkpoint never had, and with single quantisation the next forward
+of the same model is silently wrong.
+
+The fix remembers the quant state as it was when it is repacked, and puts exactly that back when it
+is unpacked.  The packed weight itself is a permutation and comes back whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache, wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+
+_UNPACKED = "_unpacked_state"
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="cpu_packed_state",
+    symptom=(
+        "state_dict(), saving or offloading a 4-bit model that has run on an AVX512-BF16 CPU "
+        "writes a changed quant state; single-quantised layers then give wrong outputs"
+    ),
+    affects=(("transformers>=5.5", "bitsandbytes>=0.49"),),
+    changes=(
+        "bitsandbytes' repacking for the CPU remembers the quant state it started from, and the "
+        "way back restores that instead of an approximation."
+    ),
+    ends="not fixed upstream as of bitsandbytes 0.50.2",
+)
+
+
+@PATCH.probe
+def unpacking_is_lossy() -> Finding:
+    """Pack and unpack one block of 32 x 64 values, without running a kernel."""
+    import torch
+    from bitsandbytes.functional import (
+        QuantState,
+        _convert_weight_packed_for_cpu,
+        _convert_weight_packed_for_cpu_inverse,
+    )
+
+    absmax = torch.full((32,), 1.001)
+    state = QuantState(absmax=absmax, shape=torch.Size((32, 64)), blocksize=64, dtype=torch.float32)
+    weight = torch.arange(32 * 32, dtype=torch.int32).to(torch.uint8).reshape(-1, 1)
+    packed, state = _convert_weight_packed_for_cpu(weight, state)
+    unpacked, state = _convert_weight_packed_for_cpu_inverse(packed, state)
+    if not torch.equal(unpacked, weight):
+        return drifted("the packed weight does not come back whole")
+    same = state.absmax.shape == absmax.shape and torch.equal(state.absmax, absmax)
+    return fixed("unpacking restores the quant state") if same else broken()
+
+
+@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu")
+def convert_weight_packed_for_cpu(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def _convert_weight_packed_for_cpu(
+        qweight: Any, quant_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile cannot always follow what is below
+            return original(qweight, quant_state, *args, **kwargs)
+        before = dict(vars(quant_state))
+        packed, quant_state = original(qweight, quant_state, *args, **kwargs)
+        setattr(quant_state, _UNPACKED, before)
+        return packed, quant_state
+
+    return _convert_weight_packed_for_cpu
+
+
+@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu_inverse")
+def convert_weight_packed_for_cpu_inverse(original: Any) -> Any:
+    @wraps(original)
+    def _convert_weight_packed_for_cpu_inverse(
+        packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = vars(quant_state).pop(_UNPACKED, None)
+        qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
+        if before is None:
+            _say_approximate()
+        else:
+            vars(quant_state).clear()
+            vars(quant_state).update(before)
+        return qweight, quant_state
+
+    return _convert_weight_packed_for_cpu_inverse
+
+
+@cache
+def _say_approximate() -> None:
+    """Once: of a model that ran before the patch was there, what was is not known."""
+    logger.warning(
+        "a 4-bit weight was repacked for the CPU before this patch was there: its quant state "
+        "comes back only approximately; import gemma4_compat first and load the model again"
+    )

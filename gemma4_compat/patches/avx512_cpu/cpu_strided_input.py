@@ -1,0 +1,44 @@
+"""A 4-bit layer on the CPU misreads inputs that are not contiguous.
+
+On a CPU with AVX512-BF16 ``Linear4bit.forward`` ends in a kernel that is told the stride between
+the rows of its input and takes the values of a row to lie side by side.  After a ``transpose``
+they do not: other values are read, and the outputs are wrong without a word.  Gemma 4's audio
+tower does this in every layer, between its convolution and ``lconv1d.linear_end``.
+
+The fix passes such inputs on in row order.  Where upstream does the same, it does nothing.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+PATCH = Patch(
+    name="cpu_strided_input",
+    symptom="a 4-bit audio tower that runs on an AVX512-BF16 CPU gives wrong outputs, silently",
+    affects=(("transformers>=5.5", "bitsandbytes>=0.49"),),
+    changes="Inputs of bitsandbytes' 4-bit CPU kernel are made contiguous where they are not.",
+    ends="not fixed upstream as of bitsandbytes 0.50.2",
+    links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1995",),
+)
+
+
+@PATCH.probe
+def cpu_has_the_kernel() -> Finding:
+    """Ask for the instructions.  Running the kernel would start its threads in the import."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    if has_avx512bf16():
+        return broken()
+    return fixed("bitsandbytes does not use that kernel on this CPU")
+
+
+@PATCH.replaces("bitsandbytes.functional", "gemv_4bit")
+def gemv_4bit(original: Any) -> Any:
+    @wraps(original)
+    def gemv_4bit(A: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(A.contiguous() if A.device.type == "cpu" else A, *args, **kwargs)
+
+    return gemv_4bit

@@ -1,0 +1,89 @@
+"""Asking for an attention implementation fails on behalf of the audio tower.
+
+Since transformers 5.20.0 ``Gemma4AudioModel`` declares, rightly, that it supports eager attention
+only.  An explicit ``attn_implementation="sdpa"`` is handed down to every sub-model, and a
+sub-model that cannot do it raises, so the users' perfectly good setting for the language model no
+longer loads.
+
+The fix lets the audio tower fall back to eager for itself.  It has no business on older releases:
+there the tower's mask is inverted under eager attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="audio_attention",
+    symptom=(
+        "Gemma4AudioModel does not support an attention implementation through "
+        "torch.nn.functional.scaled_dot_product_attention yet"
+    ),
+    affects=(("transformers>=5.20",),),
+    changes=(
+        "An attn_implementation that the audio tower does not support becomes eager attention "
+        "for that tower alone, with one INFO line; the other parts keep what was asked for."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+_TOWER = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def tower_refuses_sdpa() -> Finding:
+    """Look at what the tower declares."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
+
+    if Gemma4AudioModel._supports_sdpa:
+        return fixed("the audio tower supports sdpa")
+    return broken()
+
+
+@PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
+def check_and_adjust_attn_implementation(original: Any) -> Any:
+    """Asked when the model is built."""
+
+    @wraps(original)
+    def _check_and_adjust_attn_implementation(
+        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
+
+    return _check_and_adjust_attn_implementation
+
+
+@PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
+def get_correct_attn_implementation(original: Any) -> Any:
+    """Asked by ``set_attn_implementation`` of the whole model."""
+
+    @wraps(original)
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(self, _or_eager(self, requested_attention), *args, **kwargs)
+
+    return get_correct_attn_implementation
+
+
+def _or_eager(model: Any, requested: str | None) -> str | None:
+    if requested is None or _supported(model, requested):
+        return requested
+    logger.info("the audio tower does not support %s attention and uses eager", requested)
+    return "eager"
+
+
+def _supported(model: Any, implementation: str) -> bool:
+    if "flash" in implementation:
+        return bool(model._supports_flash_attn)
+    if "flex" in implementation:
+        return bool(model._supports_flex_attn)
+    if "sdpa" in implementation:
+        return bool(model._supports_sdpa)
+    return True

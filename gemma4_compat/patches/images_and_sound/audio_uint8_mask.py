@@ -1,0 +1,67 @@
+"""A quantised audio tower raises, or would compute with integers.
+
+The feed-forward and convolution modules take their clamp bounds from ``torch.finfo`` of a weight's
+dtype, and the attention casts its output to a weight's dtype.  Those of quantised weights are
+uint8 (4-bit) and int8 (8-bit): ``finfo`` raises, and the cast would truncate the activations.
+
+The fix uses the dtype of the activations, which is that of the weights where those are not
+quantised.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._claimed_dtype import claiming, is_float
+
+PATCH = Patch(
+    name="audio_uint8_mask",
+    symptom="torch.finfo() requires a floating point input type, in the 4-bit or 8-bit audio tower",
+    affects=(("transformers>=5.5,<5.11", "bitsandbytes>=0.46"),),
+    changes="Clamp bounds and casts in the audio tower follow the activations' dtype.",
+    ends="fixed in transformers 5.11.0",
+)
+
+_MODULE = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def bounds_of_a_weight() -> Finding:
+    """Look whether the clamp bounds still come from a weight."""
+    import inspect
+
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioFeedForward
+
+    forward = inspect.unwrap(Gemma4AudioFeedForward.forward)
+    if "weight" in forward.__code__.co_names:
+        return broken()
+    return fixed("clamp bounds no longer come from a weight's dtype")
+
+
+@PATCH.replaces(_MODULE, "Gemma4AudioFeedForward.forward")
+def feed_forward(original: Any) -> Any:
+    return _follow_activations(original, "ffw_layer_1.linear")
+
+
+@PATCH.replaces(_MODULE, "Gemma4AudioLightConv1d.forward")
+def light_conv(original: Any) -> Any:
+    return _follow_activations(original, "linear_start.linear")
+
+
+@PATCH.replaces(_MODULE, "Gemma4AudioAttention.forward")
+def attention(original: Any) -> Any:
+    return _follow_activations(original, "post.linear")
+
+
+def _follow_activations(original: Any, layer: str) -> Any:
+    """``layer`` names the layer whose weight's dtype the forward asks for."""
+
+    @wraps(original)
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_float(self.get_submodule(layer)):
+            self = claiming(self, layer, hidden_states.dtype)
+        return original(self, hidden_states, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,66 @@
+"""Gemma 4 unified, quantised, sees and hears its inputs truncated to integers.
+
+The same mistake as in the towers of Gemma 4 (see ``vision_uint8_pixels``): the embedders of pixels
+and of sound cast to the dtype of a weight, which is uint8 or int8 where that is quantised.
+
+The fix casts pixels to the dtype of the position embeddings, as an unquantised model does, and
+leaves what the second embedder gets in its floating-point dtype.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._claimed_dtype import claiming, is_float
+
+PATCH = Patch(
+    name="unified_uint8_inputs",
+    symptom=(
+        "a 4-bit or 8-bit Gemma4Unified model does not hear, and does not see or raises "
+        "mixed dtype (CPU)"
+    ),
+    affects=(("transformers>=5.10,<5.13", "bitsandbytes>=0.46"),),
+    changes="Image and audio inputs keep a floating-point dtype where a layer is quantised.",
+    ends="fixed in transformers 5.13.0",
+)
+
+_MODULE = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+@PATCH.probe
+def casts_to_any_dtype() -> Finding:
+    """Look whether the cast is guarded."""
+    import inspect
+
+    from transformers.models.gemma4_unified.modeling_gemma4_unified import (
+        Gemma4UnifiedVisionEmbedder,
+    )
+
+    forward = inspect.unwrap(Gemma4UnifiedVisionEmbedder.forward)
+    if "is_floating_point" in forward.__code__.co_names:
+        return fixed("inputs are no longer cast to an integer dtype")
+    return broken()
+
+
+@PATCH.replaces(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
+def vision_embedder_forward(original: Any) -> Any:
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_float(self.patch_dense):
+            self = claiming(self, "patch_dense", self.pos_embedding.dtype)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+@PATCH.replaces(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
+def multimodal_embedder_forward(original: Any) -> Any:
+    @wraps(original)
+    def forward(self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_float(self.embedding_projection):
+            self = claiming(self, "embedding_projection", inputs_embeds.dtype)
+        return original(self, inputs_embeds, *args, **kwargs)
+
+    return forward

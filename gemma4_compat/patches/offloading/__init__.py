@@ -1,0 +1,1 @@
+"""4-bit, 8-bit and offloading."""

@@ -1,0 +1,97 @@
+"""A device map may name modules that the model does not have.
+
+``from_pretrained`` matches the keys of an explicit ``device_map`` against the names of the
+parameters and never asks whether a key matched anything.  ``model.multi_modal_projector``, which
+earlier models have and Gemma 4 has not (it has ``model.embed_vision``), places nothing; what it
+was meant for goes where the rest of the map says or, if nothing else covers it, to the CPU.
+accelerate's ``dispatch_model`` does check, but it is called after loading only, and not at all for
+a map with a single device.
+
+The fix says so before any weight is read, with the closest names that the model does have.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.device_maps import closest, left_out
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="device_map_keys",
+    symptom=(
+        "a device_map entry such as model.multi_modal_projector, which Gemma 4 does not have, is "
+        "ignored: without a word, or with accelerate's 'The following device_map keys do not "
+        "match any submodules in the model' after loading"
+    ),
+    affects=(("transformers>=5.5",),),
+    changes=(
+        "from_pretrained of a Gemma 4 or Gemma 3n model warns, once a load, about entries of an "
+        "explicit device_map that name no module, parameter or buffer, and names the closest "
+        "modules.  The map is used as it is."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+_MODELS = ("gemma4", "gemma3n")
+
+
+@PATCH.probe
+def unknown_keys_pass() -> Finding:
+    """Hand in a map with a key that no model has."""
+    import inspect
+
+    from torch.nn import Module
+    from transformers.integrations.accelerate import _get_device_map
+
+    code = getattr(inspect.unwrap(_get_device_map), "__code__", None)
+    if code is None:
+        return drifted("_get_device_map is not a plain function")
+    if {"warn", "warning", "warning_once"}.intersection(code.co_names):
+        return fixed("_get_device_map warns")
+    given = {"": "cpu", "no_such_module": "cpu"}
+    try:
+        used = _get_device_map(Module(), given, None, None)
+    except ValueError as error:
+        return fixed(f"_get_device_map refuses: {error}")
+    return broken() if used == given else fixed("_get_device_map drops unknown keys")
+
+
+@PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
+def get_device_map(original: Any) -> Any:
+    @wraps(original)
+    def _get_device_map(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+        model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+        if isinstance(device_map, dict) and model_type.startswith(_MODELS):
+            _warn(model, device_map)
+        return original(model, device_map, *args, **kwargs)
+
+    return _get_device_map
+
+
+def _warn(model: Any, device_map: dict[str, Any]) -> None:
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    known = {
+        *modules,
+        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        *(name for name, _ in model.named_buffers(remove_duplicate=False)),
+    }
+    unknown = [key for key in device_map if key not in known and not left_out(model, key)]
+    if not unknown:
+        return
+    found = {key: closest(key, modules) for key in unknown}
+    hints = [f"{key} (closest: {name})" if name else key for key, name in found.items()]
+    base = model.base_model_prefix if model.base_model_prefix in modules else ""
+    top = ("", base)
+    parts = [name for name in modules if name not in top and name.rpartition(".")[0] in top]
+    logger.warning(
+        "the device_map has entries that name no module or parameter of %s: %s.  What they are "
+        "meant for may follow other entries instead, or go to the CPU.%s  More: gemma4-compat map "
+        "MODEL_DIR --map JSON.",
+        type(model).__name__, ", ".join(hints),
+        "" if all(found.values()) else f"  The model has: {', '.join(parts)}.",
+    )  # fmt: skip

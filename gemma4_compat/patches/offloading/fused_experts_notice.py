@@ -1,0 +1,87 @@
+"""The experts of 26B-A4B stay as they are under ``load_in_4bit``, and nothing says so.
+
+bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
+two three-dimensional parameters, so transformers passes them over: nine tenths of the model, some
+42 GiB, are loaded in bfloat16 under a config that promises four bits.
+
+There is nothing to repair here; the notice gives the size before the weights are read.  It asks
+the quantizer itself which parameters it leaves alone, so it ends when a release quantises them.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="fused_experts_notice",
+    symptom=(
+        "load_in_4bit or load_in_8bit of 26B-A4B needs far more memory than expected: the experts "
+        "stay unquantised (some 42 GiB in bfloat16), without a word"
+    ),
+    affects=(("transformers>=5.5", "bitsandbytes>=0.46"),),
+    changes=(
+        "Loading a Gemma 4 model with fused experts under bitsandbytes warns once a load that "
+        "they are not quantised, with their size.  What is loaded does not change."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0 and bitsandbytes 0.50.2",
+)
+
+_QUANTIZERS = "transformers.quantizers.quantizer_bnb"
+
+
+@PATCH.probe
+def quantizers_can_be_asked() -> Finding:
+    """What is quantised is asked at each load; the means to ask must be there."""
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+
+    for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
+        if "param_needs_quantization" not in vars(quantizer):
+            return drifted(f"{quantizer.__name__} has no param_needs_quantization")
+    return broken()
+
+
+@PATCH.replaces(f"{_QUANTIZERS}_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading")
+@PATCH.replaces(f"{_QUANTIZERS}_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(original: Any) -> Any:
+    @wraps(original)
+    def _process_model_before_weight_loading(
+        self: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(self, model, *args, **kwargs)
+        if model.config.model_type.startswith("gemma4"):
+            _warn(self, model)
+        return result
+
+    return _process_model_before_weight_loading
+
+
+def _warn(quantizer: Any, model: Any) -> None:
+    experts = {
+        f"{name}.{own}": parameter
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Experts")
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.is_floating_point() and parameter.dim() == 3
+    }
+    left = {
+        name: parameter
+        for name, parameter in experts.items()
+        if not quantizer.param_needs_quantization(model, name)
+    }
+    if not left:
+        return
+    size = sum(parameter.numel() * parameter.element_size() for parameter in left.values())
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in left.values()}
+    logger.warning(
+        "bitsandbytes does not quantise the experts of %d layers (fused tensors such as %s): they "
+        "are loaded in %s and take %.3g GiB.  What fits: gemma4-compat plan MODEL_DIR --gpu SIZE.",
+        len({name.rpartition(".")[0] for name in left}), next(iter(left)),
+        " and ".join(sorted(dtypes)), size / 2**30,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""An offloaded embedding goes to the GPU whole, to look up a few rows.
+
+accelerate's offload hook copies the weight of a module to the execution device for each forward
+and drops it afterwards.  For Gemma 4's per-layer embeddings (E2B 4.4 GiB, E4B 5.3 GiB in bfloat16)
+that is the whole table for each token, and all of its VRAM while it lasts.  From disk the table is
+read into memory first.
+
+The fix leaves the table where it rests.  For its forward the embedding gets a weight that says it
+is on the execution device, and has its rows looked up on the host: only those travel.  What the
+module makes of them (Gemma 4 scales them) is computed where it was.  Whatever else a forward does
+with that weight gets all of it, as without us; so does who loads the weight outside a forward, and
+an embedding whose weight is on the execution device anyway, tied to the head.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache, wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+PATCH = Patch(
+    name="host_embedding",
+    symptom=(
+        "per-layer embeddings on the CPU or disk cost a copy of the whole table, and its VRAM, in "
+        "every forward"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "AlignDevicesHook brings the rows that an offloaded nn.Embedding looks up to its execution "
+        "device, not the weight; from disk only those rows are read."
+    ),
+    ends="not fixed upstream as of accelerate 1.15.0",
+    links=("https://github.com/huggingface/transformers/issues/47705",),
+)
+
+#: What is gathered before it is sent, while the part before is on its way.
+_STAGED_BYTES = 16 * 2**20
+
+
+@PATCH.probe
+def whole_weight_is_loaded() -> Finding:
+    """Let a hook load a tiny table, and see whether it is all there."""
+    import torch
+    from accelerate.hooks import AlignDevicesHook
+
+    embedding = torch.nn.Embedding(2, 2)
+    hook = AlignDevicesHook(execution_device="cpu", offload=True)
+    hook.init_hook(embedding)
+    hook.pre_forward(embedding, torch.zeros(1, dtype=torch.long))
+    return fixed("hooks no longer load embeddings") if embedding.weight.is_meta else broken()
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self.offload and isinstance(module, torch.nn.Embedding)):
+            return original(self, module, *args, **kwargs)
+        _put_back(module)
+        table = _table_to_look_up(self, module) if args or kwargs else None
+        if table is None:
+            return original(self, module, *args, **kwargs)
+        weight = module._parameters["weight"]
+        module._parameters["weight"] = None
+        try:
+            return original(self, module, *args, **kwargs)
+        finally:
+            module._parameters["weight"] = _host_table()(table, weight, self.execution_device)
+
+    return pre_forward
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def post_forward(self: Any, module: Any, output: Any) -> Any:
+        if self.offload and isinstance(module, torch.nn.Embedding):
+            _put_back(module)
+        return original(self, module, output)
+
+    return post_forward
+
+
+def _put_back(module: Any) -> None:
+    """Without the weight of a forward, of one that raised too."""
+    module._parameters["weight"] = getattr(module.weight, "resting", module.weight)
+
+
+def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
+    """The table, where its rows should be looked up on the host."""
+    import torch
+
+    if (
+        type(embedding.weight) is not torch.nn.Parameter  # quantised, say
+        or not embedding.weight.is_meta
+        or embedding.max_norm is not None  # a lookup changes the weight
+        or hook.execution_device is None
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    table = _table(hook.weights_map, "weight")
+    if table.shape != embedding.weight.shape:  # somebody resized the embedding
+        return None
+    tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
+    return None if hook.execution_device in tied else table
+
+
+def _table(weights_map: Any, name: str) -> Any:
+    """The weight where it rests: in memory, or mapped from its file."""
+    import torch
+
+    loader: Any = getattr(weights_map, "dataset", None)
+    key = getattr(weights_map, "prefix", "") + name
+    index, folder = getattr(loader, "index", {}), getattr(loader, "save_folder", None)
+    if folder is None or key in loader.state_dict or index[key].get("safetensors_file"):
+        return weights_map[name].detach()  # safetensors maps its files
+    shape, dtype = index[key]["shape"], getattr(torch, index[key]["dtype"])
+    file = os.path.join(folder, f"{key}.dat")
+    size = torch.Size(shape).numel()
+    return torch.from_file(file, shared=False, size=size, dtype=dtype).view(*shape)
+
+
+@cache
+def _host_table() -> type:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    class HostTable(torch.Tensor):  # type: ignore[misc]
+        """Seems to be on the execution device, and is where ``table`` is."""
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @staticmethod
+        def __new__(cls: Any, table: Any, resting: Any, device: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(
+                cls,
+                resting.shape,
+                dtype=resting.dtype,
+                device=torch.device(device),
+                requires_grad=resting.requires_grad,
+            )
+
+        def __init__(self, table: Any, resting: Any, device: Any) -> None:
+            self.table, self.resting = table, resting
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function is torch.ops.aten.embedding.default and type(args[1]) is not cls:
+                return _rows(args[0].table, args[1]).to(args[0].dtype)
+            loaded = tree_map_only(cls, cls.load, (args, kwargs or {}))
+            return function(*loaded[0], **loaded[1])
+
+        def load(self) -> Any:
+            """All of it, once."""
+            if self.table.device != self.device or self.table.dtype != self.dtype:
+                self.table = self.table.to(self.device, self.dtype)
+            return self.table
+
+    return HostTable
+
+
+def _rows(table: Any, ids: Any) -> Any:
+    """``table[ids]`` on the device of ``ids``, for a table on the host."""
+    import torch
+
+    if table.device == ids.device:
+        return torch.nn.functional.embedding(ids, table)
+    rows = torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=ids.device)
+    lines = max(_STAGED_BYTES // (table.shape[1] * table.element_size()), 1)
+    for part, there in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
+        # Pinned memory comes from a cache, which takes it back once the copy is made.
+        staged = torch.empty(there.shape, dtype=table.dtype, pin_memory=ids.device.type == "cuda")
+        torch.index_select(table, 0, part, out=staged)
+        there.copy_(staged, non_blocking=True)
+    return rows.view(*ids.shape, -1)

@@ -1,0 +1,72 @@
+"""Dispatching a model that is on the GPU "to the CPU" leaves its weights on the GPU.
+
+``dispatch_model`` takes the weights of modules mapped to "cpu" from ``model.state_dict()`` as they
+are, and keeps them in an ``OffloadedWeightsLoader`` as the place to load from.  For a model loaded
+on the GPU those are GPU tensors: not a byte is freed.  It goes unnoticed, since the outputs are
+right.  4-bit weights fare worse: accelerate takes a quantised weight through the host on its way
+in, so each forward copies it from the GPU to the host and back.
+
+The fix moves what the loader is given to the host, once.  Tied weights stay one tensor.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+
+PATCH = Patch(
+    name="offload_device_copy",
+    symptom=(
+        "dispatch_model of a model on the GPU with layers mapped to the CPU frees no GPU memory, "
+        "and 4-bit layers are copied to the host and back in every forward"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes="accelerate's OffloadedWeightsLoader keeps the tensors it is given on the host.",
+    ends="not fixed upstream as of accelerate 1.15.0",
+)
+
+
+@PATCH.probe
+def loader_keeps_tensors_where_they_are() -> Finding:
+    """Without a GPU at hand: does the loader hold the very dict that it was given?"""
+    from accelerate.utils.offload import OffloadedWeightsLoader
+
+    given: dict[str, Any] = {}
+    kept = getattr(OffloadedWeightsLoader(state_dict=given), "state_dict", None)
+    if kept is None:
+        return drifted("OffloadedWeightsLoader has no state_dict")
+    return broken() if kept is given else fixed("the loader makes a dict of its own")
+
+
+@PATCH.replaces("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
+def offloaded_weights_loader_init(original: Any) -> Any:
+    @wraps(original)
+    def __init__(self: Any, state_dict: Any = None, *args: Any, **kwargs: Any) -> None:
+        if state_dict is not None:
+            state_dict = _on_host(state_dict)
+        original(self, state_dict, *args, **kwargs)
+
+    return __init__
+
+
+def _on_host(state_dict: Any) -> Any:
+    """``state_dict`` itself where nothing is on an accelerator, else a dict of host tensors."""
+    import torch
+
+    resting = ("cpu", "meta")
+    if all(tensor.device.type in resting for tensor in state_dict.values()):
+        return state_dict
+    hosted: dict[tuple[Any, ...], Any] = {}
+    result = {}
+    for name, tensor in state_dict.items():
+        # bitsandbytes' parameters move their quant state along with them, in place.
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        if plain.device.type not in resting:
+            view = (plain.device, plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
+            if view not in hosted:
+                hosted[view] = plain.to("cpu")
+            plain = hosted[view]
+        result[name] = plain
+    return result

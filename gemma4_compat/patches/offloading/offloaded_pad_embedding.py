@@ -1,0 +1,78 @@
+"""A model with per-layer embeddings cannot run with its token embeddings offloaded.
+
+``Gemma4Model.forward`` takes the embedding of the pad token out of ``embed_tokens.weight`` itself,
+outside the module's forward, when an offloaded weight is on meta.  ``cpu_offload`` and
+``disk_offload`` of a whole model fail for that reason, and so does a device map, "auto" included,
+that offloads ``embed_tokens``.
+
+The fix gives the model that one row, read from where the weight rests.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.hooks import offload_hook
+from .._seen import Seen
+
+PATCH = Patch(
+    name="offloaded_pad_embedding",
+    symptom="Tensor on device meta is not on the expected device, with embed_tokens offloaded",
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "Gemma4Model.forward, with embed_tokens offloaded, gets the pad token's row of the weight "
+        "from the host or disk."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def weight_is_read_outside_its_module() -> Finding:
+    """Look whether the model's forward still names the embedding's weight."""
+    import inspect
+
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
+
+    code = getattr(inspect.unwrap(Gemma4Model.forward), "__code__", None)
+    if code is None:
+        return drifted("Gemma4Model.forward is not a plain function")
+    if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
+        return broken()
+    return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
+
+
+@PATCH.replaces("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+def model_forward(original: Any) -> Any:
+    @wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        embedding = self.language_model.embed_tokens
+        if any(offload_hook(module) is not None for module in embedding.modules()):
+            # The weight is on meta at the latest after the lookup of the ids.
+            rows = Seen(embedding, weight=_rows(embedding))
+            self = Seen(self, language_model=Seen(self.language_model, embed_tokens=rows))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _rows(embedding: Any) -> Any:
+    """The weight of an embedding that may be inside PEFT's wrappers: itself, or row by row."""
+    weight = embedding.weight
+    for module in embedding.modules():
+        hook = offload_hook(module)
+        if hook is not None and module._parameters.get("weight") is weight:
+            return _Rows(hook)
+    return weight
+
+
+class _Rows:
+    """An offloaded weight, row by row."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.hook.weights_map["weight"][index].to(self.hook.execution_device)

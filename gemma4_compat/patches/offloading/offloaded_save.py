@@ -1,0 +1,139 @@
+"""``save_pretrained`` does not find the tensors of an offloaded model.
+
+Where a tensor of the state dict is on meta, transformers reads it from the ``weights_map`` of the
+first hook it meets on the way from the tensor's module to the root.  That is the right one only
+if accelerate put a single hook on the module.  A device map with an entry for "" gives offloaded
+modules two, in a ``SequentialHook`` that has no ``weights_map``.
+
+Two guesses beside it are wrong as well.  Whether anything is offloaded is read off
+``hf_device_map``, which ``cpu_offload``, ``disk_offload`` and the parts of a dispatched model do
+not have.  And every tensor on meta is taken for a parameter, while buffers may be offloaded too,
+and the row statistics of 8-bit layers (``SCB``) go to meta with their weight; after a forward they
+are missing altogether.
+
+The fix asks the hooks in all these places.  Weights are still read one shard at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook, offloaded_value
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="offloaded_save",
+    symptom=(
+        "save_pretrained of a model with offloaded modules: 'SequentialHook' object has no "
+        "attribute 'weights_map', Cannot copy out of meta tensor; no data!, or (8-bit) `...SCB` "
+        "is neither a parameter, buffer, nor extra state"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "transformers' load_offloaded_parameter looks for the hook that offloads the tensor, and "
+        "save_pretrained takes every model with such hooks for offloaded, finds buffers on meta, "
+        "and writes the statistics of offloaded 8-bit layers."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def sequential_hook_is_overlooked() -> Finding:
+    """Ask for a tensor of a module with two hooks, as dispatch_model leaves it."""
+    import torch
+    from accelerate.hooks import AlignDevicesHook, SequentialHook
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    weight = torch.zeros(1)
+    model = torch.nn.Module()
+    model.part = torch.nn.Module()
+    offload = AlignDevicesHook(offload=True, weights_map={"weight": weight})
+    model.part._hf_hook = SequentialHook(AlignDevicesHook(), offload)
+    try:
+        found = load_offloaded_parameter(model, "part.weight")
+    except AttributeError:
+        return broken()
+    return fixed("the offloading hook is found") if found is weight else broken()
+
+
+@PATCH.replaces("transformers.integrations.accelerate", "load_offloaded_parameter")
+def load_offloaded_parameter(original: Any) -> Any:
+    @wraps(original)
+    def load_offloaded_parameter(model: Any, param_name: str) -> Any:
+        value = offloaded_value(model, param_name)
+        if value is None:
+            raise ValueError(
+                f"{param_name} is on the meta device, and no offload hook has its values: it was "
+                f"not offloaded but never loaded, or its hook was removed.  More: "
+                f"gemma4_compat.inspection.inspect_model(model)"
+            )
+        return value
+
+    return load_offloaded_parameter
+
+
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
+def save_pretrained(original: Any) -> Any:
+    @wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offloaded = [module for module in self.modules() if offload_hook(module) is not None]
+        if not offloaded:
+            return original(self, *args, **kwargs)
+        own_state_dict = self.state_dict
+
+        @wraps(own_state_dict)
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            return _only_parameters_on_meta(self, own_state_dict(*args, **kwargs))
+
+        if kwargs.get("state_dict") is not None:
+            kwargs["state_dict"] = _only_parameters_on_meta(self, dict(kwargs["state_dict"]))
+        # Of the map it is only asked whether its values differ, and name the CPU or the disk.
+        split = {"": "cpu", "offloaded": "disk"}
+        with _row_statistics(offloaded), shadowed(self, state_dict=state_dict, hf_device_map=split):
+            return original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
+    """Load offloaded buffers, and leave out what is tied to another tensor.
+
+    The first forward unties parameters on meta: each module has a new placeholder from then on.
+    """
+    import torch
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    def value(name: str) -> Any:
+        tensor = state_dict[name]
+        return load_offloaded_parameter(model, name) if tensor.is_meta else tensor.to("cpu")
+
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    on_meta = {name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)}
+    for name in on_meta - parameters:
+        state_dict[name] = value(name)
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        pair = {name, source}
+        if pair & on_meta and pair <= state_dict.keys() and torch.equal(value(name), value(source)):
+            del state_dict[name]
+    return state_dict
+
+
+@contextmanager
+def _row_statistics(modules: list[Any]) -> Iterator[None]:
+    """Let offloaded 8-bit layers have their statistics, one number a row, while saving."""
+    with ExitStack() as stack:
+        for module in modules:
+            hook = offload_hook(module)
+            if hook is not None and type(module).__name__ == "Linear8bitLt":
+                weights = hook.weights_map
+                statistics = weights.get("SCB")
+                if statistics is None:
+                    statistics = getattr(weights["weight"], "SCB", None)
+                if statistics is not None:
+                    stack.enter_context(shadowed(module.weight, SCB=statistics))
+        yield

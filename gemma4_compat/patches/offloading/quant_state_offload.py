@@ -1,0 +1,161 @@
+"""Offloading a 4-bit weight destroys its quant state.
+
+``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves the one shared quant state
+*in place*: absmax, code, offset and the nested state are gone for every holder, the weight that
+comes back from the host included.  ``QuantState.as_dict`` (``self.offset.item()``) is merely
+where a nested state is the first to notice.
+
+A second bug hides behind it.  On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and
+quant state for the CPU on first use.  The offload hook then brings back the *unpacked* weight
+beside the *packed* state: no exception, wrong logits from the second forward on.
+
+The fix keeps two quant states per offloaded weight.  The *host* state is made once, when the
+weight first leaves for meta, and nothing changes it afterwards.  Whenever the weight comes to a
+real device it gets an *execution* state of its own, copied from the host state; when it leaves
+again the execution state is dropped and the host state takes its place.  So nothing is ever
+copied back from the device, a repacked state dies with the repacked weight, and an execution
+state that autograd still holds stays whole until backward.  Where a quant state has truly lost
+its values (before this package was imported, say), an error names the module.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+#: On an execution state: its host state.  On a host state: itself.
+_HOST = "_offload_host_state"
+
+PATCH = Patch(
+    name="quant_state_offload",
+    symptom=(
+        "Tensor.item() cannot be called on meta tensors (nested quantisation), or Cannot copy out "
+        "of meta tensor; no data! (single quantisation), when 4-bit weights are offloaded"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),),
+    changes=(
+        "Params4bit.to('meta') leaves the quant state alone and gives the meta parameter a copy "
+        "on the host, made once; coming back from meta copies it to the execution device. "
+        "accelerate's AlignDevicesHook drops the module's own reference to the device copy, and "
+        "Linear4bit refuses to serialise a quant state without values, naming the module."
+    ),
+    ends="not fixed upstream as of bitsandbytes 0.50.2",
+    links=("https://github.com/huggingface/transformers/issues/43873",),
+)
+
+
+@PATCH.probe
+def meta_destroys_shared_state() -> Finding:
+    """Send a tiny quantised parameter to meta and look at the state of the original."""
+    import torch
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn.modules import Params4bit
+
+    state = QuantState(absmax=torch.ones(1), code=torch.ones(16), blocksize=64)
+    packed = torch.zeros(32, 1, dtype=torch.uint8)
+    Params4bit(packed, quant_state=state, bnb_quantized=True).to("meta")
+    return broken() if state.absmax.is_meta else fixed("to('meta') spares the quant state")
+
+
+@PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
+def params4bit_to(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.quant_state
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if state is None or device is None:
+            return original(self, *args, **kwargs)
+        host = vars(state).get(_HOST)
+        if device.type == "meta":
+            state = host or _as_host(state)
+        elif host is state:
+            state = _copied_to(state, device)
+        elif _lost(state):
+            raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
+        else:
+            return original(self, *args, **kwargs)
+        # The original would move the state in place, so it gets a weight that has none.
+        bare = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
+        vars(bare).update(vars(self), quant_state=None)
+        moved = original(bare, *args, **kwargs)
+        moved.quant_state = state
+        return moved
+
+    return to
+
+
+@PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")
+def linear4bit_save_to_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> Any:
+        _require_values(self, prefix.rstrip("."))
+        return original(self, destination, prefix, keep_vars)
+
+    return _save_to_state_dict
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.detach_hook")
+def init_or_detach_hook(original: Any) -> Any:
+    @wraps(original)
+    def init_or_detach_hook(self: Any, module: Any) -> Any:
+        module = original(self, module)
+        _share_state_with_modules(self, module)
+        return module
+
+    return init_or_detach_hook
+
+
+def _as_host(state: Any) -> Any:
+    """The host state of a state that was never offloaded; the state itself is not touched."""
+    if _lost(state):
+        return state
+    host = _copied_to(state, "cpu")
+    setattr(host, _HOST, host)
+    return host
+
+
+def _copied_to(state: Any, device: Any) -> Any:
+    """A quant state of its own on ``device``; tensors are shared where they are there already."""
+    new = copy.copy(state)
+    if getattr(new, "state2", None) is not None:
+        new.state2 = copy.copy(new.state2)
+    new.to(device)
+    return new
+
+
+def _lost(state: Any) -> bool:
+    return bool(state.absmax.is_meta)
+
+
+def _require_values(module: Any, name: str) -> None:
+    state = getattr(module.weight, "quant_state", None)
+    if state is not None and _lost(state):
+        raise _lost_values(name or module)
+
+
+def _lost_values(of: Any) -> RuntimeError:
+    return RuntimeError(
+        f"the quant state of {of} has no values: it was moved to the meta device before "
+        f"gemma4_compat was imported, or was never loaded.  Import gemma4_compat first, then load "
+        f"the model again.  More: gemma4_compat.inspection.inspect_model(model)."
+    )
+
+
+def _share_state_with_modules(hook: Any, module: Any) -> None:
+    """bitsandbytes keeps a second reference on the module; it would hold the device memory."""
+    if not hook.offload:
+        return
+    prefix = getattr(hook.weights_map, "prefix", "").rstrip(".")
+    for name, child in module.named_modules() if hook.place_submodules else [("", module)]:
+        weight = child._parameters.get("weight")
+        if getattr(weight, "quant_state", None) is None:
+            continue
+        _require_values(child, ".".join(filter(None, (prefix, name))))
+        if getattr(child, "quant_state", None) is not None:
+            child.quant_state = weight.quant_state

@@ -1,0 +1,131 @@
+"""A device map entry covers what other entries send elsewhere, and accelerate places that first.
+
+``attach_align_device_hook_on_blocks`` goes through a model from its root.  Where it meets a module
+that the map names, it places the *whole* of it, and puts a hook for that device on every module
+inside, before it comes to the entries further down.  With an entry for "" that is the whole model:
+the main GPU has to hold all of it once, modules for the CPU, the disk and other GPUs included.
+The hooks stay, too.  Modules inside one that a further entry sends to a second GPU go on to send
+their inputs to the first, and each offloaded module has two hooks, in a ``SequentialHook``.
+
+The fix spells such entries out as a careful user would: in place of "" stand the highest modules
+that have no entry of their own below.  What is left are containers with some modules here and
+some there; they get a hook that places the tensors which they hold themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.device_maps import Placement, above, differs
+
+PATCH = Patch(
+    name="root_device_map",
+    symptom=(
+        'a device map with an entry for "" needs GPU memory for the whole model while loading, '
+        "whatever else it offloads, and fails with 'found at least two devices' if it names a "
+        "second GPU"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "accelerate's attach_align_device_hook_on_blocks, which dispatch_model calls, places a "
+        "module of the device map without the modules below it that have another entry, and puts "
+        "no hooks on those.  hf_device_map stays what was given."
+    ),
+    ends="not fixed upstream as of accelerate 1.15.0",
+)
+
+#: The arguments that the replacement looks at.
+_BY_NAME = ("module", "execution_device", "offload", "module_name", "skip_keys", "tied_params_map")
+
+
+@PATCH.probe
+def entry_covers_all_below() -> Finding:
+    """Give one entry to a module and another one to a module in it, and look at the hooks."""
+    import inspect
+
+    import torch
+    from accelerate.hooks import SequentialHook, attach_align_device_hook_on_blocks
+
+    parameters = inspect.signature(attach_align_device_hook_on_blocks).parameters
+    gone = [name for name in _BY_NAME if name not in parameters]
+    if gone:
+        return drifted(f"attach_align_device_hook_on_blocks has no parameter {', '.join(gone)}")
+    model = torch.nn.Module()
+    model.part = torch.nn.Linear(1, 1)
+    values = {f"part.{name}": tensor for name, tensor in model.part.state_dict().items()}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": "cpu", "part": "cpu"},
+        offload={"": False, "part": True},
+        weights_map=values,
+    )
+    if isinstance(model.part._hf_hook, SequentialHook):
+        return broken()
+    return fixed('accelerate leaves modules with an entry of their own out of the entry for ""')
+
+
+@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
+def attach_align_device_hook_on_blocks(original: Any) -> Any:
+    import inspect
+
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def attach_align_device_hook_on_blocks(*args: Any, **kwargs: Any) -> Any:
+        # It calls itself for every module, by this name, with the module's own.
+        if kwargs.get("module_name"):
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        devices, offload = given["execution_device"], given["offload"]
+        if isinstance(devices, Mapping) and isinstance(offload, Mapping):
+            placement = {n: (devices[n], off) for n, off in offload.items() if n in devices}
+            placement, containers = _spelled_out(given["module"], placement)
+            _place(containers, given["skip_keys"], given["tied_params_map"])
+            given["execution_device"] = {
+                **devices,
+                **{name: device for name, (device, _) in placement.items()},
+            }
+            given["offload"] = {name: off for name, (_, off) in placement.items()}
+        return original(*call.args, **call.kwargs)
+
+    return attach_align_device_hook_on_blocks
+
+
+def _spelled_out(root: Any, placement: Placement) -> tuple[Placement, list[tuple[Any, Any]]]:
+    """Replace entries that cover others by entries for the highest modules that do not.
+
+    ``placement`` maps names of modules to (execution device, whether offloaded).  Returns the new
+    one, and the modules that are in none of its entries as a whole, each with its device; the root
+    is not among them.  An offloaded module that covers another entry stays as it is.
+    """
+    split = {outer for name in placement for outer in above(name) if differs(name, placement)}
+    result = dict(placement)
+    containers = []
+
+    def visit(module: Any, name: str, inherited: tuple[Any, bool] | None) -> None:
+        own = placement.get(name, inherited)
+        if own is not None and (name not in split or own[1]):
+            result[name] = own
+        elif name in split:
+            result.pop(name, None)
+            if name and own is not None:
+                containers.append((module, own[0]))
+            for child_name, child in module.named_children():
+                visit(child, f"{name}.{child_name}" if name else child_name, own)
+
+    if split:
+        visit(root, "", None)
+    return result, containers
+
+
+def _place(containers: list[tuple[Any, Any]], skip_keys: Any, tied_params_map: Any) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for module, device in containers:
+        hook = AlignDevicesHook(device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)

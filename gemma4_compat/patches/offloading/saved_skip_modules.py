@@ -1,0 +1,65 @@
+"""A checkpoint does not say which modules a device map kept from being quantised.
+
+With ``llm_int8_enable_fp32_cpu_offload``, bitsandbytes' quantisers leave the modules that the map
+puts on the CPU or the disk in float: they extend their own list of modules not to convert, not
+``llm_int8_skip_modules`` of the quantisation config.  ``save_pretrained`` writes the config.  When
+the checkpoint is loaded with another map, those modules become ``Linear4bit`` or ``Linear8bitLt``
+around weights that have no quantisation state.
+
+The fix writes the quantiser's list in the config, for the length of the call.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="saved_skip_modules",
+    symptom=(
+        "a 4/8-bit model whose device map kept modules on the CPU, saved and loaded with another "
+        "map: AssertionError (4-bit) or 'Parameter' object has no attribute 'CB' (8-bit) in its "
+        "forward"
+    ),
+    affects=(("transformers>=5.5", "bitsandbytes>=0.46"),),
+    changes=(
+        "save_pretrained writes the modules that the map left in float to llm_int8_skip_modules "
+        "in config.json; the model's own config is unchanged."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def quantizer_keeps_its_list_to_itself() -> Finding:
+    """Look whether the quantiser extends its list by the map's modules, and only its own."""
+    import dis
+    import inspect
+
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    prepare = inspect.unwrap(Bnb4BitHfQuantizer._process_model_before_weight_loading)
+    if not {"modules_to_not_convert", "extend"} <= set(prepare.__code__.co_names):
+        return drifted("the quantiser no longer extends modules_to_not_convert")
+    written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
+    if "llm_int8_skip_modules" in written:
+        return fixed("the quantiser writes its list to the config")
+    return broken()
+
+
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
+def save_pretrained(original: Any) -> Any:
+    @wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self.config, "quantization_config", None)
+        quantizer = getattr(self, "hf_quantizer", None)
+        in_float = getattr(quantizer, "modules_to_not_convert", None)
+        if not in_float or not getattr(config, "llm_int8_enable_fp32_cpu_offload", False):
+            return original(self, *args, **kwargs)
+        with shadowed(config, llm_int8_skip_modules=sorted(in_float)):
+            return original(self, *args, **kwargs)
+
+    return save_pretrained

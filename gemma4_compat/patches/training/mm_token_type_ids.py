@@ -1,0 +1,70 @@
+"""Text cannot be trained on without ``mm_token_type_ids``.
+
+Models that attend to images in both directions (``use_bidirectional_attention="vision"``, the
+large ones) need to know in training which tokens are images, and say so in an exception.  In
+transformers 5.5 they say so about batches without an image as well, which is what every text data
+set and every collator for text makes.
+
+Without an image there is nothing to look at in both directions, and all token types are zero.  The
+fix passes just that.  A batch that has pixels is refused as before: which of its tokens are images
+is not for us to say.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+PATCH = Patch(
+    name="mm_token_type_ids",
+    symptom="`mm_token_type_ids` is required as a model input when training",
+    affects=(("transformers>=5.5,<5.6",),),
+    changes=(
+        "Gemma4Model.forward in training takes the mm_token_type_ids of a batch without pixels, "
+        "if there are none, for zeros."
+    ),
+    ends="transformers 5.6.0",
+)
+
+_MODEL = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def masks_ask_for_token_types() -> Finding:
+    """Look whether making the masks still depends on training."""
+    import inspect
+
+    from transformers.models.gemma4 import modeling_gemma4
+
+    masks = getattr(modeling_gemma4, "create_causal_mask_mapping", None)
+    if masks is not None and "is_training" in inspect.signature(masks).parameters:
+        return broken()
+    return fixed("masks are made without token types")
+
+
+@PATCH.replaces(_MODEL, "Gemma4Model.forward")
+def model_forward(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        pixel_values: Any = None,
+        pixel_values_videos: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        no_pixels = pixel_values is None and pixel_values_videos is None
+        directed = self.config.get_text_config().use_bidirectional_attention != "vision"
+        if self.training and no_pixels and not directed and not args:
+            tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+            if tokens is not None and kwargs.get("mm_token_type_ids") is None:
+                kwargs["mm_token_type_ids"] = torch.zeros(
+                    tokens.shape[:2], dtype=torch.long, device=tokens.device
+                )
+        return original(self, input_ids, pixel_values, pixel_values_videos, *args, **kwargs)
+
+    return forward
