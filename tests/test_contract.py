@@ -193,6 +193,7 @@ def switched_off():
 
 def upside_down():
     """The states and what models compute, with the patches stacked in either order."""
+    import gc
     import logging
     import tempfile
 
@@ -206,6 +207,7 @@ def upside_down():
     switches, logger = Switches("GEMMA4_COMPAT"), logging.getLogger("gemma4_compat")
     found = {}
     for order, patches in (("forwards", load()), ("backwards", [*reversed(load())])):
+        gc.collect()  # the models of the other order hold what was replaced
         status = Engine(patches, switches, logger).install()
         with tempfile.TemporaryDirectory() as folder:
             found[order] = {
