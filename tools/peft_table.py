@@ -211,8 +211,21 @@ def _tied(feature):
 
 # ---------------------------------------------------------------- models
 
-#: Set by tests of this file: a function of the split model, called once it is split.
-PLANT = None
+#: A fault for tests of this tool to find: see :func:`plant`.
+FAULT = "PEFT_TABLE_FAULT"
+
+
+def plant(model, fault):
+    """Spoil the split model, in a layer that is offloaded."""
+    hook = model.get_submodule(f"{LAYER}.mlp.up_proj")._hf_hook
+    if fault == "weight":
+        weight = hook.weights_map["weight"].clone()
+        weight[0, 0] += 1
+        hook.weights_map = {"weight": weight}
+    elif fault == "error":
+        hook.weights_map = {}
+    else:
+        raise SystemExit(f"{FAULT}={fault}: 'weight' or 'error'")
 
 
 class Bases:
@@ -254,8 +267,8 @@ class Bases:
         if row.place not in self.pairs:
             device_map = {**dict.fromkeys(row.offloaded, "disk"), "": "cpu"}
             parted = split(self.copy(row), tempfile.mkdtemp(dir=self.folder), device_map)
-            if PLANT is not None:
-                PLANT(parted)
+            if FAULT in os.environ:
+                plant(parted, os.environ[FAULT])
             self.pairs[row.place] = parted, self.copy(row)
             self.unsettled[row.place] = forked(lambda: moved_by_forward(row, parted)) or []
         parted, whole = self.pairs[row.place]
