@@ -14,11 +14,7 @@ def offload_hook(module: Any) -> Any | None:
 
     A module with a second hook carries accelerate's ``SequentialHook``.
     """
-    hook = getattr(module, "_hf_hook", None)
-    for candidate in getattr(hook, "hooks", (hook,)):
-        if getattr(candidate, "offload", False):
-            return candidate
-    return None
+    return next((hook for hook in hooks_of(module) if getattr(hook, "offload", False)), None)
 
 
 def execution_device(module: Any) -> Any | None:
@@ -30,23 +26,98 @@ def execution_device(module: Any) -> Any | None:
     return None if device is None else torch.device(device)
 
 
+def hooks_of(module: Any) -> tuple[Any, ...]:
+    """The accelerate hooks of a module; a ``SequentialHook`` counts as the hooks that it holds."""
+    hook = vars(module).get("_hf_hook")
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def onload(module: Any, *inputs: Any) -> Any | None:
+    """Load an offloaded module's weights, as its hook does before a forward with these inputs.
+
+    Returns the hook, for ``offload``; ``None`` where there is nothing to load.  Until then the hook
+    leaves the weights alone, so the module may run, or be loaded again, in between.
+    """
+    hook = offload_hook(module)
+    if hook is not None:
+        hook.pre_forward(module, *inputs)
+        hook.offload = False
+    return hook
+
+
+def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
+    """Undo ``onload``.
+
+    With ``keep_changes``, the weights as they are now are what the hook loads from now on.
+    """
+    hook.offload = True
+    if hook not in hooks_of(module):  # removed or replaced meanwhile: the weights are no longer its
+        return
+    if keep_changes:
+        _keep(hook, module)
+    hook.post_forward(module, None)
+
+
 @contextmanager
-def onloaded(module: Any, *, keep_changes: bool = False) -> Iterator[None]:
-    """Have an offloaded module's weights on its execution device, as during its forward.
+def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
+    """Have the weights of offloaded modules on their execution devices, as during a forward.
 
     With ``keep_changes``, what the block makes of the weights is what is loaded from now on.
     """
-    hook = offload_hook(module)
-    if hook is None:
-        yield
-        return
-    hook.pre_forward(module)
+    loaded: list[tuple[Any, Any]] = []
     try:
+        for module in modules:
+            hook = onload(module)
+            if hook is not None:
+                loaded.append((module, hook))
         yield
-        if keep_changes:
-            hook.weights_map = {name: p.detach().cpu() for name, p in module.named_parameters()}
+    except BaseException:
+        keep_changes = False
+        raise
     finally:
-        hook.post_forward(module, None)
+        for module, hook in reversed(loaded):
+            offload(module, hook, keep_changes=keep_changes)
+
+
+def _keep(hook: Any, module: Any) -> None:
+    """Have a hook load a module's weights as they are now.
+
+    Weights in host memory are overwritten, for other modules may be tied to them.
+    """
+    import torch
+    from accelerate.utils import named_module_tensors
+
+    values = {}
+    for name, tensor in named_module_tensors(
+        module,
+        include_buffers=hook.offload_buffers,
+        recurse=hook.place_submodules,
+        remove_non_persistent=True,
+    ):
+        values[name] = tensor.detach().cpu()
+        statistics = getattr(tensor, "SCB", None)
+        if statistics is not None:  # the row statistics of an 8-bit weight
+            values[name.replace("weight", "SCB")] = statistics.cpu()
+    resting = {name: host_tensor(hook.weights_map, name) for name in values}
+    if any(not _takes(resting[name], value) for name, value in values.items()):
+        hook.weights_map = values
+        return
+    with torch.no_grad():
+        for name, value in values.items():
+            if resting[name].data_ptr() != value.data_ptr():
+                resting[name].copy_(value)
+
+
+def _takes(resting: Any | None, value: Any) -> bool:
+    return resting is not None and (resting.shape, resting.dtype) == (value.shape, value.dtype)
+
+
+def host_tensor(weights_map: Any, name: str) -> Any | None:
+    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
+    key = getattr(weights_map, "prefix", "") + name
+    tensors = getattr(weights_map, "dataset", weights_map)
+    tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
+    return tensors.get(key) if isinstance(tensors, dict) else None
 
 
 @contextmanager

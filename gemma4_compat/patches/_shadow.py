@@ -1,4 +1,4 @@
-"""Give one object other attributes for the length of a ``with`` block."""
+"""Give one object other attributes, or fewer, for the length of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def shadowed(instance: Any, **attributes: Any) -> Iterator[None]:
                 own.pop(name, None)
             else:
                 own[name] = value
+
+
+@contextmanager
+def hidden(instance: Any, *attributes: str) -> Iterator[None]:
+    """Take attributes that this instance has of its own away."""
+    own = vars(instance)
+    before = {name: own.pop(name) for name in attributes if name in own}
+    try:
+        yield
+    finally:
+        own.update(before)

@@ -49,13 +49,23 @@ def model_forward(original: Any) -> Any:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         embedding = self.language_model.embed_tokens
-        hook = offload_hook(embedding)
-        if hook is not None:  # the weight is on meta at the latest after the lookup of the ids
-            rows = Seen(embedding, weight=_Rows(hook))
+        if any(offload_hook(module) is not None for module in embedding.modules()):
+            # The weight is on meta at the latest after the lookup of the ids.
+            rows = Seen(embedding, weight=_rows(embedding))
             self = Seen(self, language_model=Seen(self.language_model, embed_tokens=rows))
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _rows(embedding: Any) -> Any:
+    """The weight of an embedding that may be inside PEFT's wrappers: itself, or row by row."""
+    weight = embedding.weight
+    for module in embedding.modules():
+        hook = offload_hook(module)
+        if hook is not None and module._parameters.get("weight") is weight:
+            return _Rows(hook)
+    return weight
 
 
 class _Rows:

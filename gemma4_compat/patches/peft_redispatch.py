@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, drifted, fixed
-from ._offload import executing_map, is_dispatched, offload_hook, onloaded
+from ._adapter_layer import base_layer, onload_in_forward
+from ._offload import executing_map, is_dispatched, onloaded
 from ._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -112,12 +113,14 @@ def inject_adapter(original: Any) -> Any:
             # PiSSA, OLoRA and their like also take their share out of the base weight.
             method = getattr(config, "init_lora_weights", None)
             takes_share = isinstance(method, str) and method.lower() not in ("gaussian", "eva")
-            with onloaded(_base_layer(target), keep_changes=takes_share):
+            with onloaded(base_layer(target), keep_changes=takes_share):
                 return create(config, adapter_name, target, *args, **kwargs)
 
         with shadowed(self, _create_and_replace=create_and_replace):
-            original(self, *args, **kwargs)
-        _hold_base_layers(self.model)
+            result = original(self, *args, **kwargs)
+        for layer in self.model.modules():
+            onload_in_forward(layer)
+        return result
 
     return inject_adapter
 
@@ -128,10 +131,9 @@ def move_adapter(original: Any) -> Any:
     def _move_adapter_to_device_of_base_layer(
         self: Any, adapter_name: str, device: Any = None
     ) -> Any:
-        base = self.get_base_layer()
-        if device is not None or not _rests_on_meta(base):
+        if device is not None:
             return original(self, adapter_name, device)
-        with onloaded(base):
+        with onloaded(self.get_base_layer()):
             return original(self, adapter_name, device)
 
     return _move_adapter_to_device_of_base_layer
@@ -139,55 +141,22 @@ def move_adapter(original: Any) -> Any:
 
 @PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
 def onload_layer(original: Any) -> Any:
-    """PEFT brings offloaded weights in for merging, but overlooks a hook inside SequentialHook.
+    """PEFT brings offloaded weights in for merging, but misses some hooks, and some changes.
 
-    Its own redispatch never leaves one; a map with an entry for "" does.
+    It overlooks a hook inside ``SequentialHook``, and forgets what a module tied to the layer
+    loads.  Its own redispatch leaves neither.
     """
 
     @contextmanager
-    def onload(layer: Any) -> Iterator[None]:
-        base = getattr(layer, "base_layer", None)
-        hook = offload_hook(base)
-        with nullcontext() if hook is None else shadowed(base, _hf_hook=hook), original(layer):
+    def onloaded_layer(layer: Any) -> Iterator[None]:
+        with onloaded(base_layer(layer), keep_changes=True), original(layer):
             yield
 
     @wraps(original)
     def onload_layer(layer: Any) -> Any:
-        return onload(layer)
+        return onloaded_layer(layer)
 
     return onload_layer
-
-
-class _HeldBaseLayer:
-    """Keeps an offloaded base layer in for the whole forward of the adapter layer around it.
-
-    DoRA, HRA and others compute with the base weight outside the base layer's own forward, when
-    it rests on meta.  No additional transfer: the base layer's hook finds its work done.
-    """
-
-    def __init__(self, base: Any, hook: Any) -> None:
-        self.base = base
-        self.hook = hook
-
-    def enter(self, layer: Any, args: Any) -> None:
-        self.hook.offload = True
-        self.hook.pre_forward(self.base)
-        self.hook.offload = False
-
-    def leave(self, layer: Any, args: Any, output: Any) -> None:
-        self.hook.offload = True
-        self.hook.post_forward(self.base, None)
-
-
-def _hold_base_layers(model: Any) -> None:
-    for layer in model.modules():
-        base = _base_layer(layer)
-        hook = None if base is layer else offload_hook(base)
-        held = (getattr(h, "__self__", None) for h in layer._forward_pre_hooks.values())
-        if hook is not None and not any(isinstance(h, _HeldBaseLayer) for h in held):
-            keeper = _HeldBaseLayer(base, hook)
-            layer.register_forward_pre_hook(keeper.enter, prepend=True)
-            layer.register_forward_hook(keeper.leave, always_call=True)
 
 
 def _in_place(original: Any) -> Any:
@@ -230,13 +199,3 @@ def _main_device(devices: dict[str, Any]) -> str:
 
     used = [torch.device(device) for device in devices.values()]
     return str(next((device for device in used if device.type != "cpu"), torch.device("cpu")))
-
-
-def _base_layer(target: Any) -> Any:
-    return target.get_base_layer() if hasattr(target, "get_base_layer") else target
-
-
-def _rests_on_meta(module: Any) -> bool:
-    return offload_hook(module) is not None and any(
-        parameter.is_meta for parameter in module._parameters.values() if parameter is not None
-    )

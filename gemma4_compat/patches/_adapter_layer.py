@@ -1,0 +1,46 @@
+"""PEFT layers around an offloaded base layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._offload import offload, offload_hook, onload
+
+#: On a layer: a (hook, merged adapters) pair for each forward that it is in.
+_FORWARDS = "_forwards_with_offloaded_base_layer"
+
+
+def base_layer(module: Any) -> Any:
+    """The base layer of a PEFT layer; any other module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def onload_in_forward(layer: Any) -> None:
+    """Have an offloaded base layer loaded for the whole forward of the PEFT layer around it.
+
+    DoRA, HRA and others compute with the base weight outside the base layer's own forward, when
+    it is on meta.  There is no additional transfer: the base layer's hook leaves it alone then.
+    """
+    base = base_layer(layer)
+    if base is not layer and offload_hook(base) is not None:
+        if _before_forward not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_before_forward, prepend=True)
+            layer.register_forward_hook(_after_forward, always_call=True)
+
+
+def _before_forward(layer: Any, args: Any) -> None:
+    hook = onload(base_layer(layer), *args)  # asked anew: hooks may be removed and replaced
+    vars(layer).setdefault(_FORWARDS, []).append((hook, _merged(layer)))
+
+
+def _after_forward(layer: Any, args: Any, output: Any) -> None:
+    if not vars(layer).get(_FORWARDS):  # loading failed
+        return
+    hook, merged = vars(layer)[_FORWARDS].pop()
+    if hook is not None:
+        # With adapters disabled, the forward of a merged layer unmerges it for good.
+        offload(base_layer(layer), hook, keep_changes=_merged(layer) != merged)
+
+
+def _merged(layer: Any) -> list[str]:
+    return list(getattr(layer, "merged_adapters", ()))

@@ -1,0 +1,132 @@
+"""PEFT copies an offloaded module without its weights.
+
+For each name in ``modules_to_save`` PEFT makes a deep copy of the module, and trains, saves and
+uses the copy.  ``trainable_token_indices`` copies rows of the embedding.  The weights of an
+offloaded module are on meta outside of its forward, so that the copies are on meta, too.  A copy
+of a module also has a copy of accelerate's hook, which goes on to load the *original* weights:
+those from the adapter file have no effect, and training changes nothing.  What is saved is on
+meta.  Token rows raise an error about the meta device.
+
+The fix loads the module while it is copied.  The copy stays on the device that the module executes
+on, like every other adapter weight; its hooks bring inputs there, and load nothing.  The original
+stays offloaded.  A layer with trainable tokens has its embedding loaded whenever it computes with
+the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, drifted, fixed
+from ._adapter_layer import onload_in_forward
+from ._offload import hooks_of, offload_hook, onloaded
+from ._shadow import hidden
+
+PATCH = Patch(
+    name="offloaded_modules_to_save",
+    symptom=(
+        "modules_to_save on an offloaded module: its trained weights have no effect, or Cannot "
+        "copy out of meta tensor; no data! when saving; trainable_token_indices: Tensor on device "
+        "meta is not on the expected device"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    changes=(
+        "ModulesToSaveWrapper copies an offloaded module with its weights, to the device that the "
+        "module executes on. TrainableTokensLayer loads an offloaded embedding while it reads or "
+        "changes it."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+
+@PATCH.probe
+def copy_is_on_meta() -> Finding:
+    """Wrap a tiny offloaded module, and see where its copy is."""
+    import torch
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from peft.utils.other import ModulesToSaveWrapper
+
+    module = torch.nn.Linear(1, 1)
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True))
+    copies = getattr(ModulesToSaveWrapper(module, "default"), "modules_to_save", None)
+    if copies is None:
+        return drifted("ModulesToSaveWrapper has no modules_to_save")
+    return broken() if copies["default"].weight.is_meta else fixed("PEFT copies the weights")
+
+
+@PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.update")
+def modules_to_save_wrapper_update(original: Any) -> Any:
+    @wraps(original)
+    def update(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        modules = dict(self.original_module.named_modules())
+        offloaded = [name for name, module in modules.items() if offload_hook(module) is not None]
+        known = set(self.modules_to_save)
+        if not offloaded:
+            return original(self, adapter_name, *args, **kwargs)
+        with onloaded(*(modules[name] for name in offloaded)), _without_hooks(modules.values()):
+            result = original(self, adapter_name, *args, **kwargs)
+        for new in set(self.modules_to_save) - known:
+            _hook_copy(self.modules_to_save[new], modules)
+        return result
+
+    return update
+
+
+@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.update_layer")
+def trainable_tokens_update_layer(original: Any) -> Any:
+    @wraps(original)
+    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        onload_in_forward(self)
+        with onloaded(self.get_base_layer()):
+            return original(self, *args, **kwargs)
+
+    return update_layer
+
+
+@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.get_merged_weights")
+def trainable_tokens_get_merged_weights(original: Any) -> Any:
+    @wraps(original)
+    def get_merged_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with onloaded(self.get_base_layer()):
+            return original(self, *args, **kwargs)
+
+    return get_merged_weights
+
+
+@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.merge")
+@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.unmerge")
+def trainable_tokens_merge(original: Any) -> Any:
+    @wraps(original)
+    def merge_or_unmerge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with onloaded(self.get_base_layer(), keep_changes=True):
+            return original(self, *args, **kwargs)
+
+    return merge_or_unmerge
+
+
+@contextmanager
+def _without_hooks(modules: Any) -> Iterator[None]:
+    """Have modules look as if accelerate had never put a hook on them."""
+    with ExitStack() as stack:
+        for module in modules:
+            if hooks_of(module):
+                stack.enter_context(hidden(module, "_hf_hook", "_old_forward", "forward"))
+        yield
+
+
+def _hook_copy(copy: Any, originals: dict[str, Any]) -> None:
+    """Give a module's copy the hooks of the original, except that they load nothing."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    for name, module in copy.named_modules():
+        for hook in hooks_of(originals[name]):
+            if isinstance(hook, AlignDevicesHook):
+                placed = AlignDevicesHook(
+                    hook.execution_device,
+                    io_same_device=hook.io_same_device,
+                    skip_keys=hook.skip_keys,
+                )
+                add_hook_to_module(module, placed, append=True)
