@@ -103,6 +103,7 @@ LORA_VARIANTS = {
     "LoRA bias": {"lora_bias": True},
     "aLoRA": {"alora_invocation_tokens": [5]},
     "QALoRA": {"use_qalora": True, "qalora_group_size": 8},
+    "KaSA": {"kasa_config": None},  # PEFT's own class, made in make_config
     "layer_replication": {"layer_replication": [[0, 3], [2, 6]]},
 }
 PROMPT_OPTIONS = {
@@ -176,6 +177,12 @@ def make_config(feature, place, adapter_dirs):
     leaves = [target.rpartition(".")[2] for target in targets]
     if feature == "LoRA: tied":
         return peft.LoraConfig(**lora, ensure_weight_tying=True)
+    if feature == "LoRA: KaSA":
+        from peft.tuners.lora import config
+
+        if not hasattr(config, "KasaConfig"):
+            raise NotImplementedError("this release of PEFT has no KaSA")
+        return peft.LoraConfig(**lora, kasa_config=config.KasaConfig())
     if feature.startswith("LoRA: "):
         return peft.LoraConfig(**lora, **LORA_VARIANTS[feature.removeprefix("LoRA: ")])
     if feature.startswith("modules_to_save"):
