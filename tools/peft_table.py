@@ -334,7 +334,7 @@ class Model:
 
 
 #: What PEFT's wrappers put into the names of what they hold.
-_WRAPPERS = {"base_model", "base_layer", "original_module", "token_adapter"}
+_WRAPPERS = {"base_model", "lora_model", "base_layer", "original_module", "token_adapter"}
 
 
 def _plain(name):
@@ -364,7 +364,7 @@ def _adapter_tensors(model):
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if {"default", "second"} & set(name.split(".")) or "lora_" in name
+        if {"default", "second"} & set(name.split(".")) or ".lora_A." in name or ".lora_B." in name
     }
 
 
