@@ -88,6 +88,8 @@ def leftovers():
         for name, value in attributes.items():
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
+            if isinstance(value, property):
+                value = value.fget
             if type(value) is type(leftovers) and value.__code__.co_filename.startswith(ours):
                 found.append(f"{owner}.{name}")
     return found
@@ -102,6 +104,8 @@ def functions(engine):
             owner, attribute, _ = entry.target
             new = getattr(owner, attribute)
             static = inspect.getattr_static(owner, attribute)
+            is_property = isinstance(static, property)
+            new = static.fget if is_property else new
             bound = inspect.ismethod(new)
             original = entry.target.raw.__get__(None, owner) if bound else entry.original
             where = original.__module__, original.__qualname__
@@ -115,7 +119,8 @@ def functions(engine):
                     "where": (new.__module__, new.__qualname__) == where,
                     "descriptor": type(static) is type(entry.target.raw),
                     "plain": type(entry.replacement) is type(functions),
-                    "pickle": pickle.loads(pickle.dumps(new)) == new,
+                    # the getter of a property is not to be had under its name
+                    "pickle": is_property or pickle.loads(pickle.dumps(new)) == new,
                 }
             )
     return found

@@ -128,8 +128,9 @@ def changed(function, change, *arguments):
 
 def changes_of(raw, method):
     """(kind, name, what the attribute is then) for all changes of what is behind a function."""
-    plain = inspect.unwrap(getattr(raw, "__func__", raw))
-    wrap = type(raw) if isinstance(raw, (staticmethod, classmethod)) else lambda function: function
+    plain = inspect.unwrap(raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw))
+    wrapped = isinstance(raw, (staticmethod, classmethod, property))
+    wrap = type(raw) if wrapped else lambda function: function
     parameters = inspect.signature(plain).parameters.values()
     names = [p.name for p in parameters if p.kind not in VARIADIC][method:]
     for name in names:

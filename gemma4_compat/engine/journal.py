@@ -214,4 +214,6 @@ def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The function behind a class or module attribute, and how to put it back."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__, type(raw)
+    if isinstance(raw, property) and raw.fget is not None:
+        return raw.fget, raw.getter
     return raw, lambda function: function

@@ -48,9 +48,9 @@ class Replacement:
     """One attribute to replace.
 
     ``factory`` gets the plain function behind the attribute (unwrapped from ``staticmethod`` or
-    ``classmethod``) and returns a plain closure, decorated with ``functools.wraps``.  The engine
-    puts the descriptor back around it.  Never return a wrapt proxy: torch.compile leaves those
-    out of the graph without a word.
+    ``classmethod``; the getter of a ``property``) and returns a plain closure, decorated with
+    ``functools.wraps``.  The engine puts the descriptor back around it.  Never return a wrapt
+    proxy: torch.compile leaves those out of the graph without a word.
 
     ``when`` is a PEP 508 requirement; where it does not hold, this target does not exist and is
     not needed.

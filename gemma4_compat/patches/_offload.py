@@ -120,6 +120,28 @@ def host_tensor(weights_map: Any, name: str) -> Any | None:
     return tensors.get(key) if isinstance(tensors, dict) else None
 
 
+def offloaded_value(model: Any, name: str) -> Any | None:
+    """The tensor of this name in a model's state dict, on the host, if a hook offloads it."""
+    import torch
+
+    # A hook that loads all below it at once sits further up than the tensor's own module.
+    parent, _, name = name.rpartition(".")
+    while True:
+        hook = offload_hook(model.get_submodule(parent))
+        if hook is not None:
+            try:
+                tensor = hook.weights_map[name]
+            except KeyError:
+                pass
+            else:
+                # Weights on disk would be read to the GPU; a shard of them may not fit there.
+                return tensor.detach().as_subclass(torch.Tensor).to("cpu")
+        if not parent:
+            return None
+        parent, _, leaf = parent.rpartition(".")
+        name = f"{leaf}.{name}"
+
+
 @contextmanager
 def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     """Let ``hf_device_map`` say where modules *execute*, in place of where their weights rest.

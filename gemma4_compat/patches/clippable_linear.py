@@ -130,7 +130,9 @@ def load_adapter(original: Any) -> Any:
             from transformers.core_model_loading import WeightRenaming
 
             either = "|".join(map(re.escape, wrapped))
-            parts = "|".join(sorted(frozenset[str]().union(*wrapped.values())))
+            # A copy in modules_to_save has the parts of its original.
+            own = {"modules_to_save"}.union(*wrapped.values())
+            parts = "|".join(sorted(own))
             inner = WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")
             mapping = [*(load_config.weight_mapping or ()), inner]
             load_config = dataclasses.replace(load_config, weight_mapping=mapping)

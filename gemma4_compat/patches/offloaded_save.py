@@ -22,7 +22,7 @@ from functools import wraps
 from typing import Any
 
 from ..engine import Finding, Patch, broken, fixed
-from ._offload import offload_hook
+from ._offload import offload_hook, offloaded_value
 from ._shadow import shadowed
 
 PATCH = Patch(
@@ -65,28 +65,14 @@ def sequential_hook_is_overlooked() -> Finding:
 def load_offloaded_parameter(original: Any) -> Any:
     @wraps(original)
     def load_offloaded_parameter(model: Any, param_name: str) -> Any:
-        import torch
-
-        # A hook that loads all below it at once sits further up than the tensor's own module.
-        parent, _, name = param_name.rpartition(".")
-        while True:
-            hook = offload_hook(model.get_submodule(parent))
-            if hook is not None:
-                try:
-                    tensor = hook.weights_map[name]
-                except KeyError:
-                    pass
-                else:
-                    # Weights on disk would be read to the GPU; a shard of them may not fit there.
-                    return tensor.detach().as_subclass(torch.Tensor).to("cpu")
-            if not parent:
-                raise ValueError(
-                    f"{param_name} is on the meta device, and no offload hook has its values: it "
-                    f"was not offloaded but never loaded, or its hook was removed.  More: "
-                    f"gemma4_compat.inspection.inspect_model(model)"
-                )
-            parent, _, leaf = parent.rpartition(".")
-            name = f"{leaf}.{name}"
+        value = offloaded_value(model, param_name)
+        if value is None:
+            raise ValueError(
+                f"{param_name} is on the meta device, and no offload hook has its values: it was "
+                f"not offloaded but never loaded, or its hook was removed.  More: "
+                f"gemma4_compat.inspection.inspect_model(model)"
+            )
+        return value
 
     return load_offloaded_parameter
 

@@ -276,6 +276,65 @@ def test_layers_are_offloaded_again_after_an_exception(model_dir, language_adapt
     assert offloaded(model) == before
 
 
+LAYER = "model.language_model.layers.1"
+PROJECTION = f"{LAYER}.mlp.down_proj"
+
+
+@pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nested"])
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_hooks_that_are_removed_or_replaced_load_nothing(
+    model_dir, language_adapter_dir, kind, replaced, tmp_path
+):
+    """What is done to the weights afterwards is done to the model."""
+    from accelerate.hooks import remove_hook_from_submodules
+    from peft import PeftModel
+
+    def edited(model):
+        layer = base_of(model).get_submodule(PROJECTION).get_base_layer()
+        if kind is None:
+            with torch.no_grad():
+                layer.weight.mul_(0.5)
+        else:
+            layer.weight.quant_state.offset.mul_(0.5)
+        return model
+
+    one = edited(PeftModel.from_pretrained(load_model(model_dir, kind), language_adapter_dir))
+    model = split(load_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
+    model = PeftModel.from_pretrained(model, language_adapter_dir)
+    logits(model, ("text",))
+    remove_hook_from_submodules(base_of(model))
+    edited(model)
+    if replaced:
+        (tmp_path / "again").mkdir()
+        split(base_of(model), tmp_path / "again", {LAYER: "disk", "": "cpu"})
+    for _ in range(2):
+        assert_same(logits(model, ("text",)), logits(one, ("text",)))
+    if not replaced:
+        assert not offloaded(model)
+        model = model.merge_and_unload()
+        assert_same(logits(model, ("text",)), logits(one.merge_and_unload(), ("text",)))
+
+
+@KINDS
+def test_merged_adapter_is_disabled_and_enabled_again(
+    model_dir, language_adapter_dir, kind, tmp_path
+):
+    """The forward of a merged layer whose adapters are disabled takes them out of the weight."""
+    from peft import PeftModel
+
+    def outputs(model):
+        model = PeftModel.from_pretrained(model, language_adapter_dir)
+        model.merge_adapter()
+        yield logits(model, ("text",))
+        with model.disable_adapter():
+            yield logits(model, ("text",))
+        yield logits(model, ("text",))
+
+    model = split(load_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
+    for found, expected in zip(outputs(model), outputs(load_model(model_dir, kind)), strict=True):
+        assert_same(found, expected)
+
+
 def ours(caplog):
     return [record for record in caplog.records if record.name.startswith("gemma4_compat")]
 

@@ -1,0 +1,102 @@
+"""Making the mask of a static cache again, from the token types of the whole sequence."""
+
+from __future__ import annotations
+
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+from ..engine import Finding, broken, fixed
+
+
+def probe(model_class: Any) -> Finding:
+    """Have a mask made for two new tokens after two cached ones, and see what it is made from."""
+    import torch
+    from transformers.cache_utils import PreTrainedConfig, StaticCache
+
+    class Model(model_class):  # type: ignore[misc]
+        config = PreTrainedConfig(num_hidden_layers=1, layer_types=["full_attention"])
+        dtype = torch.float32
+        device = torch.device("cpu")
+
+        def __init__(self) -> None:
+            pass  # no module at all
+
+        @staticmethod
+        def create_masks_for_generate(mm_token_type_ids: Any = None, **kwargs: Any) -> Any:
+            return {"made from": mm_token_type_ids}
+
+    model = Model()
+    all_tokens = torch.ones((1, 4), dtype=torch.long, device="cpu")
+    inputs = model.prepare_inputs_for_generation(
+        all_tokens[:, 2:],
+        past_key_values=StaticCache(config=model.config, max_cache_len=4),
+        attention_mask=all_tokens,
+        mm_token_type_ids=all_tokens,
+        is_first_iteration=True,
+    )
+    types = inputs["attention_mask"]["made from"]
+    if types is not None and types.shape == all_tokens.shape:
+        return fixed("the mask is made from the token types of the whole sequence")
+    return broken()
+
+
+def with_image_mask(original: Any) -> Any:
+    """``prepare_inputs_for_generation`` that makes the mask from the token types it returns."""
+    import torch
+    from transformers.cache_utils import Cache
+
+    parameters = signature(original)
+
+    @wraps(original)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = original(self, *args, **kwargs)
+        types = inputs.get("mm_token_type_ids")
+        if types is None or not isinstance(inputs.get("attention_mask"), dict):
+            return inputs
+        bound = parameters.bind(self, *args, **kwargs).arguments
+        given = {**bound, **bound.get("kwargs", {})}
+        padding = given.get("attention_mask")
+        is_masked_by_caller = isinstance(padding, dict) or getattr(padding, "ndim", 2) != 2
+        if is_masked_by_caller or not _has_bidirectional_images(self.config, types):
+            return inputs
+        tokens = inputs.get("inputs_embeds")
+        tokens = inputs["input_ids"] if tokens is None else tokens
+        masks = {}
+        # transformers 5.13 to 5.16 size the mask of sliding layers by a layer of the other kind:
+        # let each be made for a cache that has one kind.
+        for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
+            masks[name] = self.create_masks_for_generate(
+                config=self.config,
+                # of which only shape, dtype and device are read
+                inputs_embeds=torch.empty(
+                    (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
+                ),
+                attention_mask=padding,
+                past_key_values=Cache(layers=layers),
+                position_ids=inputs.get("position_ids"),
+                mm_token_type_ids=types.to(tokens.device),
+                is_first_iteration=given.get("is_first_iteration", False),
+            )[name]
+        inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
+        return inputs
+
+    return prepare_inputs_for_generation
+
+
+def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
+    """The layers of a cache by the name of their mask."""
+    found: dict[str, list[Any]] = {}
+    for layer in cache.layers:
+        if not hasattr(layer, "is_sliding"):
+            continue  # stands for one that shares the keys and values of another
+        name = "sliding_attention" if layer.is_sliding else "full_attention"
+        found.setdefault(name, []).append(layer)
+    return found
+
+
+def _has_bidirectional_images(config: Any, types: Any) -> bool:
+    """Whether there are images, or videos, whose tokens attend in both directions."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+        return False
+    return bool(((types == 1) | (types == 2)).any())

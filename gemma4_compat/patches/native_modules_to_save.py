@@ -1,0 +1,80 @@
+"""transformers' own ``load_adapter`` drops ``modules_to_save`` and trained tokens.
+
+An adapter file names the tensors of a module in ``modules_to_save`` like those of the module
+itself.  In the model they are those of a copy, ``...norm.modules_to_save.default.weight``.  PEFT
+asks the wrapper around the copy for the new names; ``PeftAdapterMixin.load_adapter`` did not do so
+in its first releases.  The copy keeps the values of the original.  Nothing is raised.
+
+The fix renames the tensors as PEFT does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, fixed
+from ._code import mentions
+from ._shadow import shadowed
+
+PATCH = Patch(
+    name="native_modules_to_save",
+    symptom=(
+        "model.load_adapter leaves the modules in modules_to_save, and trainable tokens, at the "
+        "base model's values, without a word"
+    ),
+    affects=(("transformers>=5.5,<5.18", "peft>=0.18"),),
+    changes=(
+        "PeftAdapterMixin.load_adapter loads the tensors of modules_to_save and "
+        "trainable_token_indices."
+    ),
+    ends="transformers 5.18.0",
+)
+
+
+@PATCH.probe
+def names_are_not_translated() -> Finding:
+    """Look whether load_adapter asks PEFT's wrappers for the names of their tensors."""
+    import inspect
+
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    code = inspect.unwrap(PeftAdapterMixin.load_adapter).__code__
+    if mentions(code, "adapter_state_dict_load_map"):
+        return fixed("load_adapter renames the tensors of modules_to_save")
+    return broken()
+
+
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+def load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(
+        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        load = self._load_pretrained_model
+
+        @wraps(load)
+        def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
+            # The wrappers are in the model by now.
+            names = _renamed(self, adapter_name or "default")
+            mapping = [*(load_config.weight_mapping or ()), *names]
+            load_config = dataclasses.replace(load_config, weight_mapping=mapping)
+            return load(*args, load_config=load_config, **kwargs)
+
+        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+            return original(self, peft_model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _renamed(model: Any, adapter_name: str) -> Iterator[Any]:
+    from peft.utils.other import AuxiliaryTrainingWrapper
+    from transformers.core_model_loading import WeightRenaming
+
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            for saved, loaded in module.adapter_state_dict_load_map(adapter_name).items():
+                yield WeightRenaming(re.escape(f"{name}.{saved}"), f"{name}.{loaded}")

@@ -1,0 +1,79 @@
+"""Embeddings that an adapter file holds are neither saved nor loaded where they are offloaded.
+
+An adapter on ``embed_tokens`` or ``lm_head``, and every adapter of a model whose vocabulary was
+resized, is saved with the weight of these layers.  PEFT takes it from the model's state dict and
+puts it back with ``load_state_dict``.  An offloaded weight is on meta: saving raises an error, and
+loading copies into the meta tensor, which changes nothing.
+
+The fix reads such a weight from the accelerate hook that offloads it, and has the hook load what
+the adapter file brings.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, fixed
+from ._offload import offload_hook, offloaded_value, onloaded
+
+PATCH = Patch(
+    name="offloaded_adapter_embeddings",
+    symptom=(
+        "saving an adapter on offloaded embeddings: Cannot copy out of meta tensor; no data!; "
+        "loading one leaves the embeddings as they were"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    changes=(
+        "PEFT's get_peft_model_state_dict and set_peft_model_state_dict read and write offloaded "
+        "weights of the base model through their accelerate hooks."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+
+@PATCH.probe
+def state_dict_is_taken_as_it_is() -> Finding:
+    """Look whether PEFT knows of accelerate's hooks where it saves."""
+    import inspect
+
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    code = inspect.unwrap(get_peft_model_state_dict).__code__
+    known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"}
+    if known.intersection(code.co_names):
+        return fixed("get_peft_model_state_dict looks for offloaded weights")
+    return broken()
+
+
+@PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
+def get_peft_model_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def get_peft_model_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
+        state_dict = original(model, *args, **kwargs)
+        for name, tensor in state_dict.items():
+            if tensor.is_meta:
+                value = offloaded_value(model, name)
+                if value is not None:
+                    state_dict[name] = value
+        return state_dict
+
+    return get_peft_model_state_dict
+
+
+@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def set_peft_model_state_dict(
+        model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        brought = {name.rpartition(".")[0] for name in peft_model_state_dict}
+        offloaded = [
+            module
+            for name, module in model.named_modules()
+            if name in brought and offload_hook(module) is not None
+        ]
+        with onloaded(*offloaded, keep_changes=True):
+            return original(model, peft_model_state_dict, *args, **kwargs)
+
+    return set_peft_model_state_dict

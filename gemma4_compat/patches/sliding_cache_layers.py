@@ -1,0 +1,122 @@
+"""Caches of models without KV sharing know no sliding layers: they never forget, or have no layers.
+
+A cache has no layers for those that share the keys and values of earlier ones, so it drops their
+types: ``layer_types[:-num_kv_shared_layers]``.  Gemma 4 12B, 26B-A4B and 31B share none, and
+``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layers takes every layer for one with
+full attention, and keeps all tokens where the last ``sliding_window`` are needed.  A
+``StaticCache`` without layers raises IndexError when the first keys are stored.
+
+The fix builds the cache from a view of the config that does not have ``num_kv_shared_layers``.
+Assisted generation and prompt lookup take tokens back, which a sliding layer cannot do once it is
+full, so ``generate`` asks for a cache of full layers.  transformers 5.12 and 5.13 give it sliding
+layers all the same, except, by this bug, in models without KV sharing; there they stay full.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, drifted, fixed
+
+PATCH = Patch(
+    name="sliding_cache_layers",
+    symptom=(
+        "12B, 26B-A4B and 31B run out of memory in long contexts (31B: 24 GiB too much at 32k "
+        'tokens); IndexError: list index out of range with cache_implementation="static"'
+    ),
+    affects=(("transformers>=5.5,<5.14",),),
+    changes=(
+        "DynamicCache and StaticCache keep all layer types of a config with num_kv_shared_layers=0."
+    ),
+    ends="StaticCache: transformers 5.10.1; DynamicCache: transformers 5.14.0",
+)
+
+_CACHES = "transformers.cache_utils"
+
+
+@PATCH.probe
+def all_layers_are_dropped() -> Finding:
+    """Build a cache of one sliding layer."""
+    from transformers.cache_utils import DynamicCache, PreTrainedConfig
+
+    config = PreTrainedConfig(
+        num_hidden_layers=1,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention"],
+        sliding_window=4,
+    )
+    layers = DynamicCache(config=config).layers
+    if not layers:
+        return broken()
+    if len(layers) == 1 and layers[0].is_sliding:
+        return fixed("a cache keeps the layers of a model without KV sharing")
+    return drifted(f"a cache of one sliding layer has the layers {layers}")
+
+
+@PATCH.replaces(_CACHES, "DynamicCache.__init__")
+def dynamic_cache(original: Any) -> Any:
+    @wraps(original)
+    def __init__(
+        self: Any, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        original(self, ddp_cache_data, _with_all_layers(config), *args, **kwargs)
+
+    return __init__
+
+
+@PATCH.replaces(_CACHES, "StaticCache.__init__", when="transformers<5.10.1")
+def static_cache(original: Any) -> Any:
+    @wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, _with_all_layers(config), *args, **kwargs)
+
+    return __init__
+
+
+@PATCH.replaces(
+    "transformers.generation.utils",
+    "GenerationMixin._prepare_cache_for_generation",
+    when="transformers>=5.12",
+)
+def prepare_cache_for_generation(original: Any) -> Any:
+    from transformers.cache_utils import DynamicCache
+
+    @wraps(original)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = model_kwargs.get("past_key_values")
+        result = original(self, generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if generation_config.cache_implementation == "dynamic_full" and cache is not given:
+            if type(cache) is DynamicCache and _shares_nothing(self.config):
+                model_kwargs["past_key_values"] = DynamicCache()
+        return result
+
+    return _prepare_cache_for_generation
+
+
+def _shares_nothing(config: Any) -> bool:
+    return getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None) == 0
+
+
+def _with_all_layers(config: Any) -> Any:
+    if config is None or not _shares_nothing(config):
+        return config
+    return _WithoutSharing(config.get_text_config(decoder=True))
+
+
+class _WithoutSharing:
+    """A decoder's config as of a model that does not know KV sharing."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_kv_shared_layers":
+            raise AttributeError(name)
+        return getattr(self.config, name)

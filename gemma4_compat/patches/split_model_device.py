@@ -1,0 +1,116 @@
+"""``model.device`` is ``meta`` once the first module of a split model is offloaded.
+
+``device`` is that of the model's first parameter.  accelerate keeps the parameters of an offloaded
+module on the meta device between its forwards, and in Gemma 4 the first parameter is the vision
+tower's.  Whoever brings tensors to ``model.device`` then makes them meta tensors: prompt lookup,
+assisted generation, ``generate()`` without inputs, and ``processor(...).to(model.device)``.
+
+The fix answers with the device that inputs belong on (``gemma4_compat.input_device``), or for a
+part of a model without token embeddings with the device that its first parameter computes on.  It
+does so only where the answer was ``meta`` and a hook loads that parameter.
+
+``generate`` compiles no model that is on meta.  It goes on not to compile those that are offloaded,
+also where no device map says that they are (``cpu_offload``).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ..engine import Finding, Patch, broken, fixed
+from ._offload import offload_hook
+from ._shadow import shadowed
+
+PATCH = Patch(
+    name="split_model_device",
+    symptom=(
+        "model.device is meta once the vision tower is offloaded: Cannot copy out of meta tensor; "
+        "no data!, or Tensor.item() cannot be called on meta tensors, from prompt lookup, assisted "
+        "generation, generate() without inputs, processor(...).to(model.device)"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "The device property of transformers models names the device that inputs belong on where "
+        "it would say meta of weights that a hook loads."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def device_of_an_offloaded_model() -> Finding:
+    """Ask for the device of a model whose one weight is offloaded."""
+    import torch
+    from transformers.modeling_utils import ModuleUtilsMixin
+
+    class Hook:
+        offload = True
+        execution_device = "cpu"
+
+    class Model(torch.nn.Linear, ModuleUtilsMixin):  # type: ignore[misc]
+        pass
+
+    model = Model(1, 1, bias=False, device="meta")
+    model._hf_hook = Hook()
+    if model.device.type == "meta":
+        return broken()
+    return fixed(f"the device of an offloaded model is {model.device}")
+
+
+@PATCH.replaces("transformers.modeling_utils", "ModuleUtilsMixin.device")
+def device(original: Any) -> Any:
+    @wraps(original)
+    def device(self: Any) -> Any:
+        found = original(self)
+        return _device_of_inputs(self, found) if found.type == "meta" else found
+
+    return device
+
+
+@PATCH.replaces("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
+def valid_auto_compile_criteria(original: Any) -> Any:
+    @wraps(original)
+    def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _loading_hook(self) is None:
+            return original(self, *args, **kwargs)
+        with shadowed(self, hf_device_map={"": "disk"}):  # what upstream does not compile
+            return original(self, *args, **kwargs)
+
+    return _valid_auto_compile_criteria
+
+
+def _device_of_inputs(model: Any, meta: Any) -> Any:
+    import torch
+
+    hook = _loading_hook(model)
+    if hook is None:
+        return meta
+    device = _device_of_token_embeddings(model)
+    device = hook.execution_device if device is None else device
+    return meta if device is None else torch.device(device)
+
+
+def _device_of_token_embeddings(model: Any) -> Any | None:
+    from ..placement import input_device
+
+    try:
+        # ``generate`` asks for each token, and ``input_device`` searches the whole model.
+        hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        return input_device(model) if device is None else device
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None  # no token embeddings, or none that are loaded
+
+
+def _loading_hook(model: Any) -> Any | None:
+    """The hook that loads the first parameter from where it is offloaded, if there is one."""
+    name, parameter = next(model.named_parameters(), ("", None))
+    if parameter is None or parameter.device.type != "meta":
+        return None
+    while name:
+        name = name.rpartition(".")[0]
+        hook = offload_hook(model.get_submodule(name))
+        if hook is not None:
+            return hook
+    return None

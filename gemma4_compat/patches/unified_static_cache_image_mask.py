@@ -1,0 +1,46 @@
+"""Under a static cache the image tokens of Gemma 4 unified attend causally.
+
+The same mistake as in Gemma 4 (see ``static_cache_image_mask``): ``generate`` makes the mask
+without the token types, or from those of the current forward alone.
+
+The fix makes the mask again from the token types that the model gets.
+"""
+
+from __future__ import annotations
+
+from ..engine import Finding, Patch
+from ._image_mask import probe, with_image_mask
+
+PATCH = Patch(
+    name="unified_static_cache_image_mask",
+    symptom=(
+        "Gemma 4 unified sees images differently, without an error, with "
+        'cache_implementation="static" than with a dynamic cache'
+    ),
+    affects=(("transformers>=5.10",),),
+    changes=(
+        "prepare_inputs_for_generation of Gemma 4 unified makes the mask of a static cache from "
+        "all token types, where there are images."
+    ),
+    ends=(
+        "transformers 5.23.0, but for chunked prefill and for images after cached tokens, which "
+        "are not fixed upstream as of transformers 5.23.0"
+    ),
+)
+
+_MODEL = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+@PATCH.probe
+def mask_is_made_without_the_token_types() -> Finding:
+    """Ask the installed method."""
+    from transformers.models.gemma4_unified.modeling_gemma4_unified import (
+        Gemma4UnifiedForConditionalGeneration,
+    )
+
+    return probe(Gemma4UnifiedForConditionalGeneration)
+
+
+PATCH.replaces(_MODEL, "Gemma4UnifiedForConditionalGeneration.prepare_inputs_for_generation")(
+    with_image_mask
+)

@@ -1,0 +1,80 @@
+"""Embeddings in an adapter's file, of a model that offloads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import assert_same, load_model, logits, split
+
+EMBEDDINGS = "model.language_model.embed_tokens"
+MAPS = {
+    "embed_tokens": {EMBEDDINGS: "disk", "": "cpu"},
+    "lm_head": {EMBEDDINGS: "disk", "lm_head": "disk", "": "cpu"},
+}
+
+
+def adapted(model, target):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=[target], init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+def offload(model_dir, folder, target):
+    model = split(load_model(model_dir), folder, MAPS[target])
+    logits(model, ("text",))  # the placement of tied weights changes with the first forward
+    return model
+
+
+@pytest.mark.regression("offloaded_adapter_embeddings", r"Cannot copy out of meta tensor")
+@pytest.mark.parametrize("target", MAPS)
+def test_saved_files_are_those_of_the_whole_model(model_dir, target, tmp_path):
+    adapted(load_model(model_dir), target).save_pretrained(tmp_path / "one")
+    model = adapted(offload(model_dir, tmp_path / "offload", target), target)
+    model.save_pretrained(tmp_path / "split")
+    one, found = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "split")
+    )
+    assert any("base_layer" in name for name in one)
+    assert found.keys() == one.keys()
+    assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+def test_embeddings_of_the_file_are_used(model_dir, tmp_path):
+    """The base in the file is not the base that the adapter is loaded on."""
+    from peft import PeftModel
+
+    other = load_model(model_dir)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(1.5)
+    adapted(other, "embed_tokens").save_pretrained(tmp_path / "adapter")
+    one = load_model(model_dir)
+    # Only the embeddings are overwritten in a split model, not what is tied to them elsewhere.
+    one.lm_head.weight = torch.nn.Parameter(one.lm_head.weight.detach().clone())
+    one = PeftModel.from_pretrained(one, tmp_path / "adapter").eval()
+    model = offload(model_dir, tmp_path / "offload", "embed_tokens")
+    model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    for _ in range(2):
+        assert_same(logits(model), logits(one))
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "embed_tokens_per_layer"])
+def test_forward_and_training_step(model_dir, target, tmp_path):
+    def gradients(model):
+        inputs = {"input_ids": torch.arange(3, 15)[None]}
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    one = adapted(load_model(model_dir), target)
+    device_map = {f"model.language_model.{target}": "disk", "": "cpu"}
+    model = split(load_model(model_dir), tmp_path, device_map)
+    logits(model, ("text",))
+    model = adapted(model, target)
+    for _ in range(2):
+        assert_same(logits(model), logits(one))
+    expected, found = gradients(one), gradients(model)
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

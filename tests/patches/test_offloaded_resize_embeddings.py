@@ -1,0 +1,82 @@
+"""resize_token_embeddings of a model with offloaded embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import assert_same, load_model, logits, offloaded, split
+
+LANGUAGE = "model.language_model"
+ENDS = {
+    "embed_tokens": (f"{LANGUAGE}.embed_tokens",),
+    "per layer": (f"{LANGUAGE}.embed_tokens_per_layer",),
+    "lm_head": ("lm_head",),
+    "both": (f"{LANGUAGE}.embed_tokens", "lm_head"),
+}
+
+
+def resized(model, size):
+    torch.manual_seed(0)  # the rows of new tokens are random
+    model.resize_token_embeddings(size)
+    return model
+
+
+@pytest.mark.regression("offloaded_resize_embeddings", r"Trying to set a tensor of shape|meta")
+@pytest.mark.parametrize("size", [505, 520], ids=["smaller", "larger"])
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_logits_are_those_of_the_whole_model(model_dir, ends, size, tmp_path):
+    one = resized(load_model(model_dir), size)
+    expected = logits(one, ("text",))
+    device_map = {**dict.fromkeys(ENDS[ends], "disk"), "": "cpu"}
+    model = split(load_model(model_dir), tmp_path / "offload", device_map)
+    logits(model, ("text",))  # the placement of tied weights changes with the first forward
+    before = offloaded(model)
+    model = resized(model, size)
+    for _ in range(2):
+        found = logits(model, ("text",))
+        assert found["text"].shape[-1] == size
+        assert_same(found, expected)
+    assert offloaded(model) == before
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(logits(load_model(tmp_path / "saved"), ("text",)), expected)
+
+
+def test_new_tokens_of_another_model(llama_dir, tmp_path):
+    """The rows of tokens that are added are looked up where the new weight rests."""
+    from accelerate import dispatch_model
+    from transformers import LlamaForCausalLM
+
+    ids = torch.tensor([[1, 255, 259, 256]])
+    one = resized(LlamaForCausalLM.from_pretrained(llama_dir).eval(), 260)
+    model = dispatch_model(
+        LlamaForCausalLM.from_pretrained(llama_dir).eval(),
+        {"model.embed_tokens": "disk", "": "cpu"},
+        main_device="cpu",
+        offload_dir=str(tmp_path),
+    )
+    model = resized(model, 260)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, one(ids).logits)
+
+
+def test_resize_that_fails_changes_nothing(model_dir, tmp_path):
+    expected = logits(load_model(model_dir), ("text",))
+    model = split(load_model(model_dir), tmp_path, {f"{LANGUAGE}.embed_tokens": "disk", "": "cpu"})
+    logits(model, ("text",))
+    before = offloaded(model)
+    with pytest.raises(ValueError, match="not and integer"):
+        model.resize_token_embeddings(520, pad_to_multiple_of=0.5)
+    assert offloaded(model) == before
+    assert_same(logits(model, ("text",)), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ends", ["embed_tokens", "per layer"])
+def test_on_a_gpu(model_dir, ends):
+    one = resized(load_model(model_dir, None, {"": 0}), 520)
+    model = load_model(model_dir, None, {**dict.fromkeys(ENDS[ends], "cpu"), "": 0})
+    model = resized(model, 520)
+    for _ in range(2):
+        assert_same(logits(model, ("text",)), logits(one, ("text",)))

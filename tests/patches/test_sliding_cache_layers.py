@@ -1,0 +1,191 @@
+"""Caches of models that share no keys and values.
+
+Attention over a cache of other length sums in another order: logits, which are at most 30, may
+differ by a few units in the last place of float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+from tests.large_model import SLIDING_WINDOW, large_config, large_model
+
+TOLERANCE = 3e-5
+#: with the prompt of 12 tokens far more than the sliding window
+NEW_TOKENS = 20
+INPUTS = {"text": text_inputs, "image": image_inputs}
+
+
+def generated(model, kind="text", batch=1, **options):
+    """The logits of each new token."""
+    output = model.generate(
+        **INPUTS[kind](model.config, batch=batch),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        eos_token_id=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return torch.stack(output.logits)
+
+
+def assert_close(found, expected):
+    worst = (found - expected).abs().max().item()
+    assert worst <= TOLERANCE, f"logits differ by up to {worst:.3g}"
+
+
+def sliding(cache):
+    return ["sliding_attention" if layer.is_sliding else "full_attention" for layer in cache.layers]
+
+
+@pytest.mark.regression("sliding_cache_layers", r"the cache has layers \[\]")
+@pytest.mark.parametrize("whole", [True, False], ids=["config", "text config"])
+def test_layers_of_a_dynamic_cache(model_dir, whole):
+    from transformers import DynamicCache
+
+    config = large_config(model_dir)
+    cache = DynamicCache(config=config if whole else config.text_config)
+    found = sliding(cache)
+    assert found == config.text_config.layer_types, f"the cache has layers {found}"
+
+
+@pytest.mark.regression("sliding_cache_layers", r"layer 0 keeps 31 tokens")
+def test_a_dynamic_cache_forgets(model_dir):
+    model = large_model(model_dir)
+    prompt = text_inputs(model.config)
+    output = model.generate(
+        **prompt,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        eos_token_id=1,
+        return_dict_in_generate=True,
+    )
+    tokens = output.sequences.shape[1] - 1
+    types = zip(output.past_key_values.layers, model.config.text_config.layer_types, strict=True)
+    for index, (layer, kind) in enumerate(types):
+        kept = layer.keys.shape[-2]
+        expected = SLIDING_WINDOW - 1 if kind == "sliding_attention" else tokens
+        assert kept == expected, f"layer {index} keeps {kept} tokens"
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_sliding_layers_give_what_full_layers_give(model_dir, kind):
+    from transformers import DynamicCache
+
+    model = large_model(model_dir)
+    assert_close(generated(model, kind), generated(model, kind, past_key_values=DynamicCache()))
+    assert_close(generated(model, kind), generated(model, kind, use_cache=False))
+
+
+@pytest.mark.regression("sliding_cache_layers", r"IndexError: list index out of range")
+def test_a_static_cache(model_dir):
+    import transformers
+    from packaging.version import Version
+    from transformers import StaticCache
+
+    if Version("5.10.1") <= Version(transformers.__version__) < Version("5.14"):
+        pytest.skip("static caches were mended before dynamic ones")
+    model = large_model(model_dir)
+    expected = generated(model)
+    assert_close(generated(model, cache_implementation="static"), expected)
+    assert_close(generated(model, cache_implementation="static"), expected)  # it may be reused
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=32)
+    assert sliding(cache) == config.text_config.layer_types
+
+
+def test_a_batch_with_padding_in_a_static_cache(model_dir):
+    model = large_model(model_dir)
+    inputs = text_inputs(model.config, batch=2)
+    inputs["attention_mask"][0, :3] = 0
+    found, expected = (
+        model.generate(
+            **inputs, **options, max_new_tokens=8, output_logits=True, return_dict_in_generate=True
+        )
+        for options in ({"cache_implementation": "static"}, {})
+    )
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def test_prompt_lookup_beyond_the_window(model_dir):
+    """It takes tokens back, which sliding layers cannot do."""
+    model = large_model(model_dir)
+    assert_close(generated(model, prompt_lookup_num_tokens=3), generated(model))
+
+
+def test_assisted_generation_beyond_the_window(model_dir):
+    model = large_model(model_dir)
+    assert_close(generated(model, assistant_model=large_model(model_dir)), generated(model))
+
+
+def test_a_cache_that_is_given_is_used(model_dir):
+    from transformers import DynamicCache
+
+    model = large_model(model_dir)
+    cache = DynamicCache(config=model.config)
+    prompt = text_inputs(model.config)
+    first = model.generate(**prompt, past_key_values=cache, max_new_tokens=4, min_new_tokens=4)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    expected = model.generate(**prompt, max_new_tokens=8, min_new_tokens=8)
+    again = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    assert torch.equal(
+        model.generate(**again, past_key_values=cache, max_new_tokens=4, min_new_tokens=4), expected
+    )
+
+
+def test_models_that_share_are_as_ever(model_dir):
+    from transformers import DynamicCache, Gemma4Config, StaticCache
+
+    config = Gemma4Config.from_pretrained(model_dir)
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=16)):
+        # newer releases have placeholders for the others
+        layers = [layer for layer in cache.layers if hasattr(layer, "is_sliding")]
+        assert [layer.is_sliding for layer in layers] == [True, True, False]
+
+
+def test_other_models_are_as_ever(llama_dir):
+    from transformers import AutoConfig, DynamicCache, StaticCache
+
+    config = AutoConfig.from_pretrained(llama_dir)
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=16)):
+        assert sliding(cache) == ["full_attention"] * 2
+    assert DynamicCache().layers == []
+
+
+def test_a_cache_is_made_in_a_compiled_forward(model_dir):
+    model = large_model(model_dir).model.language_model
+    tokens = text_inputs(large_config(model_dir))["input_ids"]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(tokens, use_cache=True)
+        found = compiled(tokens, use_cache=True)
+    assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+    assert sliding(found.past_key_values) == sliding(expected.past_key_values)
+
+
+def test_a_subclass_and_a_copy(model_dir):
+    import copy
+    import pickle
+
+    from transformers import DynamicCache
+
+    cache = Subclass(config=large_config(model_dir))
+    assert type(pickle.loads(pickle.dumps(cache))) is type(copy.deepcopy(cache)) is Subclass
+    assert sliding(copy.deepcopy(cache)) == sliding(DynamicCache(config=large_config(model_dir)))
+
+
+def _subclass():
+    from transformers import DynamicCache
+
+    class Subclass(DynamicCache):
+        pass
+
+    Subclass.__qualname__ = "Subclass"
+    return Subclass
+
+
+Subclass = _subclass()

@@ -1,0 +1,192 @@
+"""The device of a split model is where its inputs belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gemma4_compat
+from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+from tests.support import assert_same, load_model, logits, split
+
+CPU = torch.device("cpu")
+META = r"Cannot copy out of meta tensor|Tensor\.item\(\) cannot be called on meta tensors"
+
+
+def tokens(model, inputs=None, **options):
+    inputs = text_inputs(model.config) if inputs is None else inputs
+    return model.generate(
+        **inputs, **options, max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )
+
+
+@pytest.fixture
+def whole(model_dir):
+    return load_model(model_dir)
+
+
+@pytest.fixture
+def divided(model_dir, tmp_path):
+    return split(load_model(model_dir), tmp_path)
+
+
+@pytest.mark.regression("split_model_device", r"the device is meta")
+def test_device(divided):
+    parts = {
+        "model": divided,
+        "base model": divided.model,
+        "language model": divided.model.language_model,
+        "vision tower": divided.model.vision_tower,
+        "audio tower": divided.model.audio_tower,
+    }
+    assert divided.model.vision_tower.patch_embedder.input_proj.weight.is_meta
+    for name, part in parts.items():
+        assert part.device == CPU, f"{name}: the device is {part.device}"
+    assert divided.device == gemma4_compat.input_device(divided)
+
+
+@pytest.mark.regression("split_model_device", META)
+def test_inputs_brought_to_the_device(whole, divided):
+    """As the model cards have it; twice, for the hooks send the weights back."""
+    for _ in range(2):
+        for make in (text_inputs, image_inputs):
+            inputs = {key: value.to(divided.device) for key, value in make(whole.config).items()}
+            with torch.no_grad():
+                assert torch.equal(divided(**inputs).logits, whole(**inputs).logits)
+                assert torch.equal(tokens(divided, inputs), tokens(whole, inputs))
+
+
+@pytest.mark.regression("split_model_device", META)
+def test_prompt_lookup(whole, divided):
+    for _ in range(2):
+        found = tokens(divided, prompt_lookup_num_tokens=3)
+        assert torch.equal(found, tokens(whole, prompt_lookup_num_tokens=3))
+
+
+@pytest.mark.regression("split_model_device", META)
+@pytest.mark.parametrize("side", ["main", "assistant"])
+def test_assisted_generation(whole, divided, model_dir, side):
+    expected = tokens(whole, assistant_model=load_model(model_dir))
+    if side == "main":
+        found = tokens(divided, assistant_model=whole)
+    else:
+        found = tokens(whole, assistant_model=divided)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.regression("split_model_device", META)
+def test_generate_without_inputs(whole, divided):
+    assert torch.equal(tokens(divided, {}), tokens(whole, {}))
+
+
+@pytest.mark.usefixtures("pristine")
+def test_with_an_adapter(model_dir, adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(split(load_model(model_dir), tmp_path), adapter_dir)
+    assert model.device == CPU, f"the device is {model.device}"
+
+
+@pytest.mark.regression("split_model_device", r"the device is meta")
+def test_other_models(llama_dir, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(llama_dir).eval()
+    ids = torch.arange(3, 15)[None]
+    expected = model(ids).logits
+    model = split(model, tmp_path, {"model.embed_tokens": "disk", "": "cpu"})
+    assert model.device == CPU, f"the device is {model.device}"
+    assert torch.equal(model(ids.to(model.device)).logits, expected)
+
+
+@pytest.mark.regression("split_model_device", r"the device is meta")
+def test_offloaded_without_a_device_map(model_dir):
+    """Without ``hf_device_map`` nothing but the device kept ``generate`` from compiling."""
+    from accelerate import cpu_offload
+    from transformers import GenerationConfig, StaticCache
+
+    expected = logits(load_model(model_dir))
+    model = load_model(model_dir)
+    vars(model).pop("hf_device_map", None)
+    cpu_offload(model, execution_device="cpu")
+    assert model.device == CPU, f"the device is {model.device}"
+    assert_same(logits(model), expected)
+    cache = {"past_key_values": StaticCache(config=model.config, max_cache_len=16)}
+    config = GenerationConfig(cache_implementation="static")
+    config.compile_config = compile_everywhere()
+    assert not model._valid_auto_compile_criteria(cache, config)
+    assert not hasattr(model, "hf_device_map")
+    assert load_model(model_dir)._valid_auto_compile_criteria(cache, config)
+
+
+def compile_everywhere():
+    """As if the CPU were a GPU."""
+    from transformers import CompileConfig
+
+    config = CompileConfig()
+    config._compile_all_devices = True
+    return config
+
+
+def test_models_without_weights_say_meta(whole):
+    from accelerate import init_empty_weights
+    from transformers import Gemma4ForConditionalGeneration
+
+    with init_empty_weights():
+        assert Gemma4ForConditionalGeneration(whole.config).device.type == "meta"
+    with torch.device("meta"):
+        model = Gemma4ForConditionalGeneration(whole.config)
+    assert model.device.type == model.model.vision_tower.device.type == "meta"
+
+
+def test_whole_models_are_as_ever(whole):
+    assert whole.device == whole.model.vision_tower.device == CPU
+    assert whole.to("meta").device.type == "meta"
+
+
+def test_taken_back(divided):
+    with gemma4_compat.disabled("split_model_device"):
+        assert divided.device.type == "meta"
+    assert divided.device == CPU
+
+
+def test_a_subclass_with_a_device_of_its_own(whole):
+    from transformers import Gemma4ForConditionalGeneration
+
+    class Mine(Gemma4ForConditionalGeneration):
+        @property
+        def device(self):
+            return "mine", super().device
+
+    whole.__class__ = Mine
+    assert whole.device == ("mine", CPU)
+
+
+def test_no_setter_and_the_docstring():
+    from transformers.modeling_utils import ModuleUtilsMixin
+
+    assert ModuleUtilsMixin.device.fset is None
+    assert "The device on which the module is" in ModuleUtilsMixin.device.__doc__
+
+
+def test_compiled(whole):
+    """A forward that reads the device, as some models have it."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return x.to(self.model.device) + 1
+
+    module = Reads(whole.model.language_model.norm)
+    module.model.__class__ = _with_device(type(module.model))
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
+
+
+def _with_device(cls):
+    from transformers.modeling_utils import ModuleUtilsMixin
+
+    return type(cls.__name__, (cls, ModuleUtilsMixin), {})
