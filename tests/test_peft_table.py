@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import peft_table
-from tools.peft_table import differences, verdict
+from tests import peft_table
+from tests.peft_table import differences, verdict
 
 TOOL = Path(peft_table.__file__)
 NAN, INF = float("nan"), float("inf")

@@ -1,6 +1,6 @@
 """What PEFT puts on a model that is split, compared with the same on one device.
 
-``python tools/peft_table.py [--only PATTERN] [--jobs N] [--json FILE]`` prints a markdown table.
+``python tests/peft_table.py [--only PATTERN] [--jobs N] [--json FILE]`` prints a markdown table.
 
 A row is a feature of PEFT on one module of the tiny checkpoint, and that module is offloaded to
 disk.  A column is an action.  Each action runs on the whole model and on the split one, from the
