@@ -6,8 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from gemma4_compat.patches import load
-from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
-from tools.matrix import releases, stacks, with_, without
+from gemma4_compat.versions import FLOORS, NEWEST, USERS
+from tools.matrix import releases, with_, without
 from tools.measured import DATA, Measured, Run
 
 MEASURED = Measured.read(DATA)
@@ -45,15 +45,15 @@ def test_every_bug_was_seen(name):
     assert ("broken" in seen) != (name in ON_A_GPU)
 
 
-def test_every_patch_was_measured_on_every_stack():
-    of = {library: MEASURED.releases(library) for library in LIBRARIES}
-    for stack in stacks(of):
-        names = {
-            name
-            for name, found in MEASURED.found.items()
-            if any(stack.items() <= each.stack.items() for each in found)
-        }
-        assert names == set(PATCHES), stack
+@pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])
+def test_every_patch_was_measured_on_the_stacks_of_the_tests(stack):
+    """On all other stacks it is measured before a release."""
+    missing = [
+        name
+        for name in PATCHES
+        if not any(stack.items() <= each.stack.items() for each in MEASURED.found.get(name, ()))
+    ]
+    assert not missing, f"not measured: nox -s matrix -- {' '.join(missing)}"
 
 
 def test_no_release_is_left_out():

@@ -17,6 +17,7 @@ from . import gate
 from .gate import Outcome
 from .imports import Imports
 from .patch import Finding, Patch, Verdict, broken, drifted
+from .random_numbers import same_random_numbers
 from .references import count_held, holders
 from .slots import Missing
 from .stack import Layer, Stack, originals
@@ -306,7 +307,8 @@ class Engine:
 
     def _ask(self, patch: Patch) -> Finding:
         try:
-            return patch.find() if patch.find else broken()
+            with same_random_numbers():
+                return patch.find() if patch.find else broken()
         except (AttributeError, ImportError, TypeError) as error:
             # What it looks at is not there, or it calls what takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")

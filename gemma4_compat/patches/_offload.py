@@ -9,6 +9,9 @@ from typing import Any
 from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
 from ._shadow import shadowed
 
+#: How many rows of a weight are compared at a time.
+_ROWS = 8192
+
 
 def onload(module: Any, *inputs: Any) -> Any | None:
     """Load an offloaded module's weights, as its hook does before a forward with these inputs.
@@ -55,6 +58,24 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
     finally:
         for module, hook in reversed(loaded):
             offload(module, hook, keep_changes=keep_changes)
+
+
+def has_changed(module: Any, hook: Any) -> bool:
+    """Whether floating-point weights that a hook has loaded are not those that it loads any more.
+
+    What quantised weights hold may be laid out anew for the device that they are on.
+    """
+    import torch
+
+    for name, parameter in module.named_parameters(recurse=hook.place_submodules):
+        if type(parameter) is torch.nn.Parameter:
+            resting = hook.weights_map[name]
+            if resting.shape != parameter.shape:
+                return True
+            pairs = zip(parameter.detach().split(_ROWS), resting.split(_ROWS), strict=True)
+            if not all(torch.equal(part, rest.to(part.device)) for part, rest in pairs):
+                return True
+    return False
 
 
 def _keep(hook: Any, module: Any) -> None:

@@ -417,3 +417,37 @@ def test_mixed_models_keep_their_hooks(model_dir, adapter_dir, tmp_path):
     model = PeftMixedModel.from_pretrained(model, adapter_dir).eval()
     assert_untouched(model, before, tmp_path)
     assert_same(logits(model), logits(one))
+
+
+@pytest.mark.parametrize("name", ["kasa", "unilora"])
+def test_adapters_of_newer_releases(model_dir, name, tmp_path):
+    """KaSA truncates the base weight; UniLoRA has tensors that are no parameters."""
+    import peft
+
+    targets = {"target_modules": ["q_proj", "down_proj"]}
+    if name == "kasa":
+        if not hasattr(peft, "KasaConfig"):
+            pytest.skip("this PEFT has no KaSA")
+        config = peft.LoraConfig(kasa_config=peft.KasaConfig(), **targets)
+    else:
+        if not hasattr(peft, "UniLoraConfig"):
+            pytest.skip("this PEFT has no UniLoRA")
+        config = peft.UniLoraConfig(theta_d_length=64, **targets)
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, config).eval()
+
+    one = adapted(load_model(model_dir))
+    one.save_pretrained(tmp_path / "adapter")
+    expected = logits(one, ("text",))
+    base = {LAYER: "disk", "": "cpu"}
+    model = adapted(split(load_model(model_dir), tmp_path / "new", base))
+    for _ in range(2):
+        assert_same(logits(model, ("text",)), expected)
+    again = peft.PeftModel.from_pretrained(load_model(model_dir), tmp_path / "adapter").eval()
+    model = split(load_model(model_dir), tmp_path / "loaded", base)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    assert_same(logits(model, ("text",)), logits(again, ("text",)))
+    merged, expected = model.merge_and_unload(), again.merge_and_unload()
+    assert_same(logits(merged, ("text",)), logits(expected, ("text",)))

@@ -27,7 +27,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from .._adapter_layer import base_layer, onload_in_forward
-from .._offload import executing_map, is_dispatched, onloaded
+from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,12 @@ PATCH = Patch(
         "raises (meta tensors, KeyError: 22) while or after PEFT dispatches the model again"
     ),
     affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    # A base model that stays offloaded meets these bugs; PEFT's own dispatch hides them.
+    requires=(
+        "offloaded_adapter_embeddings",
+        "offloaded_modules_to_save",
+        "offloaded_tie_check",
+    ),
     changes=(
         "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
         "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
@@ -110,11 +116,16 @@ def inject_adapter(original: Any) -> Any:
         def create_and_replace(
             config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            # PiSSA, OLoRA and their like also take their share out of the base weight.
-            method = getattr(config, "init_lora_weights", None)
-            takes_share = isinstance(method, str) and method.lower() not in ("gaussian", "eva")
-            with onloaded(base_layer(target), keep_changes=takes_share):
-                return create(config, adapter_name, target, *args, **kwargs)
+            base = base_layer(target)
+            hook, keep = onload(base), False
+            try:
+                result = create(config, adapter_name, target, *args, **kwargs)
+                # PiSSA, OLoRA, KaSA and others take their share out of the base weight.
+                keep = _takes_share(config) or (hook is not None and has_changed(base, hook))
+            finally:
+                if hook is not None:
+                    offload(base, hook, keep_changes=keep)
+            return result
 
         with shadowed(self, _create_and_replace=create_and_replace):
             result = original(self, *args, **kwargs)
@@ -139,6 +150,23 @@ def move_adapter(original: Any) -> Any:
     return _move_adapter_to_device_of_base_layer
 
 
+@PATCH.replaces(
+    "peft.tuners.unilora.layer",
+    "UniLoraLayer._move_adapter_to_device_of_base_layer",
+    when="peft>=0.20",
+)
+@PATCH.replaces("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
+def unilora_places_tensors(original: Any) -> Any:
+    """UniLoRA also has tensors that are no parameters."""
+
+    @wraps(original)
+    def place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with onloaded(self.get_base_layer()):
+            return original(self, *args, **kwargs)
+
+    return place
+
+
 @PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
 def onload_layer(original: Any) -> Any:
     """PEFT brings offloaded weights in for merging, but misses some hooks, and some changes.
@@ -157,6 +185,12 @@ def onload_layer(original: Any) -> Any:
         return onloaded_layer(layer)
 
     return onload_layer
+
+
+def _takes_share(config: Any) -> bool:
+    """Whether LoRA's way to initialise changes the base weight, a quantised one too."""
+    method = getattr(config, "init_lora_weights", None)
+    return isinstance(method, str) and method.lower() not in ("gaussian", "eva")
 
 
 def _in_place(original: Any) -> Any:

@@ -15,6 +15,7 @@ an embedding whose weight is on the execution device anyway, tied to the head.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -52,6 +53,22 @@ def whole_weight_is_loaded() -> Finding:
     return fixed("hooks no longer load embeddings") if embedding.weight.is_meta else broken()
 
 
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any) -> Any:
+    """accelerate does not call ``post_forward`` where the forward raises."""
+    import torch
+
+    @wraps(original)
+    def init_hook(self: Any, module: Any) -> Any:
+        module = original(self, module)
+        if self.offload and isinstance(module, torch.nn.Embedding):
+            if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
+                module.register_forward_hook(_PutBack(), always_call=True)
+        return module
+
+    return init_hook
+
+
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
 def align_devices_hook_pre_forward(original: Any) -> Any:
     import torch
@@ -85,6 +102,19 @@ def align_devices_hook_post_forward(original: Any) -> Any:
         return original(self, module, output)
 
     return post_forward
+
+
+class _PutBack:
+    """A forward hook.  In a pickle of the module it is one that does nothing."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        _put_back(module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+    def __deepcopy__(self, memo: Any) -> _PutBack:
+        return self
 
 
 def _put_back(module: Any) -> None:

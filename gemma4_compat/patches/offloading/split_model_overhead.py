@@ -29,6 +29,7 @@ PATCH = Patch(
     ends="not fixed upstream as of accelerate 1.15.0",
 )
 
+_METHODS = {"pre_forward", "post_forward"}
 #: What ``send_to_device`` hands on as it is.
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -61,8 +62,16 @@ def add_hook_to_module(original: Any) -> Any:
         return module
 
     def idle(hook: Any) -> bool:
-        return type(hook) is AlignDevicesHook and not (
-            hook.offload or hook.io_same_device or hook.no_grad
+        if (
+            type(hook) is not AlignDevicesHook
+            or hook.offload
+            or hook.io_same_device
+            or hook.no_grad
+        ):
+            return False
+        # Somebody may have replaced what the hook does.
+        return not _METHODS & vars(hook).keys() and (
+            _is_known(AlignDevicesHook.pre_forward) and _is_known(AlignDevicesHook.post_forward)
         )
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +102,18 @@ def add_hook_to_module(original: Any) -> Any:
         return not isinstance(value, (tuple, list, Mapping))
 
     return add_hook_to_module
+
+
+@cache
+def _is_known(method: Any) -> bool:
+    """Whether a method is accelerate's, perhaps inside of replacements of this package."""
+    known = (__name__.partition(".")[0], "accelerate", "torch")
+    while method is not None:
+        # ``functools.wraps`` copies the name of the module, but not the globals.
+        if method.__globals__["__name__"].partition(".")[0] not in known:
+            return False
+        method = getattr(method, "__wrapped__", None)
+    return True
 
 
 @cache

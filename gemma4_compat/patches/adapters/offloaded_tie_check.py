@@ -1,0 +1,95 @@
+"""Merging an adapter unties offloaded embeddings.
+
+After a merge PEFT looks whether input and output embeddings are still one tensor.  It compares
+their data pointers, and where they differ it sets ``tie_word_embeddings=False`` in the model's
+config.  An offloaded weight is on meta and has no data pointer.  So a split model is said to be
+untied by every merge.  What it saves holds the weight once, and is loaded again with a random head.
+
+The fix compares the values where one of the two is offloaded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook
+from .._code import mentions
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="offloaded_tie_check",
+    symptom=(
+        "merge_and_unload() with embed_tokens or lm_head offloaded, then save_pretrained: loaded "
+        "again, lm_head.weight is newly initialized"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.19"),),
+    changes=(
+        "merge_and_unload compares the values of offloaded input and output embeddings before it "
+        "sets tie_word_embeddings=False."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+
+@PATCH.probe
+def pointers_are_compared() -> Finding:
+    """Look whether PEFT still compares data pointers."""
+    import inspect
+
+    from peft.tuners.tuners_utils import BaseTuner
+
+    code = inspect.unwrap(BaseTuner._unload_and_optionally_merge).__code__
+    if mentions(code, "data_ptr"):
+        return broken()
+    return fixed("merging does not compare data pointers")
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Any) -> Any:
+    @wraps(original)
+    def _unload_and_optionally_merge(
+        self: Any, merge: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        model = self.model
+        if not (merge and _has_offloaded_end(model)):
+            return original(self, merge, *args, **kwargs)
+        # Without output embeddings there is no comparison.
+        with shadowed(model, get_output_embeddings=lambda: None):
+            result = original(self, merge, *args, **kwargs)
+        if getattr(model.config, "tie_word_embeddings", False) and not _ends_are_equal(model):
+            model.config.tie_word_embeddings = False
+            warnings.warn(
+                "Input and output embeddings are no longer tied after merging. Setting "
+                "`tie_word_embeddings=False` in the model config.",
+                stacklevel=2,
+            )
+        return result
+
+    return _unload_and_optionally_merge
+
+
+def _ends(model: Any) -> list[Any]:
+    try:
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    except (AttributeError, NotImplementedError):
+        return []
+    return [] if None in ends else ends
+
+
+def _has_offloaded_end(model: Any) -> bool:
+    return any(offload_hook(module) is not None for end in _ends(model) for module in end.modules())
+
+
+def _ends_are_equal(model: Any) -> bool:
+    import torch
+
+    one, other = (_weight(end) for end in _ends(model))
+    return bool(torch.equal(one, other.to(one.device)))
+
+
+def _weight(module: Any) -> Any:
+    hook = offload_hook(module)
+    return hook.weights_map["weight"] if module.weight.is_meta and hook else module.weight.detach()
