@@ -225,7 +225,7 @@ def _computed(folder):
     """A 4-bit model of which a part is offloaded, with an adapter, saved and loaded again."""
     from peft import PeftModel
 
-    from gemma4_compat.demo.checkpoint import build_adapter, build_checkpoint
+    from gemma4_compat.tiny import build_adapter, build_checkpoint
     from tests.support import load_model, logits, split
     from tests.test_neighbours import digest, digests
 

@@ -11,7 +11,7 @@ from tests.support import assert_same, load_model, logits, split
 EMBEDDINGS = "model.language_model.embed_tokens"
 MAPS = {
     "embed_tokens": {EMBEDDINGS: "disk", "": "cpu"},
-    "lm_head": {EMBEDDINGS: "disk", "lm_head": "disk", "": "cpu"},
+    "lm_head": {"lm_head": "disk", "": "cpu"},
 }
 
 
@@ -29,8 +29,13 @@ def offload(model_dir, folder, target):
     return model
 
 
-@pytest.mark.regression("offloaded_adapter_embeddings", r"Cannot copy out of meta tensor")
-@pytest.mark.parametrize("target", MAPS)
+REGRESSION = pytest.mark.regression(
+    "offloaded_adapter_embeddings", r"Cannot copy out of meta tensor"
+)
+
+
+# Without offloaded_pad_embedding no forward runs with embed_tokens offloaded.
+@pytest.mark.parametrize("target", [pytest.param("lm_head", marks=REGRESSION), "embed_tokens"])
 def test_saved_files_are_those_of_the_whole_model(model_dir, target, tmp_path):
     adapted(load_model(model_dir), target).save_pretrained(tmp_path / "one")
     model = adapted(offload(model_dir, tmp_path / "offload", target), target)
