@@ -242,7 +242,7 @@ class Bases:
     """
 
     def __init__(self, folder):
-        from gemma4_compat.demo.checkpoint import build_checkpoint
+        from gemma4_compat.tiny import build_checkpoint
 
         self.path = build_checkpoint(folder / "model")
         self.folder = folder
@@ -300,7 +300,7 @@ class Model:
         self.hooks = _offload_hooks(base)
 
     def inputs(self, labels=False):
-        from gemma4_compat.demo.checkpoint import image_inputs, text_inputs
+        from gemma4_compat.tiny import image_inputs, text_inputs
 
         make = image_inputs if self.row.place in IMAGE else text_inputs
         inputs = make(self.base.config)

@@ -171,3 +171,26 @@ assert len(anew.status()) > 0
 """
     result = python("-W", "error", "-c", code)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_probes_draw_no_random_numbers():
+    """``set_seed`` before the first import of PEFT means what it meant."""
+    pytest.importorskip("peft")
+    code = """
+import gemma4_compat, torch
+torch.manual_seed(0)
+gemma4_compat.status(import_targets=True)
+print(torch.rand(1).item())
+"""
+    found, expected = (python("-W", "ignore", "-c", code, GEMMA4_COMPAT=on) for on in ("1", "0"))
+    assert found.returncode == expected.returncode == 0, found.stderr + expected.stderr
+    lines = [each.stdout.splitlines()[-1] for each in (found, expected)]
+    assert lines == [str(torch_rand())] * 2
+
+
+def torch_rand():
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return torch.rand(1).item()

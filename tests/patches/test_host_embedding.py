@@ -12,7 +12,7 @@ from torch import nn
 
 import gemma4_compat
 from gemma4_compat.tiny import text_inputs
-from tests.support import assert_same, load_model, logits
+from tests.support import assert_same, load_model, logits, split
 
 PLE = "model.language_model.embed_tokens_per_layer"
 TOKENS = "model.language_model.embed_tokens"
@@ -313,3 +313,15 @@ def test_natural_map(model_dir):
     model = load_model(model_dir, None, {PLE: "cpu", "": 0})
     assert_same(logits(model), expected)
     assert table(model).weight.is_meta
+
+
+def test_forward_that_raises_leaves_the_weight_at_rest(model_dir, tmp_path):
+    """accelerate does not call ``post_forward`` then."""
+    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    expected = logits(model)
+    with pytest.raises((IndexError, RuntimeError)):
+        table(model)(torch.tensor([[10**6]]))
+    assert type(table(model).weight) is torch.nn.Parameter
+    assert table(model).weight.is_meta
+    assert_same(logits(model), expected)
+    assert_same(logits(copy.deepcopy(model)), expected)

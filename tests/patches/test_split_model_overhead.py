@@ -168,3 +168,32 @@ def test_the_execution_device_may_change():
     module._hf_hook.execution_device = torch.device("meta")
     (received,), _ = module(torch.ones(1))
     assert received.is_meta
+
+
+def test_replaced_methods_of_hooks_are_called(monkeypatch):
+    """Of one hook, and of all of them."""
+    seen = []
+    module = hooked(CPU)
+    original = module._hf_hook.pre_forward
+
+    def of_one(*args, **kwargs):
+        seen.append("one")
+        return original(*args, **kwargs)
+
+    module._hf_hook.pre_forward = of_one
+    module(torch.ones(1))
+    assert seen == ["one"]
+    other = hooked(CPU)
+    other(torch.ones(1))
+    of_all = AlignDevicesHook.post_forward
+
+    def post_forward(self, *args, **kwargs):
+        seen.append("all")
+        return of_all(self, *args, **kwargs)
+
+    monkeypatch.setattr(AlignDevicesHook, "post_forward", post_forward)
+    other(torch.ones(1))
+    assert seen == ["one", "all"]
+    monkeypatch.undo()
+    other(torch.ones(1))
+    assert seen == ["one", "all"]

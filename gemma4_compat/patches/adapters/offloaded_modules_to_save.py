@@ -44,18 +44,18 @@ PATCH = Patch(
 
 
 @PATCH.probe
-def copy_is_on_meta() -> Finding:
-    """Wrap a tiny offloaded module, and see where its copy is."""
-    import torch
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+def copy_is_deep() -> Finding:
+    """Look whether a module is still copied as it is.  (A copy would leave its mark on classes.)"""
+    import inspect
+
     from peft.utils.other import ModulesToSaveWrapper
 
-    module = torch.nn.Linear(1, 1)
-    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True))
-    copies = getattr(ModulesToSaveWrapper(module, "default"), "modules_to_save", None)
-    if copies is None:
-        return drifted("ModulesToSaveWrapper has no modules_to_save")
-    return broken() if copies["default"].weight.is_meta else fixed("PEFT copies the weights")
+    code = getattr(inspect.unwrap(ModulesToSaveWrapper.update), "__code__", None)
+    if code is None or "deepcopy" not in code.co_names:
+        return drifted("ModulesToSaveWrapper.update makes no deep copy")
+    if {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names):
+        return fixed("ModulesToSaveWrapper loads the module that it copies")
+    return broken()
 
 
 @PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.update")

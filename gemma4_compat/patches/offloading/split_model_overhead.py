@@ -15,6 +15,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from functools import cache, partial, update_wrapper, wraps
 from typing import Any
+from weakref import ref
 
 from ...engine import Finding, Patch, broken, fixed
 
@@ -29,7 +30,6 @@ PATCH = Patch(
     ends="not fixed upstream as of accelerate 1.15.0",
 )
 
-_METHODS = {"pre_forward", "post_forward"}
 #: What ``send_to_device`` hands on as it is.
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -61,18 +61,16 @@ def add_hook_to_module(original: Any) -> Any:
             module.forward = update_wrapper(partial(forward, module, hooked), module._old_forward)
         return module
 
+    methods_are_known = _Known(AlignDevicesHook, "pre_forward", "post_forward")
+
     def idle(hook: Any) -> bool:
-        if (
-            type(hook) is not AlignDevicesHook
-            or hook.offload
-            or hook.io_same_device
-            or hook.no_grad
-        ):
+        if type(hook) is not AlignDevicesHook:
+            return False
+        if hook.offload or hook.io_same_device or hook.no_grad:
             return False
         # Somebody may have replaced what the hook does.
-        return not _METHODS & vars(hook).keys() and (
-            _is_known(AlignDevicesHook.pre_forward) and _is_known(AlignDevicesHook.post_forward)
-        )
+        own = hook.__dict__
+        return not ("pre_forward" in own or "post_forward" in own) and bool(methods_are_known)
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
         hook = module._hf_hook  # somebody may have changed it since
@@ -104,15 +102,38 @@ def add_hook_to_module(original: Any) -> Any:
     return add_hook_to_module
 
 
-@cache
-def _is_known(method: Any) -> bool:
-    """Whether a method is accelerate's, perhaps inside of replacements of this package."""
+class _Known:
+    """Whether methods of a class are accelerate's, perhaps in replacements of this package.
+
+    It keeps no reference to them: others may take theirs back.
+    """
+
+    def __init__(self, owner: type, *names: str) -> None:
+        self.owner, self.names = owner, names
+        self.asked: list[Any] = []
+        self.answer = False
+
+    def __bool__(self) -> bool:
+        owner = self.owner
+        for name, method in self.asked:
+            if getattr(owner, name) is not method():
+                break
+        else:
+            if self.asked:
+                return self.answer
+        methods = [getattr(owner, name) for name in self.names]
+        self.asked = [(name, ref(method)) for name, method in zip(self.names, methods, strict=True)]
+        self.answer = all(_is_known(method) for method in methods)
+        return self.answer
+
+
+def _is_known(function: Any) -> bool:
     known = (__name__.partition(".")[0], "accelerate", "torch")
-    while method is not None:
+    while function is not None:
         # ``functools.wraps`` copies the name of the module, but not the globals.
-        if method.__globals__["__name__"].partition(".")[0] not in known:
+        if function.__globals__["__name__"].partition(".")[0] not in known:
             return False
-        method = getattr(method, "__wrapped__", None)
+        function = getattr(function, "__wrapped__", None)
     return True
 
 
