@@ -42,6 +42,19 @@ def test_logits_are_those_of_the_whole_model(model_dir, ends, size, tmp_path):
     assert_same(logits(load_model(tmp_path / "saved"), ("text",)), expected)
 
 
+@pytest.mark.parametrize("ends", list(ENDS))
+def test_ends_that_are_tied_again(model_dir, ends, tmp_path):
+    expected = logits(load_model(model_dir), ("text",))
+    device_map = {**dict.fromkeys(ENDS[ends], "disk"), "": "cpu"}
+    model = split(load_model(model_dir), tmp_path / "offload", device_map)
+    logits(model, ("text",))  # until the first forward they are one tensor
+    before = offloaded(model)
+    model.tie_weights()
+    assert offloaded(model) == before
+    for _ in range(2):
+        assert_same(logits(model, ("text",)), expected)
+
+
 def test_new_tokens_of_another_model(llama_dir, tmp_path):
     """The rows of tokens that are added are looked up where the new weight rests."""
     from accelerate import dispatch_model

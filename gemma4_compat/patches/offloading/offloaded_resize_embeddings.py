@@ -1,15 +1,20 @@
-"""Offloaded embeddings cannot be resized.
+"""Offloaded embeddings cannot be resized, or tied again.
 
 ``resize_token_embeddings`` makes a larger or smaller weight, and copies the old rows into it.  The
 weight of offloaded embeddings is on meta, so no row is copied, and the new weight is on meta, too.
 accelerate's hook still has the old weight, and the next forward fails, because the shapes differ.
 
-The fix loads offloaded embeddings, and an offloaded head, while they are resized.  Their hooks load
-the new weights from then on.
+``tie_weights``, which ends a resize and may be called at any time, makes the weight of the head the
+one of the embeddings.  If these are offloaded, the head is on meta, and no hook loads it.
+
+The fix loads offloaded embeddings, and an offloaded head, while they are resized or tied.  Their
+hooks load the new weights from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -24,8 +29,8 @@ PATCH = Patch(
     ),
     affects=(("transformers>=5.5", "accelerate>=1.10"),),
     changes=(
-        "resize_token_embeddings loads offloaded embeddings while it resizes them, and gives the "
-        "new weights to their accelerate hooks."
+        "resize_token_embeddings and tie_weights load offloaded embeddings while they run, and the "
+        "accelerate hooks of resized embeddings get the new weights."
     ),
     ends="not fixed upstream as of transformers 5.23.0",
 )
@@ -52,19 +57,20 @@ def resize_token_embeddings(original: Any) -> Any:
 
     @wraps(original)
     def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ends = (self.get_input_embeddings, self.get_output_embeddings)
-        loaded = [(end, onload(end())) for end in ends if end() is not None]
-        resized = False
-        try:
-            result = original(self, *args, **kwargs)
-            resized = True
-        finally:
-            for end, hook in loaded:
-                if hook is not None:
-                    offload(end(), hook, keep_changes=resized)  # a new head has the old one's hook
-        return result
+        with _onloaded_ends(self, keep_changes=True):
+            return original(self, *args, **kwargs)
 
     return resize_token_embeddings
+
+
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.tie_weights")
+def tie_weights(original: Any) -> Any:
+    @wraps(original)
+    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _onloaded_ends(self):
+            return original(self, *args, **kwargs)
+
+    return tie_weights
 
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._get_resized_embeddings")
@@ -77,3 +83,24 @@ def get_resized_embeddings(original: Any) -> Any:
             return original(self, old_embeddings, *args, **kwargs)
 
     return _get_resized_embeddings
+
+
+@contextmanager
+def _onloaded_ends(model: Any, *, keep_changes: bool = False) -> Iterator[None]:
+    """Have input and output embeddings loaded; others may be in their place after the block."""
+    loaded = []
+    for end in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            module = end()
+        except (AttributeError, NotImplementedError):  # a model without token embeddings
+            continue
+        hook = None if module is None else onload(module)
+        if hook is not None:
+            loaded.append((end, hook))
+    completed = False
+    try:
+        yield
+        completed = True
+    finally:
+        for end, hook in loaded:
+            offload(end(), hook, keep_changes=keep_changes and completed)
