@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.patches.offloading import offload_streaming
+from gemma4_compat.patches import _streaming
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits
 
@@ -22,7 +22,7 @@ FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
 @pytest.fixture
 def cpu_streams(monkeypatch):
     """Blocks are copied from the CPU to the CPU: all but streams and page-locking is the same."""
-    monkeypatch.setattr(offload_streaming, "STREAMED_TO", ("cpu", "cuda"))
+    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
 
 
 def offloaded(model, folder=None):
@@ -33,18 +33,18 @@ def offloaded(model, folder=None):
 
 def dispatches():
     gc.collect()
-    return list(offload_streaming._DISPATCHES.values())
+    return list(_streaming.dispatches.values())
 
 
 def layers_of(model, module=f"{FIRST}self_attn.q_proj"):
     module = model.get_submodule(module)
     hook = getattr(module, "base_layer", module)._hf_hook
     parts = (vars(each).get("_streamed_part") for each in getattr(hook, "hooks", [hook]))
-    return next(part.layer.layers for part in parts if part is not None)
+    return next(part.layer.dispatch for part in parts if part is not None)
 
 
 def on_device(model):
-    return [name for name, layer in layers_of(model).layers.items() if layer.there]
+    return [name for name, layer in layers_of(model).layers.items() if layer.on_device]
 
 
 def left_over(model):

@@ -16,17 +16,12 @@ none after a forward.  A module whose tensors somebody replaced is loaded as acc
 
 from __future__ import annotations
 
-import copy
-import logging
-import weakref
-from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._shadow import shadowed
-
-logger = logging.getLogger(__name__)
+from .._streaming import add, part_of
 
 PATCH = Patch(
     name="offload_streaming",
@@ -39,15 +34,6 @@ PATCH = Patch(
     ends="not fixed upstream as of accelerate 1.15.0",
     requires=("quant_state_offload",),
 )
-
-#: Kinds of devices that copy from page-locked memory by themselves.
-STREAMED_TO = ("cuda",)
-
-#: Where the tensors of a block begin, in bytes: as PyTorch's allocator aligns them.
-_ALIGNMENT = 512
-
-_PART = "_streamed_part"  # a hook's attribute
-_ITSELF = ""
 
 
 @PATCH.probe
@@ -68,13 +54,7 @@ def align_devices_hook_init_hook(original: Any) -> Any:
     @wraps(original)
     def init_hook(self: Any, module: Any) -> Any:
         module = original(self, module)
-        tensors = getattr(self.weights_map, "dataset", None)
-        tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
-        if self.offload and not self.place_submodules and isinstance(tensors, dict):
-            layers = _DISPATCHES.get(id(tensors))
-            if layers is None:
-                layers = _DISPATCHES[id(tensors)] = _Layers(tensors)
-            layers.add(self, module)
+        add(self, module)
         return module
 
     return init_hook
@@ -86,7 +66,7 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
 
     @wraps(original)
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        part = vars(self).get(_PART) if self.offload else None
+        part = part_of(self)
         if part is None or torch.compiler.is_compiling() or not part.place(self, module):
             return original(self, module, *args, **kwargs)
         self.tied_pointers_to_remove = set()
@@ -100,322 +80,10 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
 def align_devices_hook_post_forward(original: Any) -> Any:
     @wraps(original)
     def post_forward(self: Any, module: Any, output: Any) -> Any:
-        part = vars(self).get(_PART) if self.offload else None
+        part = part_of(self)
         if part is None or not part.put_back(module):
             return original(self, module, output)
         with shadowed(self, offload=False):
             return original(self, module, output)
 
     return post_forward
-
-
-class _NotCopied:
-    """Neither copied nor pickled with a model: accelerate streams the copy."""
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-class _Layers(_NotCopied):
-    """The layers of one dispatch."""
-
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors  # what is offloaded, by name
-        self.layers: dict[str, _Layer] = {}
-        self.current: _Layer | None = None
-        self.ahead: _Layer | None = None
-
-    def add(self, hook: Any, module: Any) -> None:
-        """Note an offloaded module, if it is in a layer: ``layers.3`` of ``layers.3.mlp.norm``."""
-        names = hook.weights_map.prefix.rstrip(".").split(".")
-        number = next((i for i, name in enumerate(names) if name.isdigit()), None)
-        if number is None:
-            return
-        stack, layer = ".".join(names[:number]), ".".join(names[: number + 1])
-        if layer not in self.layers:
-            before = next(reversed(self.layers.values()), None)
-            self.layers[layer] = _Layer(self, stack)
-            if before is not None and before.stack == stack:
-                before.following = self.layers[layer]
-        part = _Part(self.layers[layer], hook, module)
-        self.layers[layer].parts.append(part)
-        setattr(hook, _PART, part)
-
-    def enter(self, layer: _Layer) -> None:
-        """Have a layer on its device, and none but the next one beside it.
-
-        While a graph is recorded nothing is sent ahead: checkpointing runs layers backwards.
-        """
-        import torch
-
-        if layer is self.current:
-            return
-        for other in (self.current, self.ahead):
-            if other is not None and other is not layer:
-                other.release()
-        self.current, self.ahead = layer, None
-        layer.send()
-        layer.wait()
-        if layer.following is not None and not torch.is_grad_enabled():
-            self.ahead = layer.following
-            self.ahead.send()
-
-    def leave(self, layer: _Layer) -> None:
-        """All that is in the layer had its turn."""
-        layer.release()
-        if layer is self.current:
-            self.current = None
-
-
-#: By the identity of their dict of tensors, which they keep alive.
-_DISPATCHES: weakref.WeakValueDictionary[int, _Layers] = weakref.WeakValueDictionary()
-
-
-class _Layer(_NotCopied):
-    """What is offloaded of one layer, as one block of memory."""
-
-    def __init__(self, layers: _Layers, stack: str) -> None:
-        self.layers, self.stack = layers, stack
-        self.following: _Layer | None = None
-        self.parts: list[_Part] = []
-        self.laid_out = False
-        self.host: Any = None  # uint8, page-locked
-        self.device: Any = None
-        self.dtypes: set[Any] = set()
-        self.there: dict[Any, Any] = {}  # the block on the device, seen as each dtype
-        self.copied: Any = None  # the event of a copy that nothing has waited for
-        self.owner: Any = None  # the stream that the block's memory belongs to
-        self.waiting: set[_Part] = set()  # had no turn since the block was sent
-
-    def lay_out(self) -> None:
-        """Once, before the first forward: choose the modules that take part, move their tensors."""
-        import torch
-
-        self.laid_out = True
-        device = torch.device(self.parts[0].hook.execution_device)
-        if device.type not in STREAMED_TO:
-            return
-        pieces = [piece for part in self.parts for piece in part.collect(device)]
-        if not any(part.states for part in self.parts if part.pieces):
-            for part in self.parts:
-                part.pieces = {}
-            return
-        size = 0
-        for piece in pieces:
-            piece.start = size
-            size += -(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.device, self.host = device, _page_locked(size)
-        self.dtypes = {piece.host.dtype for piece in pieces}
-        for part in self.parts:
-            part.move_to(self.seen(self.host))
-
-    def seen(self, block: Any) -> dict[Any, Any]:
-        return {dtype: block.view(dtype) for dtype in self.dtypes}
-
-    def send(self) -> None:
-        """Start copying the block, unless it is there or on its way."""
-        import torch
-
-        if not self.laid_out:
-            self.lay_out()
-        if self.there or self.host is None:
-            return
-        # Sent ahead in inference mode, it may still be needed by a forward that records a graph.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            block = torch.empty_like(self.host, device=self.device)
-            if self.device.type == "cuda":
-                copying = _copying_stream(self.device)
-                # Until then this memory belongs to what was computed with it before.
-                self.owner = torch.cuda.current_stream(self.device)
-                copying.wait_stream(self.owner)
-                with torch.cuda.stream(copying):
-                    block.copy_(self.host, non_blocking=True)
-                    self.copied = copying.record_event()
-            else:
-                block.copy_(self.host)
-            self.there = self.seen(block)
-        self.waiting = {part for part in self.parts if part.pieces}
-
-    def wait(self) -> None:
-        """Have the stream that computes wait for the copy."""
-        import torch
-
-        if self.copied is None:
-            return
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(self.copied)
-        if computing != self.owner:
-            for block in self.there.values():
-                block.record_stream(computing)
-        self.copied = None
-
-    def release(self) -> None:
-        """Give the block's memory back to the stream that computes; a graph may still hold it."""
-        self.wait()
-        self.there = {}
-
-    def had_its_turn(self, part: _Part) -> None:
-        self.waiting.discard(part)
-        if not self.waiting:
-            self.layers.leave(self)
-
-
-@dataclass(eq=False)
-class _Piece:
-    """One tensor of a block."""
-
-    host: Any
-    start: int = 0  # bytes
-
-    def seen_in(self, block: dict[Any, Any]) -> Any:
-        offset = self.start // self.host.element_size()
-        return block[self.host.dtype].as_strided(self.host.shape, self.host.stride(), offset)
-
-
-class _Part(_NotCopied):
-    """One offloaded module of a layer."""
-
-    def __init__(self, layer: _Layer, hook: Any, module: Any) -> None:
-        self.layer, self.hook, self.module = layer, hook, module
-        self.weights_map, self.prefix = hook.weights_map, hook.weights_map.prefix
-        self.host_tensors = layer.layers.tensors
-        #: By parameter, then "" for itself, "absmax", "state2.code"... for its quant state.
-        self.pieces: dict[str, dict[str, _Piece]] = {}
-        self.resting: dict[str, Any] = {}  # the parameters on meta
-        self.states: dict[str, Any] = {}  # their quant states
-        self.placed: dict[str, Any] = {}  # what the module has in their place
-
-    def collect(self, device: Any) -> list[_Piece]:
-        """The module's tensors; none where anything about them is out of the ordinary."""
-        import torch
-
-        hook, own = self.hook, self.module._parameters
-        if hook.offload_buffers or hook.tied_params_names:
-            return []
-        if torch.device(hook.execution_device) != device:
-            return []
-        self.resting = {name: own[name] for name in own if own[name] is not None}
-        pieces = {}
-        for name, parameter in self.resting.items():
-            host: Any = self.host_tensors.get(self.prefix + name)
-            tensors = {_ITSELF: host}
-            if type(parameter).__name__ == "Params4bit" and parameter.quant_state is not None:
-                self.states[name] = parameter.quant_state
-                tensors.update(_tensors(parameter.quant_state))
-            elif type(parameter) is not torch.nn.Parameter:
-                return []
-            if not all(t is not None and t.is_cpu and t.is_contiguous() for t in tensors.values()):
-                return []
-            if not parameter.is_meta or host.dtype != parameter.dtype:
-                return []
-            pieces[name] = {where: _Piece(tensor) for where, tensor in tensors.items()}
-        self.pieces = pieces
-        return [piece for each in pieces.values() for piece in each.values()]
-
-    def move_to(self, block: dict[Any, Any]) -> None:
-        """What is in the block is from now on the host's only copy of the weights."""
-        for name, pieces in self.pieces.items():
-            for piece in pieces.values():
-                piece.host = piece.seen_in(block).copy_(piece.host)
-            self.host_tensors[self.prefix + name] = pieces[_ITSELF].host
-
-    def place(self, hook: Any, module: Any) -> bool:
-        """Give the module its parameters on the device; ``False`` if that is not for us to do."""
-        if not self.layer.laid_out:
-            self.layer.lay_out()
-        self.put_back(module)  # after a forward that raised
-        if not self.pieces or not self.is_unchanged(hook, module):
-            return False
-        self.layer.layers.enter(self.layer)
-        for name, pieces in self.pieces.items():
-            tensors = {where: piece.seen_in(self.layer.there) for where, piece in pieces.items()}
-            self.placed[name] = _like(self.resting[name], tensors.pop(_ITSELF))
-            if tensors:
-                self.placed[name].quant_state = _state_with(self.states[name], tensors)
-        module._parameters.update(self.placed)
-        return True
-
-    def is_unchanged(self, hook: Any, module: Any) -> bool:
-        own = module._parameters
-        return (
-            hook is self.hook
-            and hook.weights_map is self.weights_map
-            and all(own.get(name) is resting for name, resting in self.resting.items())
-            and all(self.resting[n].quant_state is state for n, state in self.states.items())
-            and all(
-                self.resting[name].dtype == pieces[_ITSELF].host.dtype
-                and self.host_tensors.get(self.prefix + name) is pieces[_ITSELF].host
-                for name, pieces in self.pieces.items()
-            )
-        )
-
-    def put_back(self, module: Any) -> bool:
-        """Give the module its meta parameters, unless somebody gave it others meanwhile."""
-        placed, self.placed = self.placed, {}
-        if not placed:
-            return False
-        self.layer.had_its_turn(self)
-        if any(module._parameters.get(name) is not parameter for name, parameter in placed.items()):
-            return False
-        module._parameters.update(self.resting)
-        return True
-
-
-def _tensors(quant_state: Any) -> dict[str, Any]:
-    """The tensors of a quant state."""
-    found = {"absmax": quant_state.absmax, "code": quant_state.code}
-    if quant_state.nested:
-        found["offset"] = quant_state.offset
-        found["state2.absmax"] = quant_state.state2.absmax
-        found["state2.code"] = quant_state.state2.code
-    return found
-
-
-def _state_with(quant_state: Any, tensors: dict[str, Any]) -> Any:
-    """A quant state of its own with other tensors."""
-    state = copy.copy(quant_state)
-    if state.nested:
-        state.state2 = copy.copy(state.state2)
-    for name, tensor in tensors.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(state.state2 if path else state, attribute, tensor)
-    return state
-
-
-def _like(parameter: Any, data: Any) -> Any:
-    """A parameter of the same class and with the same attributes."""
-    import torch
-
-    new = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    vars(new).update(vars(parameter))
-    return new
-
-
-def _page_locked(size: int) -> Any:
-    """``size`` bytes on the host; PyTorch itself would lock a power of 2."""
-    import torch
-
-    memory = torch.empty(size, dtype=torch.uint8)
-    if torch.cuda.is_available():
-        cuda = torch.cuda.cudart()
-        if int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-            finalizer = weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
-            finalizer.atexit = False
-        else:
-            _say_pageable()
-    return memory
-
-
-@cache
-def _say_pageable() -> None:
-    logger.warning(
-        "host memory for offloaded 4-bit layers cannot be page-locked: they are streamed from "
-        "pageable memory, which is slower"
-    )
-
-
-@cache
-def _copying_stream(device: Any) -> Any:
-    import torch
-
-    return torch.cuda.Stream(device)
