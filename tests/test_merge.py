@@ -659,8 +659,11 @@ def test_writing_fails(model_dir, language_adapter_dir, work):
 def stopped_by(number, arguments, work):
     """A merge in another process that gets a signal while its weights are written."""
     program = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "from pathlib import Path\n"
+        # Tests that run in the background may have been started with signals ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "from gemma4_compat import merge\n"
         "def progress(line):\n"
         "    if line.startswith('reading it back'):\n"

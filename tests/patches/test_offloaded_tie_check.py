@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+import gemma4_compat
 from tests.support import assert_same, load_model, logits, split
 
 MAPS = {
@@ -44,6 +45,8 @@ def test_merged_model_stays_tied(model_dir, places, tmp_path):
 def test_ends_that_differ_are_untied(model_dir, tmp_path):
     from peft import LoraConfig, get_peft_model
 
+    if gemma4_compat.status()["offloaded_tie_check"].state == "unaffected":
+        pytest.skip("PEFT unties nothing before 0.19")
     model = split(load_model(model_dir), tmp_path / "offload", MAPS["embed_tokens"])
     logits(model, ("text",))
     config = LoraConfig(target_modules=["embed_tokens"], init_lora_weights=False)
