@@ -30,6 +30,13 @@ def divided(model_dir, tmp_path):
     return split(load_model(model_dir), tmp_path)
 
 
+@pytest.fixture
+def begins_on_meta(divided):
+    """In transformers 5.5 the first module is the language model, which is not offloaded here."""
+    if not next(divided.parameters()).is_meta:
+        pytest.skip("the first parameter of this release's model is not offloaded")
+
+
 @pytest.mark.regression("split_model_device", r"the device is meta")
 def test_device(divided):
     parts = {
@@ -45,6 +52,7 @@ def test_device(divided):
     assert divided.device == gemma4_compat.input_device(divided)
 
 
+@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_inputs_brought_to_the_device(whole, divided):
     """As the model cards have it; twice, for the hooks send the weights back."""
@@ -56,6 +64,7 @@ def test_inputs_brought_to_the_device(whole, divided):
                 assert torch.equal(tokens(divided, inputs), tokens(whole, inputs))
 
 
+@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_prompt_lookup(whole, divided):
     for _ in range(2):
@@ -63,6 +72,7 @@ def test_prompt_lookup(whole, divided):
         assert torch.equal(found, tokens(whole, prompt_lookup_num_tokens=3))
 
 
+@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 @pytest.mark.parametrize("side", ["main", "assistant"])
 def test_assisted_generation(whole, divided, model_dir, side):
@@ -74,6 +84,7 @@ def test_assisted_generation(whole, divided, model_dir, side):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_generate_without_inputs(whole, divided):
     assert torch.equal(tokens(divided, {}), tokens(whole, {}))
