@@ -13,7 +13,6 @@ those in the wild are; the minority saved as ``...q_proj.lora_A...`` is renamed 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from functools import wraps
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from .._clippable import inner_keys, matching_inner, resolving, wrappers
 from .._code import mentions
-from .._shadow import shadowed
+from .._native_names import loading_with
 
 PATCH = Patch(
     name="clippable_linear",
@@ -106,22 +105,17 @@ def load_adapter(original: Any) -> Any:
         wrapped = wrappers(self)
         if not wrapped:
             return original(self, *args, **kwargs)
-        load = self._load_pretrained_model
-
-        @wraps(load)
-        def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
-            from transformers.core_model_loading import WeightRenaming
-
-            either = "|".join(map(re.escape, wrapped))
-            # A copy in modules_to_save has the parts of its original.
-            own = {"modules_to_save"}.union(*wrapped.values())
-            parts = "|".join(sorted(own))
-            inner = WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")
-            mapping = [*(load_config.weight_mapping or ()), inner]
-            load_config = dataclasses.replace(load_config, weight_mapping=mapping)
-            return load(*args, load_config=load_config, **kwargs)
-
-        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+        with loading_with(self, lambda: [_inner_names(wrapped)]):
             return original(self, *args, **kwargs)
 
     return load_adapter
+
+
+def _inner_names(wrapped: Any) -> Any:
+    from transformers.core_model_loading import WeightRenaming
+
+    either = "|".join(map(re.escape, wrapped))
+    # A copy in modules_to_save has the parts of its original.
+    own = {"modules_to_save"}.union(*wrapped.values())
+    parts = "|".join(sorted(own))
+    return WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")

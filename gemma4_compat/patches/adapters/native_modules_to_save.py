@@ -10,7 +10,6 @@ The fix renames the tensors as PEFT does.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from functools import wraps
@@ -18,7 +17,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import mentions
-from .._shadow import shadowed
+from .._native_names import loading_with
 
 PATCH = Patch(
     name="native_modules_to_save",
@@ -54,17 +53,7 @@ def load_adapter(original: Any) -> Any:
     def load_adapter(
         self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        load = self._load_pretrained_model
-
-        @wraps(load)
-        def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
-            # The wrappers are in the model by now.
-            names = _renamed(self, adapter_name or "default")
-            mapping = [*(load_config.weight_mapping or ()), *names]
-            load_config = dataclasses.replace(load_config, weight_mapping=mapping)
-            return load(*args, load_config=load_config, **kwargs)
-
-        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+        with loading_with(self, lambda: _renamed(self, adapter_name or "default")):
             return original(self, peft_model_id, adapter_name, *args, **kwargs)
 
     return load_adapter
