@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..engine.gate import holds
 from ..errors import InputError
-from ..model.files import Entry, Header, read_header, read_json
+from ..model.files import Entry, Header, read_adapter_config, read_header
 from ..model.parts import TOWERS, is_shared_kv, tower_of
 from . import _text
 from .targets import Looked, look_at, lora_parameters, matching, wrappers_need_patch
@@ -25,20 +24,6 @@ from .targets import Looked, look_at, lora_parameters, matching, wrappers_need_p
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
-#: of the entries of the config that are used: their types, and those of what is in them
-_CONFIG_KINDS: dict[str, tuple[type | tuple[type, ...], type]] = {
-    "peft_type": (str, str),
-    "base_model_name_or_path": (str, str),
-    "r": (int, int),
-    "lora_alpha": ((int, float), int),
-    "rank_pattern": (dict, int),
-    "target_modules": ((str, list), str),
-    "target_parameters": ((str, list), str),
-    "exclude_modules": ((str, list), str),
-    "modules_to_save": (list, str),
-    "layers_to_transform": ((int, list), int),
-    "layers_pattern": ((str, list), str),
-}
 #: what the names of a method's tensors start with
 _METHODS = {
     "lora_": "LoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "boft_": "BOFT",
@@ -219,26 +204,13 @@ def _files(path: Path) -> tuple[Path, dict[str, Any]]:
             raise InputError(f"{path}: no {WEIGHTS}{_instead(path)}")
         if not config.is_file():
             raise InputError(f"{path}: no {CONFIG}, which PEFT needs")
-        return file, _read_config(config)
+        return file, read_adapter_config(config)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if path.suffix in (".bin", ".pt", ".pth"):
         raise InputError(f"{path}: a pickle, which is not read; only safetensors are")
     config = path.parent / CONFIG
-    return path, _read_config(config) if config.is_file() else {}
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    """Its content; what is used of it is of the kind that PEFT writes."""
-    config = read_json(file)
-    for name, (kinds, inside) in _CONFIG_KINDS.items():
-        value = config.get(name)
-        held: Iterable[Any] = value.values() if isinstance(value, dict) else ()
-        held = value if isinstance(value, list) else held
-        wrong = not isinstance(value, kinds) or not all(isinstance(each, inside) for each in held)
-        if value is not None and wrong:
-            raise InputError(f"{file}: {name} cannot be {json.dumps(value)[:40]}")
-    return config
+    return path, read_adapter_config(config) if config.is_file() else {}
 
 
 def _instead(folder: Path) -> str:
@@ -377,7 +349,8 @@ def _other_ranks(config: Mapping[str, Any], ranks: Iterable[int]) -> list[int]:
     rank = config.get("r")
     if rank is None or config.get("peft_type") not in ("LORA", "LOHA"):
         return []
-    return sorted(set(ranks) - {rank, *(config.get("rank_pattern") or {}).values()})
+    pattern = (config.get("rank_pattern") or {}).values()
+    return sorted(set(ranks) - {rank, *(each for each in pattern if isinstance(each, int))})
 
 
 # -- and a model ----------------------------------------------------------------------------------
