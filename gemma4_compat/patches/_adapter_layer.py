@@ -30,7 +30,11 @@ def onload_in_forward(layer: Any) -> None:
 
 
 def _before_forward(layer: Any, args: Any) -> None:
-    hook = onload(base_layer(layer), *args)  # asked anew: hooks may be removed and replaced
+    # Without inputs the hook of an embedding loads all of the weight, not the rows to look up.
+    # LoRA on a parameter replaces it, and a merged layer takes its adapter out of it.
+    unmerges = getattr(layer, "disable_adapters", False) and _merged(layer)
+    inputs = () if unmerges or hasattr(layer, "parameter_name") else args
+    hook = onload(base_layer(layer), *inputs)  # asked anew: hooks may be removed and replaced
     vars(layer).setdefault(_FORWARDS, []).append((hook, _merged(layer)))
 
 

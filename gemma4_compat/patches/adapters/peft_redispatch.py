@@ -20,12 +20,13 @@ the adapter layer's forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.hooks import offloaded_value
 from .._adapter_layer import base_layer, onload_in_forward
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
@@ -167,6 +168,26 @@ def unilora_places_tensors(original: Any) -> Any:
     return place
 
 
+@PATCH.replaces("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
+def frod_init_projections(original: Any) -> Any:
+    """FRoD decomposes the weights of all its layers, in host memory, before it makes any."""
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    @wraps(original)
+    def _init_frod_projections(self: Any, config: Any, adapter_name: str) -> Any:
+        prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
+        prepared = _maybe_include_all_linear_layers(prepared, self.model)
+        targets = (
+            module
+            for name, module in self.model.named_modules()
+            if self._check_target_module_exists(prepared, name)
+        )
+        with _weights_on_host(targets):
+            return original(self, config, adapter_name)
+
+    return _init_frod_projections
+
+
 @PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
 def onload_layer(original: Any) -> Any:
     """PEFT brings offloaded weights in for merging, but misses some hooks, and some changes.
@@ -185,6 +206,26 @@ def onload_layer(original: Any) -> Any:
         return onloaded_layer(layer)
 
     return onload_layer
+
+
+@contextmanager
+def _weights_on_host(modules: Iterable[Any]) -> Iterator[None]:
+    """Let modules have their offloaded weights, without a transfer to any device."""
+    import torch
+
+    resting = []
+    try:
+        for module in modules:
+            weight = module._parameters.get("weight")
+            if type(weight) is torch.nn.Parameter and weight.is_meta:
+                value = offloaded_value(module, "weight")
+                if value is not None:
+                    resting.append((module, weight))
+                    module._parameters["weight"] = torch.nn.Parameter(value, requires_grad=False)
+        yield
+    finally:
+        for module, weight in resting:
+            module._parameters["weight"] = weight
 
 
 def _takes_share(config: Any) -> bool:

@@ -20,6 +20,7 @@ from functools import cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook
 
 PATCH = Patch(
     name="host_embedding",
@@ -108,7 +109,8 @@ class _PutBack:
     """A forward hook.  In a pickle of the module it is one that does nothing."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        _put_back(module)
+        if offload_hook(module) is not None:  # else it is loaded for longer than its forward
+            _put_back(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")

@@ -1,0 +1,110 @@
+"""Training a 4-bit layer after bitsandbytes has repacked its weight for the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import load_model
+
+functional = pytest.importorskip("bitsandbytes.functional")
+if not getattr(functional, "has_avx512bf16", bool)():
+    pytest.skip("on this CPU nothing is repacked", allow_module_level=True)
+
+
+def layer(nested):
+    import bitsandbytes as bnb
+
+    generator = torch.Generator().manual_seed(0)
+    module = bnb.nn.Linear4bit(
+        256,
+        128,
+        bias=False,
+        compute_dtype=torch.bfloat16,
+        compress_statistics=nested,
+        quant_type="nf4",
+    )
+    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
+    return module.to("cpu").eval()
+
+
+def input(**kwargs):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, 256, generator=generator).bfloat16().requires_grad_(**kwargs)
+
+
+def run(module):
+    with torch.no_grad():
+        module.eval()(input(requires_grad=False))
+    assert is_packed(module)
+
+
+def output_and_gradient(module, x):
+    output = module(x)
+    output.float().square().sum().backward()
+    assert x.grad is not None, "the input's gradient is missing"
+    return output.detach(), x.grad
+
+
+def is_packed(module):
+    return getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+
+
+@pytest.mark.regression("cpu_packed_gradient", "the input's gradient is missing|does not require grad")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+def test_gradient_of_the_input(nested, training):
+    module, never_run = (layer(nested).train(training) for _ in range(2))
+    expected = output_and_gradient(never_run, input())
+    run(module)
+    for _ in range(2):
+        found = output_and_gradient(module.train(training), input())
+        assert all(map(torch.equal, found, expected))
+
+
+def test_evaluation_is_as_before():
+    module, x = layer(True), input(requires_grad=False)
+    run(module)
+    with torch.no_grad():
+        expected = module.eval()(x)
+        module.train()(x)
+        assert not is_packed(module)
+        assert torch.equal(module.eval()(x), expected)
+    assert is_packed(module)
+
+
+def test_evaluation_with_a_trained_leaf_stays_packed():
+    """Without autograd nothing is unpacked, whatever the input says of itself."""
+    module = layer(True)
+    run(module)
+    with torch.no_grad():
+        module(input())
+    assert is_packed(module)
+
+
+@pytest.mark.regression("cpu_packed_gradient", "gradients are missing|gradients differ")
+def test_lora_gradients_after_an_evaluation(model_dir):
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat.tiny import text_inputs
+
+    def gradients(*, evaluated):
+        config = LoraConfig(target_modules=r".*\.language_model\..*\.mlp\.(up|down)_proj")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = get_peft_model(load_model(model_dir, "nf4-nested"), config)
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.05)
+        inputs = text_inputs(model.config)
+        if evaluated:
+            with torch.no_grad():
+                model.eval()(**inputs)
+        model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    expected, found = gradients(evaluated=False), gradients(evaluated=True)
+    missing = [name for name, grad in found.items() if grad is None]
+    assert not missing, f"gradients are missing: {missing}"
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, f"gradients differ: {different}"
