@@ -28,6 +28,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -404,15 +405,21 @@ class Row:
         return Model(self, self.bases.copy(self), False)
 
     def config(self):
-        if self.feature == "XLORA" and not self.parts:
-            from peft import get_peft_model
+        import torch
 
-            lora = get_peft_model(self.bases.copy(self), make_config("LORA", self.place, []))
-            for seed in range(2):
-                perturb(lora, seed)
-                lora.save_pretrained(self.folder / f"part{seed}")
-                self.parts.append(self.folder / f"part{seed}")
+        if self.feature == "XLORA" and not self.parts:
+            with torch.random.fork_rng(devices=[]):  # the model that comes first takes no more
+                self._make_parts()
         return make_config(self.feature, self.place, self.parts)
+
+    def _make_parts(self):
+        from peft import get_peft_model
+
+        lora = get_peft_model(self.bases.copy(self), make_config("LORA", self.place, []))
+        for seed in range(2):
+            perturb(lora, seed)
+            lora.save_pretrained(self.folder / f"part{seed}")
+            self.parts.append(self.folder / f"part{seed}")
 
 
 def create(m):
@@ -564,6 +571,66 @@ SESSIONS = (
 MAKES_ADAPTERS = "create"
 
 
+# ---------------------------------------------------------------- where the whole model is off
+# PEFT puts one adapter on both ends of a tied model, or none, where it takes the ends for one.
+# A reference is what an action should return, from whole models that do not meet this.
+
+
+def apart(row):
+    """Each adapter on a whole model of its own."""
+    from peft import PeftModel
+
+    found = {}
+    for name, folder in zip(("first", "second"), row.adapters, strict=True):
+        whole = row.whole()
+        adapter = "default" if name == "first" else name
+        whole.model = PeftModel.from_pretrained(whole.base, folder, adapter_name=adapter)
+        found |= {name: whole.logits(), **_values(_adapter_tensors(whole.model))}
+    return found
+
+
+def second_apart(row):
+    found = apart(row)
+    return {**found, "first again": found["first"]}
+
+
+def delete_apart(row):
+    found = apart(row)
+    return {name: found[name] for name in ("first", "second")}
+
+
+def untied(row):
+    """An adapter on a whole model whose head has a weight of its own, equal to the embedding's."""
+    import torch
+
+    whole = row.whole()
+    head = whole.base.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    load(whole)
+    return whole
+
+
+def merge_untied(row):
+    return merge(untied(row))
+
+
+def merge_and_unload_untied(row):
+    return merge_and_unload(untied(row))
+
+
+def save_merged_untied(row):
+    return {"reloaded": merge_and_unload(untied(row))["merged"]}
+
+
+REFERENCES = {
+    "second": second_apart,
+    "delete": delete_apart,
+    "merge": merge_untied,
+    "merge&unload": merge_and_unload_untied,
+    "save merged": save_merged_untied,
+}
+
+
 # ---------------------------------------------------------------- running
 
 
@@ -617,13 +684,31 @@ def verdict(split, whole):
     return "WRONG", f"{difference[0]:.3g} {difference[1]}"
 
 
+def judge(row, action, split, whole):
+    """The verdict, which is "whole" where the split model is right and the whole one is not."""
+    kind, detail = verdict(split, whole)
+    if kind in ("WRONG", "split only") and action in REFERENCES:
+        expected, failure = attempt(REFERENCES[action], row)
+        if failure is None:
+            difference = differences(split[0], expected)
+            if difference is None:
+                return "whole", detail
+            if kind == "split only":
+                return "WRONG", f"{difference[0]:.3g} {difference[1]}, and the whole model: {detail}"
+    return kind, detail
+
+
 def forked(function):
     """What the function returns in a process of its own, through JSON; ``None`` if it dies."""
     inlet, outlet = os.pipe()
     process = os.fork()
     if process == 0:
         try:
+            import torch
+
             os.close(inlet)
+            # The pool of threads did not come along, and may not be made by many threads at once.
+            torch.set_num_threads(torch.get_num_threads())
             with os.fdopen(outlet, "w") as file:
                 file.write(json.dumps(function()))
         except BaseException:
@@ -645,7 +730,7 @@ def run_row(row):
     """By action: verdict, detail, flags."""
     pair = row.bases.pair(row)
     if row.feature is None:
-        return forked(lambda: {"forward": run_action(forward, pair)})
+        return forked(lambda: {"forward": run_action(row, "forward", forward, pair)})
     cells = {}
     for actions in SESSIONS:
         cells |= forked(lambda: run_session(row, pair, actions)) or {actions[0][0]: DIED}  # noqa: B023
@@ -659,18 +744,20 @@ def run_session(row, pair, actions):
     (name, first), *others = actions
     results = [attempt(first, model) for model in pair]
     flags = pair[0].flags() if results[0][1] is None else {}
-    cells = {name: (*verdict(*results), flags)}
+    cells = {name: (*judge(row, name, *results), flags)}
     if results[1][1] is None and name == MAKES_ADAPTERS:
         save_adapters(row, pair[1])
     if results[0][1] is None and results[1][1] is None:
         for name, action in others:
-            cells[name] = forked(lambda: run_action(action, pair)) or DIED  # noqa: B023
+            run = partial(run_action, row, name, action, pair)
+            cells[name] = forked(run) or DIED
     return cells
 
 
-def run_action(action, pair):
+def run_action(row, name, action, pair):
     results = [attempt(action, model) for model in pair]
-    return *verdict(*results), pair[0].flags() if results[0][1] is None else {}
+    flags = pair[0].flags() if results[0][1] is None else {}
+    return *judge(row, name, *results), flags
 
 
 def save_adapters(row, whole):
@@ -758,6 +845,16 @@ def run_worker(names, with_patches, log, record):
 # ---------------------------------------------------------------- the table
 
 
+#: Nothing is amiss with the split model.
+RIGHT = ("=", "whole", "split only")
+LEGEND = """\
+=: the same, bit for bit.  error: PEFT refuses both models.  split only: PEFT refuses the whole one.
+whole: the whole model is off and the split one is right, bit for bit.  Merging into a tied weight
+changes both ends; the split model gives what a whole one gives whose head has a weight of its own,
+also when it is saved and loaded again.  Of two adapters with tied ends PEFT ties the first alone,
+or fails; the split model gives what a whole one gives with each adapter alone."""
+
+
 def cell_text(cell, alone):
     """``cell`` as it is printed; ``alone`` is the same one without the patches."""
     if cell is None:
@@ -769,7 +866,7 @@ def cell_text(cell, alone):
     if detail.startswith("NaN"):
         text += " NaN"
     text += "".join(f" {name}:{len(names)}" for name, names in flags.items())
-    if kind not in ("=", "split only") and alone is not None and alone[0] == "=":
+    if kind not in RIGHT and alone is not None and alone[0] == "=":
         text += " (**= alone**)"
     return text
 
@@ -805,7 +902,7 @@ def table(patched, alone, seconds):
     lost = lost_cells(patched, alone)
     lines += ["", ", ".join(f"{kind}: {n}" for kind, n in counts.most_common())]
     lines += [f"equal without the patches, not with them: {len(lost)}"]
-    lines += [f"{seconds:.0f} s", "", *notes]
+    lines += [f"{seconds:.0f} s", "", LEGEND, "", *notes]
     return "\n".join(lines)
 
 
@@ -814,7 +911,7 @@ def trouble(line):
     return [
         action
         for action, (kind, _, flags) in line["cells"].items()
-        if kind not in ("=", "error", "split only") or flags
+        if kind not in (*RIGHT, "error") or flags
     ]
 
 
@@ -824,7 +921,7 @@ def lost_cells(patched, alone):
         (name, action)
         for name, line in patched.items()
         for action, cell in line["cells"].items()
-        if cell[0] not in ("=", "split only")
+        if cell[0] not in RIGHT
         and alone.get(name, {}).get("cells", {}).get(action, [""])[0] == "="
     ]
 

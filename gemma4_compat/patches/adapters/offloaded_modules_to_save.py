@@ -11,6 +11,10 @@ The fix loads the module while it is copied.  The copy stays on the device that 
 on, like every other adapter weight; its hooks bring inputs there, and load nothing.  The original
 stays offloaded.  A layer with trainable tokens has its embedding loaded whenever it computes with
 the whole of it.
+
+A head that is tied to the embedding gets a layer that follows the embedding's.  For a second adapter
+PEFT puts another in its place: of a split model one that uses the second adapter, whichever is
+active, and of a whole model one that raises an error.  The fix keeps the layer that there was.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
 from .._adapter_layer import onload_in_forward
-from .._offload import onloaded
+from .._offload import is_dispatched, onloaded
 from .._shadow import hidden
 
 PATCH = Patch(
@@ -37,7 +41,7 @@ PATCH = Patch(
     changes=(
         "ModulesToSaveWrapper copies an offloaded module with its weights, to the device that the "
         "module executes on. TrainableTokensLayer loads an offloaded embedding while it reads or "
-        "changes it."
+        "changes it, and stays on a tied head when another adapter is added."
     ),
     ends="not fixed upstream as of peft 0.21.2",
 )
@@ -106,6 +110,26 @@ def trainable_tokens_merge(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return merge_or_unmerge
+
+
+@PATCH.replaces("peft.tuners.trainable_tokens.model", "TrainableTokensModel.inject_adapter")
+def trainable_tokens_inject_adapter(original: Any) -> Any:
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    @wraps(original)
+    def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        tied = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, TrainableTokensLayer) and module.tied_adapter is not None
+        }
+        result = original(self, model, *args, **kwargs)
+        if is_dispatched(model):
+            for name, layer in tied.items():
+                model.set_submodule(name, layer)
+        return result
+
+    return inject_adapter
 
 
 @contextmanager
