@@ -186,6 +186,30 @@ def test_second_adapter_with_another_copy(model_dir, tmp_path):
     assert_same(logits(model), logits(one))
 
 
+def test_second_adapter_with_tokens_of_tied_ends(model_dir, tmp_path):
+    """Each is what it is on a model of its own: the head follows the one that is active."""
+    from peft import PeftModel, TrainableTokensConfig, get_peft_model
+
+    one = get_peft_model(load_model(model_dir), TrainableTokensConfig(token_indices=TOKENS)).eval()
+    expected = {}
+    for name in ("default", "two"):
+        with torch.no_grad():
+            trained(one)[next(iter(trained(one)))].add_(0.1)
+        one.save_pretrained(tmp_path / name)
+        expected[name] = logits(one, ("text",))
+    model = offload(model_dir, tmp_path / "offload", "tokens")
+    model = PeftModel.from_pretrained(model, tmp_path / "default").eval()
+    model.load_adapter(tmp_path / "two", "two")
+    assert_same(logits(model, ("text",)), expected["default"])
+    for name in ("two", "default"):
+        model.set_adapter(name)
+        assert_same(logits(model, ("text",)), expected[name])
+    model.set_adapter("two")
+    model.delete_adapter("two")
+    model.set_adapter("default")
+    assert_same(logits(model, ("text",)), expected["default"])
+
+
 def test_quantised_base(model_dir, tmp_path):
     """The copied modules are those that bitsandbytes leaves alone: it refuses to train others."""
     from peft import PeftModel

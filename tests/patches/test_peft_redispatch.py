@@ -451,3 +451,119 @@ def test_adapters_of_newer_releases(model_dir, name, tmp_path):
     assert_same(logits(model, ("text",)), logits(again, ("text",)))
     merged, expected = model.merge_and_unload(), again.merge_and_unload()
     assert_same(logits(merged, ("text",)), logits(expected, ("text",)))
+
+
+PLE = "model.language_model.embed_tokens_per_layer"
+META = r"expected device|meta tensor"
+
+
+def on_embedding(name, embedding):
+    """Adapters whose forward takes the weight of an embedding, beside the embedding's forward."""
+    import peft
+
+    if name == "parameter":
+        return peft.LoraConfig(
+            target_modules=[], target_parameters=[f"{embedding}.weight"], init_lora_weights=False
+        )
+    if name == "hira":
+        if not hasattr(peft, "HiraConfig"):
+            pytest.skip("this PEFT has no HiRA")
+        return peft.HiraConfig(target_modules=[embedding], init_weights=False)
+    options = {"use_dora": name == "dora", "init_lora_weights": False}
+    return peft.LoraConfig(target_modules=[embedding], **options)
+
+
+def adapted(model, config):
+    from peft import get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, config).eval()
+
+
+def assert_split_is_whole(model_dir, config, place, tmp_path):
+    """A new adapter on a split model, and a loaded one, compute what they do on a whole model."""
+    from peft import PeftModel
+
+    one = adapted(load_model(model_dir), config())
+    expected = logits(one, ("text",))
+    one.save_pretrained(tmp_path / "adapter")
+    base = {place: "disk", "": "cpu"}
+    model = split(load_model(model_dir), tmp_path / "new", base)
+    logits(model, ("text",))  # a forward forgets what is tied to what is offloaded
+    new = adapted(model, config())
+    model = split(load_model(model_dir), tmp_path / "loaded", base)
+    loaded = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    for model in (new, loaded):
+        for _ in range(2):
+            assert_same(logits(model, ("text",)), expected)
+            assert any(name.startswith(place) for name in map(plain, offloaded(model)))
+        with model.disable_adapter():
+            assert_same(logits(model, ("text",)), logits(load_model(model_dir), ("text",)))
+    if place != "model.language_model.embed_tokens":  # whose ends a whole model has in one tensor
+        merged, expected = loaded.merge_and_unload(), one.merge_and_unload()
+        assert_same(logits(merged, ("text",)), logits(expected, ("text",)))
+
+
+def plain(name):
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+@pytest.mark.regression("peft_redispatch", META)
+@pytest.mark.parametrize("name", ["dora", "hira", "parameter"])
+def test_adapters_that_take_the_weight_of_an_embedding(model_dir, name, tmp_path):
+    assert_split_is_whole(model_dir, lambda: on_embedding(name, PLE), PLE, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["dora", "hira", "parameter"])
+def test_adapters_that_take_the_weight_of_a_tied_embedding(model_dir, name, tmp_path):
+    place = "model.language_model.embed_tokens"
+    assert_split_is_whole(model_dir, lambda: on_embedding(name, place), place, tmp_path)
+
+
+@pytest.mark.regression("peft_redispatch", META)
+def test_frod(model_dir, tmp_path):
+    import peft
+
+    if not hasattr(peft, "FrodConfig"):
+        pytest.skip("this PEFT has no FRoD")
+    assert_split_is_whole(
+        model_dir,
+        lambda: peft.FrodConfig(
+            target_modules=[f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"],
+            init_weights=False,
+        ),
+        LAYER,
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "parameter"])
+def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
+    one = adapted(load_model(model_dir), on_embedding(name, PLE))
+    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    model = adapted(model, on_embedding(name, PLE))
+    for each in (one, model):
+        each.merge_adapter()
+    assert_same(logits(model, ("text",)), logits(one, ("text",)))
+    with one.disable_adapter(), model.disable_adapter():
+        for _ in range(2):  # the first forward takes the adapter out of the weight
+            assert_same(logits(model, ("text",)), logits(one, ("text",)))
+    assert_same(logits(model, ("text",)), logits(one, ("text",)))
+
+
+def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
+    """Merged or not, its forward takes no more of the base weight."""
+    from gemma4_compat.patches.offloading import host_embedding
+
+    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    model = adapted(model, on_embedding("lora", PLE))
+
+    def load(self):
+        raise AssertionError("the whole table was loaded")
+
+    monkeypatch.setattr(host_embedding._host_table(), "load", load)
+    logits(model, ("text",))
+    monkeypatch.undo()
+    model.merge_adapter()
+    monkeypatch.setattr(host_embedding._host_table(), "load", load)
+    logits(model, ("text",))
