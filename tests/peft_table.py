@@ -694,7 +694,7 @@ def judge(row, action, split, whole):
             if difference is None:
                 return "whole", detail
             if kind == "split only":
-                return "WRONG", f"{difference[0]:.3g} {difference[1]}, and the whole model: {detail}"
+                return "WRONG", f"{difference[0]:.3g} {difference[1]}; whole: {detail}"
     return kind, detail
 
 
@@ -921,8 +921,7 @@ def lost_cells(patched, alone):
         (name, action)
         for name, line in patched.items()
         for action, cell in line["cells"].items()
-        if cell[0] not in RIGHT
-        and alone.get(name, {}).get("cells", {}).get(action, [""])[0] == "="
+        if cell[0] not in RIGHT and alone.get(name, {}).get("cells", {}).get(action, [""])[0] == "="
     ]
 
 

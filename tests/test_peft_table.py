@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import peft_table
-from tests.peft_table import differences, verdict
+from tests.peft_table import differences, forked, judge, verdict
 
 TOOL = Path(peft_table.__file__)
 NAN, INF = float("nan"), float("inf")
@@ -35,6 +36,14 @@ def test_changed_weight():
     found = cells("LORA @ layer", "weight")
     for action in ("create", "forward", "disable", "train", "load", "merge", "unload"):
         assert found[action][0] == "WRONG", action
+
+
+def test_the_whole_model_is_off():
+    """PEFT merges into both ends of a tied model; the split model is right."""
+    found = cells("LORA @ lm_head")
+    merged = ("merge", "merge&unload", "save merged")
+    assert {found[action][0] for action in merged} == {"whole"}
+    assert {kind for action, (kind, _, _) in found.items() if action not in merged} == {"="}
 
 
 def test_error_of_the_split_model():
@@ -67,6 +76,65 @@ def test_a_missing_tensor_is_a_difference():
     one = {"a": torch.ones(1)}
     assert differences({}, one) == (INF, "a is missing")
     assert differences(one, {}) == (INF, "a is new")
+
+
+@pytest.mark.parametrize(
+    ("split", "whole", "reference", "kind"),
+    [
+        (1.0, 2.0, 1.0, "whole"),
+        (1.0, 2.0, 3.0, "WRONG"),
+        (1.0, 2.0, 2.0, "WRONG"),
+        (1.0, 2.0, None, "WRONG"),
+        (1.0, 1.0, 3.0, "="),
+        (1.0, None, 1.0, "whole"),
+        (1.0, None, 3.0, "WRONG"),
+        (1.0, None, None, "split only"),
+        (None, 1.0, 1.0, "REFUSED"),
+        (None, None, 1.0, "error"),
+    ],
+)
+def test_verdict_with_a_reference(monkeypatch, split, whole, reference, kind):
+    def result(value):
+        return (None, "no") if value is None else ({"a": torch.tensor([value])}, None)
+
+    def expected(row):
+        if reference is None:
+            raise ValueError("no reference")
+        return result(reference)[0]
+
+    monkeypatch.setitem(peft_table.REFERENCES, "act", expected)
+    assert judge(None, "act", result(split), result(whole))[0] == kind
+    assert judge(None, "other", result(split), result(whole))[0] != "whole"
+
+
+def test_threads_of_a_forked_process():
+    """Many at once make torch's pool of threads anew, which one alone can do."""
+    numbers = torch.randn(300_000)
+    torch.add(numbers, 1)
+
+    def work():
+        errors, barrier = [], threading.Barrier(16)
+
+        def add():
+            barrier.wait()
+            try:
+                torch.add(numbers, 1)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=add) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert [forked(work) for _ in range(30)] == [[]] * 30
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_verdicts():

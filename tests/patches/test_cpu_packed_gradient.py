@@ -50,7 +50,9 @@ def is_packed(module):
     return getattr(module.weight.quant_state, "packing_format_for_cpu", False)
 
 
-@pytest.mark.regression("cpu_packed_gradient", "the input's gradient is missing|does not require grad")
+@pytest.mark.regression(
+    "cpu_packed_gradient", "the input's gradient is missing|does not require grad"
+)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
 def test_gradient_of_the_input(nested, training):

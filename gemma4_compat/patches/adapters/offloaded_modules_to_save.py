@@ -12,9 +12,9 @@ on, like every other adapter weight; its hooks bring inputs there, and load noth
 stays offloaded.  A layer with trainable tokens has its embedding loaded whenever it computes with
 the whole of it.
 
-A head that is tied to the embedding gets a layer that follows the embedding's.  For a second adapter
-PEFT puts another in its place: of a split model one that uses the second adapter, whichever is
-active, and of a whole model one that raises an error.  The fix keeps the layer that there was.
+A head that is tied to the embedding gets a layer that follows the embedding's.  For a second
+adapter PEFT replaces that layer.  On a split model the new one uses the second adapter, whichever
+is active; on a whole model it raises an error.  The fix keeps the first layer.
 """
 
 from __future__ import annotations
