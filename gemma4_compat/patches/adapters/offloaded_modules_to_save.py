@@ -126,7 +126,8 @@ def trainable_tokens_inject_adapter(original: Any) -> Any:
         result = original(self, model, *args, **kwargs)
         if is_dispatched(model):
             for name, layer in tied.items():
-                model.set_submodule(name, layer)
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, layer)
         return result
 
     return inject_adapter
