@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ._not_copied import NotCopied
+from ._page_locked import page_lock
+
 logger = logging.getLogger(__name__)
 
 #: Kinds of devices that copy from page-locked memory by themselves.
@@ -42,14 +45,7 @@ def part_of(hook: Any) -> Part | None:
     return part
 
 
-class _NotCopied:
-    """Neither copied nor pickled with a model: accelerate streams the copy."""
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
-class Dispatch(_NotCopied):
+class Dispatch(NotCopied):
     """The layers of one dispatch."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
@@ -104,7 +100,7 @@ class Dispatch(_NotCopied):
 dispatches: weakref.WeakValueDictionary[int, Dispatch] = weakref.WeakValueDictionary()
 
 
-class Layer(_NotCopied):
+class Layer(NotCopied):
     """What is offloaded of one layer, as one block of memory."""
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
@@ -205,7 +201,7 @@ class Piece:
         return block[self.host.dtype].as_strided(self.host.shape, self.host.stride(), offset)
 
 
-class Part(_NotCopied):
+class Part(NotCopied):
     """One offloaded module of a layer."""
 
     def __init__(self, layer: Layer, hook: Any, module: Any) -> None:
@@ -331,13 +327,8 @@ def _page_locked(size: int) -> Any:
     import torch
 
     memory = torch.empty(size, dtype=torch.uint8)
-    if torch.cuda.is_available():
-        cuda = torch.cuda.cudart()
-        if int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-            finalizer = weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())
-            finalizer.atexit = False
-        else:
-            _say_pageable()
+    if torch.cuda.is_available() and not page_lock(memory):
+        _say_pageable()
     return memory
 
 

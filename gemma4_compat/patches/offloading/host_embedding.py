@@ -6,21 +6,29 @@ that is the whole table for each token, and all of its VRAM while it lasts.  Fro
 read into memory first.
 
 The fix leaves the table where it rests.  For its forward the embedding gets a weight that says it
-is on the execution device, and has its rows looked up on the host: only those travel.  What the
-module makes of them (Gemma 4 scales them) is computed where it was.  Whatever else a forward does
-with that weight gets all of it, as without us; so does who loads the weight outside a forward, and
-an embedding whose weight is on the execution device anyway, tied to the head.
+is on the execution device, and of which only the rows that are looked up travel.  A table in host
+memory is page-locked at the first lookup, and the GPU reads its rows in place: no token id goes
+back to the CPU.  A table on disk, or in memory that cannot be page-locked, has its rows gathered by
+the CPU.  What the module makes of the rows (Gemma 4 scales them) is computed where it was.
+
+Whatever else a forward does with that weight gets all of it, as without us; so does who loads the
+weight outside a forward, and an embedding whose weight is on the execution device anyway, tied to
+the head.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...model.hooks import offload_hook
+from ...model.hooks import host_tensor, offload_hook
+from .._not_copied import NotCopied
+from .._page_locked import InPlace
+from .._seen import Seen
 
 PATCH = Patch(
     name="host_embedding",
@@ -39,6 +47,9 @@ PATCH = Patch(
 
 #: What is gathered before it is sent, while the part before is on its way.
 _STAGED_BYTES = 16 * 2**20
+
+_LOOKUPS = "_lookups"  # a hook's attribute
+_ATTACHING = threading.Lock()
 
 
 @PATCH.probe
@@ -78,16 +89,15 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self.offload and isinstance(module, torch.nn.Embedding)):
             return original(self, module, *args, **kwargs)
-        _put_back(module)
+        lookups = _lookups_of(self)
+        lookups.leave(module)
         table = _table_to_look_up(self, module) if args or kwargs else None
         if table is None:
             return original(self, module, *args, **kwargs)
-        weight = module._parameters["weight"]
-        module._parameters["weight"] = None
-        try:
-            return original(self, module, *args, **kwargs)
-        finally:
-            module._parameters["weight"] = _host_table()(table, weight, self.execution_device)
+        result = original(self, _without_weight(module), *args, **kwargs)
+        in_memory = host_tensor(self.weights_map, "weight") is not None
+        lookups.enter(module, table, self.execution_device, in_memory)
+        return result
 
     return pre_forward
 
@@ -99,7 +109,8 @@ def align_devices_hook_post_forward(original: Any) -> Any:
     @wraps(original)
     def post_forward(self: Any, module: Any, output: Any) -> Any:
         if self.offload and isinstance(module, torch.nn.Embedding):
-            _put_back(module)
+            if _lookups_of(self).leave(module):
+                module = _without_weight(module)
         return original(self, module, output)
 
     return post_forward
@@ -109,8 +120,9 @@ class _PutBack:
     """A forward hook.  In a pickle of the module it is one that does nothing."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if offload_hook(module) is not None:  # else it is loaded for longer than its forward
-            _put_back(module)
+        hook = offload_hook(module)
+        if hook is not None:  # else it is loaded for longer than its forward
+            _lookups_of(hook).leave(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
@@ -119,9 +131,52 @@ class _PutBack:
         return self
 
 
-def _put_back(module: Any) -> None:
-    """Without the weight of a forward, of one that raised too."""
-    module._parameters["weight"] = getattr(module.weight, "resting", module.weight)
+class _Lookups(NotCopied):
+    """The forwards that are looking rows up in the table of one embedding."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.threads: set[int] = set()
+        self.in_place = InPlace()
+
+    def enter(self, module: Any, table: Any, device: Any, in_memory: bool) -> None:
+        """Have the embedding look rows up in the table, in this thread."""
+        with self.lock:
+            self.threads.add(threading.get_ident())
+            weight = module._parameters["weight"]
+            if not isinstance(weight, _host_table()):
+                in_place = self.in_place if in_memory else None
+                weight = _host_table()(table, weight, device, in_place)
+                module._parameters["weight"] = weight
+
+    def leave(self, module: Any) -> bool:
+        """End the forward of this thread, if there is one; the last one puts the weight back.
+
+        It may be one that raised: accelerate does not call ``post_forward`` then.
+        """
+        thread = threading.get_ident()
+        with self.lock:
+            if thread not in self.threads:
+                return False
+            self.threads.discard(thread)
+            if not self.threads:
+                weight = module._parameters["weight"]
+                module._parameters["weight"] = getattr(weight, "resting", weight)
+            return True
+
+
+def _lookups_of(hook: Any) -> _Lookups:
+    own = vars(hook)
+    if own.get(_LOOKUPS) is None:
+        with _ATTACHING:
+            if own.get(_LOOKUPS) is None:  # a copied model has None here
+                own[_LOOKUPS] = _Lookups()
+    return own[_LOOKUPS]  # type: ignore[no-any-return]
+
+
+def _without_weight(module: Any) -> Any:
+    """The module, for a hook that is to load all of it but the weight."""
+    return Seen(module, named_parameters=lambda *args, **kwargs: iter(()))
 
 
 def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
@@ -129,8 +184,8 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
     import torch
 
     if (
-        type(embedding.weight) is not torch.nn.Parameter  # quantised, say
-        or not embedding.weight.is_meta
+        type(embedding.weight) not in (torch.nn.Parameter, _host_table())  # quantised, say
+        or not getattr(embedding.weight, "resting", embedding.weight).is_meta
         or embedding.max_norm is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
@@ -169,7 +224,7 @@ def _host_table() -> type:
         __torch_function__ = torch._C._disabled_torch_function_impl
 
         @staticmethod
-        def __new__(cls: Any, table: Any, resting: Any, device: Any) -> Any:
+        def __new__(cls: Any, table: Any, resting: Any, device: Any, in_place: Any) -> Any:
             return torch.Tensor._make_wrapper_subclass(
                 cls,
                 resting.shape,
@@ -178,17 +233,26 @@ def _host_table() -> type:
                 requires_grad=resting.requires_grad,
             )
 
-        def __init__(self, table: Any, resting: Any, device: Any) -> None:
-            self.table, self.resting = table, resting
+        def __init__(self, table: Any, resting: Any, device: Any, in_place: Any) -> None:
+            self.table, self.resting, self.in_place = table, resting, in_place
 
         @classmethod
         def __torch_dispatch__(
             cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if function is torch.ops.aten.embedding.default and type(args[1]) is not cls:
-                return _rows(args[0].table, args[1]).to(args[0].dtype)
+                return args[0].rows(args[1]).to(args[0].dtype)
             loaded = tree_map_only(cls, cls.load, (args, kwargs or {}))
             return function(*loaded[0], **loaded[1])
+
+        def rows(self, ids: Any) -> Any:
+            """The rows of these token ids, on the device of the ids."""
+            table = None
+            if self.in_place is not None and ids.device != self.table.device:
+                table = self.in_place.on(self.table, ids.device)
+            if table is None:
+                return _rows(self.table, ids)
+            return torch.nn.functional.embedding(ids, table)
 
         def load(self) -> Any:
             """All of it, once."""

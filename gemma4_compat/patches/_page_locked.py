@@ -1,0 +1,115 @@
+"""Host memory that is page-locked, and that a GPU reads where it is."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from ._not_copied import NotCopied
+
+logger = logging.getLogger(__name__)
+
+#: Only there has registered host memory one address for both, CPU and GPU.
+_READABLE_IN_PLACE = sys.platform == "linux"
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+def page_lock(memory: Any, device: Any = None) -> bool:
+    """Page-lock the memory of a tensor until this tensor object dies; whether that succeeded."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device):
+        cuda = torch.cuda.cudart()
+        arguments = (memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED)
+        if int(cuda.cudaHostRegister(*arguments)) != 0:
+            # CUDA keeps the error for whoever asks next, which is the next kernel.
+            with suppress(RuntimeError):
+                torch.zeros((), device="cuda")
+            return False
+    finalizer = weakref.finalize(memory, _unlock, memory.data_ptr(), device)
+    finalizer.atexit = False
+    return True
+
+
+def _unlock(pointer: int, device: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)  # a kernel may be reading it
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+class InPlace(NotCopied):
+    """A table in host memory as a tensor on a GPU, which reads it in place.
+
+    The memory is page-locked at the first lookup that records no graph, and until this object and
+    what it gave out are gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._key: Any = None  # of the table that was tried
+        self._view: Any = None
+
+    def on(self, table: Any, device: Any) -> Any | None:
+        """``table`` on ``device``, or ``None`` where the GPU cannot read it in place."""
+        import torch
+
+        key = (table.data_ptr(), table.shape, table.dtype, device)
+        if key != self._key and not torch.is_grad_enabled():
+            with self._lock:
+                if key != self._key:
+                    self._view = None
+                    self._view = _readable(table, device)
+                    self._key = key
+        return self._view if key == self._key else None
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is page-locked, in bytes."""
+        return 0 if self._view is None else int(self._view.nbytes)
+
+
+def _readable(table: Any, device: Any) -> Any | None:
+    import torch
+
+    if device.type != "cuda" or not table.is_contiguous():
+        return None
+    with torch.inference_mode(mode=False), torch.no_grad():
+        locked = table.detach()
+        if not (_READABLE_IN_PLACE and page_lock(locked, device)):
+            _say_pageable(table.nbytes)
+            return None
+        seen = torch.as_tensor(_OnGpu(locked))
+        if seen.device != device:
+            return None
+        return seen.view(table.dtype).view(table.shape)
+
+
+class _OnGpu:
+    """Page-locked memory, for ``torch.as_tensor``: the tensor keeps this object alive."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        self.__cuda_array_interface__ = {
+            "data": (table.data_ptr(), False),
+            "shape": (table.nbytes,),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 2,
+        }
+
+
+@cache
+def _say_pageable(size: int) -> None:
+    logger.warning(
+        "%.1f GiB of embeddings on the CPU cannot be page-locked, so the GPU cannot read them in "
+        "place.  Each lookup waits for the CPU, and decode steps are not captured as CUDA graphs.",
+        size / 2**30,
+    )
