@@ -1,0 +1,488 @@
+"""Decode steps as CUDA graphs: a step of one token is captured once, and replayed for each token.
+
+A ``Decoding`` belongs to one model.  Its ``Version``s are what the model was when steps were
+captured (weights, adapters, settings), its ``Memory``s the tensors of the static caches that they
+write to, its ``Step``s the graphs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..model.hooks import offload_hook
+from ..model.parts import tower_of
+from ._not_copied import NotCopied
+from ._snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_decoding"  # of a model
+_VERSIONS = 3  # for a model: two adapters that take turns, and none
+_MEMORIES = 2  # that no cache uses, for a model
+_TOWERS = ("vision", "audio")
+#: what a decode step may be called with; all else is a prompt's, or a user's own
+_INPUTS = frozenset(
+    {
+        "input_ids", "position_ids", "attention_mask", "cache_position", "past_key_values",
+        "use_cache", "return_dict", "logits_to_keep",
+    }
+)  # fmt: skip
+
+_one_at_a_time = threading.Lock()  # a capture
+
+
+#: kinds of devices that have CUDA graphs
+CAPTURED_ON = ("cuda",)
+
+
+class NotCaptured(Exception):
+    """Why a step is not captured, for people."""
+
+
+class CaptureFailed(NotCaptured):
+    """It was tried: no other step of this model is."""
+
+
+def decoding_of(model: Any) -> Decoding:
+    """What is kept for a model, from the first call on."""
+    found: Decoding | None = vars(model).get(_ATTRIBUTE)
+    if found is None:  # or from a copied model
+        found = vars(model)[_ATTRIBUTE] = Decoding()
+        _all.add(found)
+    return found
+
+
+def forget() -> None:
+    """Free the graphs of all models."""
+    for each in list(_all):
+        each.forget()
+
+
+class Decoding(NotCopied):
+    """The captured decode steps of one model."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.versions: list[Version] = []
+        self.memories: list[Memory] = []
+        self.said: set[str] = set()  # reasons that the user knows
+
+    def forget(self) -> None:
+        with self.lock:
+            self.versions, self.memories = [], []
+
+    def version(self, model: Any) -> Version:
+        """The model as it is now."""
+        environment = _environment()
+        with self.lock:
+            for version in self.versions:
+                if version.environment == environment and version.snapshot.holds():
+                    self.versions.remove(version)
+                    break
+            else:
+                version = Version(model, environment)
+            self.versions = [version, *self.versions][:_VERSIONS]
+            for memory in self.memories:
+                memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.versions}
+            return version
+
+    def memory_of(self, cache: Any) -> Memory:
+        """The memory that a cache uses."""
+        with self.lock:
+            for memory in self.memories:
+                if memory.used_by() is cache and memory.is_in(cache):
+                    return memory
+            free = [memory for memory in self.memories if memory.is_free()]
+            for memory in free[: len(free) - _MEMORIES + 1]:
+                self.memories.remove(memory)
+            memory = Memory(cache)
+            self.memories.append(memory)
+            return memory
+
+    def lend(self, cache: Any, batch_size: int) -> None:
+        """Have a new cache use the memory of one that is gone, if there is one like it.
+
+        What is too small for it is freed.
+        """
+        with self.lock:
+            free = [memory for memory in self.memories if memory.is_free()]
+            fitting = [memory for memory in free if memory.fits(cache, batch_size)]
+            if fitting:
+                fitting[-1].lend_to(cache)
+            else:
+                for memory in free:
+                    self.memories.remove(memory)
+
+
+_all: weakref.WeakSet[Decoding] = weakref.WeakSet()
+
+
+class Version:
+    """A model as it was when steps were captured."""
+
+    def __init__(self, model: Any, environment: Any) -> None:
+        self.environment = environment
+        modules = [
+            module for name, module in model.named_modules() if tower_of(name) not in _TOWERS
+        ]
+        config = model.config
+        configs = [config, config.get_text_config(decoder=True)]
+        self.snapshot = Snapshot(modules, configs)
+        self.warm: set[Any] = set()  # kinds of steps that ran
+        self.obstacle: str | None = None
+        self.device: Any = None
+        try:
+            self.device = _device_of_a_step(modules)
+            _refuse_what_is_watched(model, modules)
+        except NotCaptured as why:
+            self.obstacle = str(why)
+
+
+class Memory:
+    """The tensors of one static cache; the graphs that use them are kept with them.
+
+    They are lent to one cache after the other, as tensors of its own: this object's are other
+    views of the same memory.  So the memory is free when these are its only holders.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.used_by = weakref.ref(cache)
+        self.steps: dict[Any, Step] = {}
+        self.stream: Any = None
+        self.pool: Any = None
+        self.layers = [_Layer(layer) for layer in cache.layers if _tensors_of(layer)]
+        self.lengths = tuple(_length(layer) for layer in cache.layers)
+        self.batch_size = self.layers[0].tensors[0].shape[0]
+
+    def is_free(self) -> bool:
+        return self.used_by() is None and all(layer.is_free() for layer in self.layers)
+
+    def fits(self, cache: Any, batch_size: int) -> bool:
+        import torch
+
+        tensors = self.layers[0].tensors
+        return (
+            batch_size == self.batch_size
+            and self.lengths == tuple(_length(layer) for layer in cache.layers)
+            and not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+            and tensors[0].is_inference() == torch.is_inference_mode_enabled()
+        )
+
+    def lend_to(self, cache: Any) -> None:
+        self.used_by = weakref.ref(cache)
+        layers = (layer for layer in cache.layers if hasattr(layer, "lazy_initialization"))
+        for own, layer in zip(self.layers, layers, strict=True):
+            own.lend_to(layer)
+
+    def is_in(self, cache: Any) -> bool:
+        """Whether the cache still uses it."""
+        layers = (layer for layer in cache.layers if _tensors_of(layer))
+        return all(own.is_in(layer) for own, layer in zip(self.layers, layers, strict=False))
+
+
+class _Layer:
+    """The tensors of one layer of a static cache, and its settings."""
+
+    def __init__(self, layer: Any) -> None:
+        self.tensors = [tensor.detach() for tensor in _tensors_of(layer).values()]
+        self.pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self.names = tuple(_tensors_of(layer))
+        self.settings = {
+            name: value
+            for name, value in vars(layer).items()
+            if name not in self.names and name != "cumulative_length_int"
+        }
+
+    def is_free(self) -> bool:
+        return all(_holders(tensor) == _ALONE for tensor in self.tensors)
+
+    def lend_to(self, layer: Any) -> None:
+        vars(layer).update(self.settings)
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            tensor.zero_()
+            setattr(layer, name, tensor.detach())
+
+    def is_in(self, layer: Any) -> bool:
+        found = (getattr(layer, name).data_ptr() for name in self.names)
+        return all(a == b for a, b in zip(self.pointers, found, strict=True))
+
+
+def _tensors_of(layer: Any) -> dict[str, Any]:
+    import torch
+
+    if not getattr(layer, "is_initialized", False):
+        return {}
+    return {name: each for name, each in vars(layer).items() if isinstance(each, torch.Tensor)}
+
+
+def _length(layer: Any) -> Any:
+    return type(layer), getattr(layer, "max_cache_len", None)
+
+
+def _holders(tensor: Any) -> int:
+    """How many tensors, and others, hold the memory of this one."""
+    import torch
+
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = 2  # the tensor, and the storage object of the question
+
+
+class Decoder:
+    """What ``generate`` calls in place of the model, for the length of one call.
+
+    It captures and replays steps of one token.  All else it passes on to the model.
+    """
+
+    def __init__(self, model: Any, say: Any) -> None:
+        self.model, self.say = model, say
+        self.decoding = decoding_of(model)
+        self.version: Version | None = None
+        self.obstacle: str | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        import torch
+
+        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        if (
+            ids is None
+            or ids.shape[-1] != 1
+            or torch.is_grad_enabled()
+            or any(inputs[name] is not None for name in inputs.keys() - _INPUTS)
+            or not _is_initialized(cache)
+        ):
+            return self.model(**inputs)
+        if self.version is None:
+            self.version = self.decoding.version(self.model)
+            self.obstacle = self.version.obstacle
+        if self.obstacle is None:
+            try:
+                return self._step(self.version, cache, inputs)
+            except NotCaptured as why:
+                self.obstacle = str(why)
+                if isinstance(why, CaptureFailed):
+                    self.version.obstacle = self.obstacle
+        self.say(self.obstacle)
+        return self.model(**inputs)
+
+    def _step(self, version: Version, cache: Any, inputs: dict[str, Any]) -> Any:
+        from torch.utils._pytree import tree_flatten
+
+        leaves, spec = tree_flatten({k: v for k, v in inputs.items() if v is not cache})
+        kind = (_full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
+        memory = self.decoding.memory_of(cache)
+        step = memory.steps.get((version, kind))
+        if step is None:
+            if kind not in version.warm:
+                version.warm.add(kind)
+                return self.model(**inputs)
+            step = Step(self.model, version.device, cache, memory, leaves, spec)
+            memory.steps[version, kind] = step
+        return step.replay(cache, memory, leaves)
+
+
+class Step:
+    """One decode step as a CUDA graph, with the tensors that it reads and writes."""
+
+    def __init__(
+        self, model: Any, device: Any, cache: Any, memory: Memory, leaves: list[Any], spec: Any
+    ) -> None:
+        import torch
+        from torch.utils._pytree import tree_unflatten
+
+        if any(isinstance(each, torch.Tensor) and each.device != device for each in leaves):
+            raise NotCaptured(f"its inputs are not on {device}, where the model computes")
+        self.device = device
+        with torch.inference_mode(mode=False):
+            inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
+        kwargs = tree_unflatten(inputs, spec)
+        if memory.pool is None:
+            memory.pool = torch.cuda.graph_pool_handle()
+        self.graph = torch.cuda.CUDAGraph()
+        with _counters_kept(cache):
+            output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
+        self.kind = type(output)
+        self.output: dict[str, Any] = {}
+        for name, value in output.items():
+            if value is not cache and not isinstance(value, torch.Tensor):
+                raise CaptureFailed(f"its output {name} is no tensor")
+            self.output[name] = None if value is cache else value
+
+    def replay(self, cache: Any, memory: Memory, leaves: list[Any]) -> Any:
+        """The step with these inputs; the output is the caller's own."""
+        import torch
+
+        stream = torch.cuda.current_stream(self.device)
+        if memory.stream is not None and memory.stream != stream:
+            stream.wait_stream(memory.stream)
+        memory.stream = stream
+        given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        for own, each in zip(self.inputs, given, strict=True):
+            own.copy_(each, non_blocking=True)
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+        for layer in _counting_layers(cache):
+            layer.cumulative_length_int += 1
+        return self.kind(**{k: cache if v is None else v.clone() for k, v in self.output.items()})
+
+
+def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
+    """The output of a call whose kernels are recorded, and not run.
+
+    ``torch.cuda.graph`` is not used: it collects garbage and empties PyTorch's cache of memory.
+    """
+    import torch
+
+    with _one_at_a_time, torch.cuda.device(device), _no_garbage_collection():
+        state = torch.cuda.get_rng_state(device)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = model(**inputs, past_key_values=cache)
+                graph.capture_end()
+                return output
+            except BaseException as error:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                torch.cuda.set_rng_state(state, device)
+                if isinstance(error, Exception):
+                    why = str(error).partition("\n")[0]
+                    raise CaptureFailed(f"{type(error).__name__}: {why}") from error
+                raise
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection may free memory of the GPU, which no capture allows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _counters_kept(cache: Any) -> Iterator[None]:
+    counters = [(layer, layer.cumulative_length_int) for layer in _counting_layers(cache)]
+    try:
+        yield
+    finally:
+        for layer, count in counters:
+            layer.cumulative_length_int = count
+
+
+def _counting_layers(cache: Any) -> Iterator[Any]:
+    """The layers that count their tokens in Python too: sliding ones."""
+    return (layer for layer in cache.layers if hasattr(layer, "cumulative_length_int"))
+
+
+def _full_layers(cache: Any) -> tuple[bool, ...]:
+    """Which sliding windows are full: ``update`` computes otherwise then."""
+    return tuple(
+        layer.cumulative_length_int >= layer.max_cache_len for layer in _counting_layers(cache)
+    )
+
+
+def _kind(leaf: Any) -> Any:
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf
+
+
+def _is_initialized(cache: Any) -> bool:
+    """Whether a cache is a static one that holds tokens, all its layers on one device."""
+    from transformers.cache_utils import StaticLayer
+
+    layers = [each for each in getattr(cache, "layers", ()) if isinstance(each, StaticLayer)]
+    return bool(layers) and all(layer.is_initialized for layer in layers)
+
+
+def _environment() -> tuple[Any, ...]:
+    """The settings of PyTorch that choose kernels."""
+    import torch
+
+    cuda = torch.backends.cuda
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
+        cuda.matmul.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _device_of_a_step(modules: list[Any]) -> Any:
+    """The GPU that all of these modules compute on.
+
+    Raises:
+        NotCaptured: there is no such GPU, or weights come to it for each forward.
+    """
+    import torch
+
+    devices = set()
+    for module in modules:
+        own = [*module._parameters.values(), *module._buffers.values()]
+        hook = offload_hook(module)
+        if hook is None:
+            devices |= {tensor.device for tensor in own if tensor is not None}
+        elif not isinstance(module, torch.nn.Embedding):
+            if any(tensor is not None and tensor.is_meta for tensor in own):
+                raise NotCaptured("weights of its decoder layers are offloaded")
+        elif not _reads_in_place(hook):
+            raise NotCaptured("its offloaded embeddings are looked up by the CPU")
+    if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
+        named = ", ".join(sorted(map(str, devices)))
+        raise NotCaptured(f"its decoder is on {named}, not on one GPU")
+    return devices.pop()
+
+
+def _reads_in_place(hook: Any) -> bool:
+    lookups = vars(hook).get("_lookups")
+    return lookups is not None and lookups.in_place.nbytes > 0
+
+
+def _refuse_what_is_watched(model: Any, modules: list[Any]) -> None:
+    """Refuse a model whose forward runs code of others, or that a graph would not repeat.
+
+    Raises:
+        NotCaptured: why.
+    """
+    from torch.nn.modules import module as nn_module
+
+    if any(module.training for module in modules):
+        raise NotCaptured("the model is in training mode")
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        raise NotCaptured("there are forward hooks for all modules")
+    for module in modules:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not type(hook).__module__.startswith("gemma4_compat") for hook in hooks):
+            raise NotCaptured(f"a {type(module).__name__} has a forward hook")
+        state = getattr(module, "state", None)
+        if getattr(state, "threshold", 0) and type(module).__name__ == "Linear8bitLt":
+            raise NotCaptured(
+                "its 8-bit layers search their inputs for outliers, which needs the CPU in each "
+                "step; BitsAndBytesConfig(llm_int8_threshold=0) does without"
+            )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise NotCaptured("the model is compiled")

@@ -1,0 +1,141 @@
+"""A static cache does not make a quantised or split model faster: its decode steps stay eager.
+
+``generate(cache_implementation="static")`` compiles the decode step, which is documented as the
+fast way.  transformers does not compile a model that bitsandbytes quantised, or one of which
+anything is on the CPU or on disk, and says nothing.  Such a model decodes eagerly: the GPU works
+for a tenth of each step, and waits for Python for the rest.
+
+The fix captures the step of one token as a CUDA graph where ``generate`` would have fallen back to
+eager: the first such step runs eagerly, the second one is captured, all others are replayed.  The
+kernels are those of the eager step, so the logits are equal bit for bit.  Nothing is compiled.
+Modules that a decode step does not run, say the towers, may be on the CPU or on disk; offloaded
+embeddings are read in place.  The cache's memory and the graphs are kept, and the next call with a
+cache of the same size uses them again, unless somebody still holds that cache.
+
+A step is eager, with a warning that says why, where a graph would not repeat it: offloaded decoder
+layers, several GPUs, forward hooks, training mode, 8-bit layers with an outlier threshold.  Where
+transformers compiles, or the user passes a ``compile_config`` or ``disable_compile``, nothing
+changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted
+from .._decode_graphs import Decoder, decoding_of
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="captured_decoding",
+    symptom=(
+        'generate(cache_implementation="static") is not faster with a 4-bit or split model: '
+        "nothing is compiled, and nothing says so"
+    ),
+    affects=(("transformers>=5.5",),),
+    changes=(
+        "generate captures the decode step of Gemma 4 and Gemma 3n with a static cache as a CUDA "
+        "graph where transformers does not compile it."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+    requires=("static_cache_full_window",),
+)
+
+_GENERATION = "transformers.generation.utils"
+_MODELS = ("gemma4", "gemma3n")
+
+_chosen = threading.local()
+
+
+@PATCH.probe
+def a_step_is_called_through_get_compiled_call() -> Finding:
+    """Look for the two methods that choose how a step is called."""
+    from transformers.generation.utils import GenerationMixin
+
+    names = inspect.unwrap(GenerationMixin._sample).__code__.co_names
+    missing = {"get_compiled_call", "_valid_auto_compile_criteria"} - set(names)
+    if missing:
+        return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
+    return broken()
+
+
+@PATCH.replaces(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
+def valid_auto_compile_criteria(original: Any) -> Any:
+    @wraps(original)
+    def _valid_auto_compile_criteria(
+        self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _chosen.decoder = None
+        compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
+        if compiled or not _is_asked_for(self, model_kwargs, generation_config):
+            return compiled
+        _chosen.decoder = Decoder(self, lambda why: _say(self, why))
+        return True
+
+    return _valid_auto_compile_criteria
+
+
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
+def get_compiled_call(original: Any) -> Any:
+    @wraps(original)
+    def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder = getattr(_chosen, "decoder", None)
+        if decoder is None or decoder.model is not self:
+            return original(self, *args, **kwargs)
+        _chosen.decoder = None
+        return decoder
+
+    return get_compiled_call
+
+
+@PATCH.replaces(_GENERATION, "GenerationMixin._prepare_static_cache")
+def prepare_static_cache(original: Any) -> Any:
+    """The cache of an earlier call is gone, and its memory has graphs: use it again."""
+    from transformers.cache_utils import StaticCache
+
+    @wraps(original)
+    def _prepare_static_cache(
+        self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = original(self, cache_implementation, batch_size, *args, **kwargs)
+        if type(cache) is StaticCache and "_decoding" in vars(self):
+            decoding_of(self).lend(cache, batch_size)
+        return cache
+
+    return _prepare_static_cache
+
+
+def _is_asked_for(model: Any, model_kwargs: Any, generation_config: Any) -> bool:
+    """Whether this is a call of ours, with a static cache, that would be eager."""
+    import torch
+    from transformers.cache_utils import StaticCache
+
+    cache = model_kwargs.get("past_key_values")
+    return (
+        type(cache) is StaticCache
+        and not cache.offloading
+        and str(getattr(model.config, "model_type", "")).startswith(_MODELS)
+        and torch.cuda.is_available()
+        and generation_config.compile_config is None
+        and not generation_config.disable_compile
+        and not generation_config.output_attentions
+        and not generation_config.output_hidden_states
+    )
+
+
+def _say(model: Any, why: str) -> None:
+    """Once for a model and a reason."""
+    said = decoding_of(model).said
+    if why not in said:
+        said.add(why)
+        logger.warning(
+            "%s decodes eagerly with a static cache.  Its decode steps are not captured as CUDA "
+            "graphs, because %s.",
+            type(model).__name__,
+            why,
+        )

@@ -1,0 +1,67 @@
+"""Each sliding layer of a static cache waits for the GPU in every step, once its window is full.
+
+``StaticSlidingWindowLayer.update`` makes the index of the last position from a Python list in each
+step: ``torch.tensor([-1], device=...)``.  That is a copy from pageable memory, for which the CPU
+waits until the GPU has finished all that it was given before.  A CUDA graph cannot hold it.
+
+The fix builds the same keys and values by moving them one to the left and putting the new ones at
+the end, without an index.  While torch.compile traces, upstream's code stays: the index is there
+for it.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+
+PATCH = Patch(
+    name="static_cache_full_window",
+    symptom=(
+        "a static cache decodes slower once the context is longer than the sliding window; "
+        "operation not permitted when stream is capturing"
+    ),
+    affects=(("transformers>=5.5",),),
+    changes=(
+        "StaticSlidingWindowLayer.update stores the token of a step in a full window without an "
+        "index tensor from the CPU."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def full_window_needs_an_index() -> Finding:
+    """Store tokens in a window of two; see which functions build the index."""
+    import inspect
+
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    code = inspect.unwrap(StaticSlidingWindowLayer.update).__code__
+    if not {"roll", "cumulative_length_int", "max_cache_len"} <= set(code.co_names):
+        return drifted("StaticSlidingWindowLayer.update no longer rolls its keys")
+    if "tensor" not in code.co_names:
+        return fixed("StaticSlidingWindowLayer.update makes no index tensor")
+    return broken()
+
+
+@PATCH.replaces("transformers.cache_utils", "StaticSlidingWindowLayer.update")
+def static_sliding_window_layer_update(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            key_states.shape[-2] != 1
+            or not self.is_initialized
+            or self.cumulative_length_int < self.max_cache_len
+            or torch.compiler.is_compiling()
+        ):
+            return original(self, key_states, value_states, *args, **kwargs)
+        self.cumulative_length_int += 1
+        for own, new in ((self.keys, key_states), (self.values, value_states)):
+            own.copy_(torch.cat((own[:, :, 1:], new), dim=-2))
+        return self.keys, self.values
+
+    return update

@@ -1,0 +1,685 @@
+"""Decode steps as CUDA graphs.
+
+``disable_compile=True`` is the eager decoding of the same static cache: the kernels are the same,
+so logits are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+
+from gemma4_compat.patches import _decode_graphs
+from gemma4_compat.tiny import image_inputs, text_inputs
+from tests.support import load_model
+
+TOWERS_ON_CPU = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
+PLE_ON_CPU = {"": 0, "model.language_model.embed_tokens_per_layer": "cpu"}
+MAPS = {"whole": {"": 0}, "towers on the CPU": TOWERS_ON_CPU, "PLE on the CPU": PLE_ON_CPU}
+#: with a prompt of 12 tokens, and a sliding window of 8, all windows are full; with 2 none is
+NEW_TOKENS = 24
+
+
+def prompt(model, length=12, batch=1, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 400, (batch, length), generator=generator)
+    return {"input_ids": ids.cuda(), "attention_mask": torch.ones_like(ids).cuda()}
+
+
+def generated(model, inputs, eager=False, tokens=NEW_TOKENS, **options):
+    """Tokens and logits of a static cache."""
+    options.setdefault("do_sample", False)
+    output = model.generate(
+        **inputs,
+        cache_implementation=None if "past_key_values" in options else "static",
+        disable_compile=eager,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.sequences.cpu(), torch.stack(output.logits).cpu()
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[1], expected[1]), (
+        f"logits differ by up to {(found[1] - expected[1]).abs().max():.3g}"
+    )
+    assert torch.equal(found[0], expected[0])
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def captures(model):
+    """How many steps are captured for a model as it is."""
+    decoding = vars(base_of(model)).get("_decoding")
+    return 0 if decoding is None else sum(len(memory.steps) for memory in decoding.memories)
+
+
+@contextlib.contextmanager
+def counted(monkeypatch):
+    """A list that gets an entry for each capture."""
+    seen = []
+    original = _decode_graphs._captured
+
+    def counting(*args):
+        seen.append(args)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_decode_graphs, "_captured", counting)
+        yield seen
+
+
+@pytest.fixture(params=MAPS)
+def model(request, model_dir):
+    return load_model(model_dir, "nf4", MAPS[request.param])
+
+
+def check(model, inputs, **options):
+    """Captured equals eager, and something was captured."""
+    expected = generated(model, inputs, eager=True, **options)
+    found = generated(model, inputs, **options)
+    assert_same(found, expected)
+    assert captures(model), "nothing was captured"
+
+
+# -- equal --------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("captured_decoding", r"nothing was captured")
+def test_steps_are_captured(model):
+    check(model, prompt(model))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [2, 12])
+def test_before_and_after_the_window_is_full(model, length):
+    check(model, prompt(model, length))
+
+
+@pytest.mark.cuda
+def test_padded_batch(model):
+    inputs = prompt(model, batch=4)
+    for row in range(4):
+        inputs["attention_mask"][row, : 2 * row] = 0
+    check(model, inputs)
+
+
+@pytest.mark.cuda
+def test_sampling(model):
+    inputs = prompt(model)
+    torch.manual_seed(5)
+    expected = generated(model, inputs, eager=True, do_sample=True, top_k=50)
+    after = torch.rand(3, device="cuda")
+    for _ in range(2):
+        torch.manual_seed(5)
+        assert_same(generated(model, inputs, do_sample=True, top_k=50), expected)
+        assert torch.equal(torch.rand(3, device="cuda"), after)
+    assert captures(model)
+
+
+@pytest.mark.cuda
+def test_image_prompt(model):
+    check(model, {k: v.cuda() for k, v in image_inputs(model.config).items()})
+
+
+@pytest.mark.cuda
+def test_calls_in_a_row(model, monkeypatch):
+    """The first captures, before the window is full and after; the others use its graphs."""
+    lengths = [6, 5, 4, 6, 2, 3, 6, 1, 5, 6]
+    inputs = [prompt(model, length, seed=i) for i, length in enumerate(lengths)]
+    # transformers from 5.19 on never makes a shorter cache than before
+    expected = [generated(model, each, eager=True) for each in inputs]
+    with counted(monkeypatch) as seen:
+        for each, wanted in zip(inputs, expected, strict=True):
+            output = generated(model, each)
+            assert_same(output, wanted)
+    assert len(seen) == 2
+
+
+@pytest.mark.cuda
+def test_longer_cache(model):
+    check(model, prompt(model, 4), tokens=8)
+    check(model, prompt(model, 12), tokens=16)
+    check(model, prompt(model, 4), tokens=8)
+
+
+@pytest.mark.cuda
+def test_other_batch_size(model):
+    check(model, prompt(model, batch=1))
+    check(model, prompt(model, batch=3))
+    check(model, prompt(model, batch=1, seed=1))
+
+
+@pytest.mark.cuda
+def test_8_bit(model_dir):
+    model = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=0.0)
+    check(model, prompt(model))
+
+
+@pytest.mark.cuda
+def test_bfloat16_split(model_dir):
+    model = load_model(model_dir, None, PLE_ON_CPU)
+    check(model, prompt(model))
+
+
+@pytest.mark.cuda
+def test_inference_mode(model):
+    expected = generated(model, prompt(model), eager=True)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert_same(generated(model, prompt(model)), expected)
+        assert_same(generated(model, prompt(model)), expected)
+
+
+# -- what changes between calls -----------------------------------------------------------------
+
+
+@pytest.fixture(params=MAPS)
+def adapted(request, model_dir, adapter_dir):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_model(model_dir, "nf4", MAPS[request.param]), adapter_dir)
+
+
+@pytest.mark.cuda
+def test_adapter(adapted, second_adapter_dir):
+    inputs = prompt(adapted)
+    check(adapted, inputs)
+    with adapted.disable_adapter():
+        check(adapted, inputs)
+    check(adapted, inputs)
+    adapted.load_adapter(second_adapter_dir, "second")
+    check(adapted, inputs)
+    first = generated(adapted, inputs)
+    adapted.set_adapter("second")
+    check(adapted, inputs)
+    assert not torch.equal(generated(adapted, inputs)[1], first[1])
+    adapted.set_adapter("default")
+    assert_same(generated(adapted, inputs), first)
+
+
+@pytest.mark.cuda
+def test_scaled_and_merged_adapter(adapted):
+    inputs = prompt(adapted)
+    check(adapted, inputs)
+    first = generated(adapted, inputs)
+    for module in adapted.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+    check(adapted, inputs)
+    assert not torch.equal(generated(adapted, inputs)[1], first[1])
+    adapted.merge_adapter()
+    check(adapted, inputs)
+    adapted.unmerge_adapter()
+    check(adapted, inputs)
+
+
+@pytest.mark.cuda
+def test_adapter_names(adapted, second_adapter_dir):
+    adapted.load_adapter(second_adapter_dir, "second")
+    inputs = prompt(adapted, batch=2)
+    check(adapted, inputs)
+    options = {"adapter_names": ["default", "second"]}
+    expected = generated(adapted, inputs, eager=True, **options)
+    assert_same(generated(adapted, inputs, **options), expected)
+    check(adapted, inputs)
+
+
+@pytest.mark.cuda
+def test_weights_that_change(model):
+    inputs = prompt(model)
+    check(model, inputs)
+    first = generated(model, inputs)
+    norm = model.model.language_model.norm
+    with torch.no_grad():
+        norm.weight.mul_(0.5)  # in place
+    check(model, inputs)
+    assert not torch.equal(generated(model, inputs)[1], first[1])
+    norm.weight = torch.nn.Parameter(norm.weight.detach() * 2.0, requires_grad=False)
+    assert_same(generated(model, inputs), first)
+    norm.weight.data = norm.weight.data * 0.5
+    check(model, inputs)
+
+
+@pytest.mark.cuda
+def test_hook_of_a_user(model, caplog):
+    inputs = prompt(model)
+    check(model, inputs)
+    seen = []
+    layer = model.model.language_model.layers[0]
+    handle = layer.register_forward_hook(lambda *args: seen.append(args))
+    expected = generated(model, inputs, eager=True)
+    before = len(seen)
+    with caplog.at_level(logging.WARNING, "gemma4_compat"):
+        assert_same(generated(model, inputs), expected)
+        generated(model, inputs)
+    assert len(seen) == 3 * before
+    assert [r for r in caplog.text.splitlines() if "has a forward hook" in r].__len__() == 1
+    handle.remove()
+    check(model, inputs)
+
+
+# -- caches and outputs that somebody holds -----------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_held_outputs_are_not_written_to(model):
+    inputs, other = prompt(model), prompt(model, seed=1)
+    options = {
+        "cache_implementation": "static", "max_new_tokens": NEW_TOKENS, "do_sample": False,
+        "min_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_logits": True,
+        "output_scores": True,
+    }  # fmt: skip
+    model.generate(**other, **options)
+    first = model.generate(**inputs, **options)
+    held = copy.deepcopy((first.sequences, first.logits, first.scores))
+    model.generate(**other, **options)
+    for ours, theirs in zip((first.sequences, first.logits, first.scores), held, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("what", ["cache", "layers", "part of the keys"])
+def test_held_cache_is_not_written_to(model, what):
+    if hasattr(type(model), "_get_cache"):
+        pytest.skip("this transformers uses one cache for all calls")
+    inputs, other = prompt(model), prompt(model, seed=1)
+
+    def call(each):
+        return model.generate(
+            **each, cache_implementation="static", max_new_tokens=8, return_dict_in_generate=True
+        ).past_key_values
+
+    call(other)
+    cache = call(inputs)
+    if getattr(model, "_cache", None) is cache:
+        pytest.skip("this transformers writes to it itself")
+    layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
+    parts = [layer.keys[:, :, 1:] for layer in layers]
+    copies = [part.clone() for part in parts]
+    held = {"cache": cache, "layers": layers, "part of the keys": parts}[what]
+    del cache, layers
+    if what != "part of the keys":
+        del parts
+    gc.collect()
+    call(other)
+    call(other)
+    if what == "cache":
+        held = [layer for layer in held.layers if hasattr(layer, "keys")]
+    if what != "part of the keys":
+        held = [layer.keys[:, :, 1:] for layer in held]
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+
+
+@pytest.mark.cuda
+def test_cache_of_the_user(model):
+    from transformers import StaticCache
+
+    def chat(eager):
+        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=80)
+        ids = prompt(model)["input_ids"]
+        turns = []
+        for turn in range(3):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids, scores = generated(model, inputs, eager, tokens=6, past_key_values=cache)
+            turns.append(scores)
+            ids = torch.cat([ids.cuda(), prompt(model, 3, seed=turn)["input_ids"]], dim=1)
+        return ids.cpu(), torch.cat(turns)
+
+    expected = chat(eager=True)
+    assert_same(chat(eager=False), expected)
+    assert captures(model)
+    assert_same(chat(eager=False), expected)
+
+
+@pytest.mark.cuda
+def test_chunked_prefill(model):
+    for length in (12, 13):
+        inputs = prompt(model, length)
+        expected = generated(model, inputs, eager=True, prefill_chunk_size=4)
+        assert_same(generated(model, inputs, prefill_chunk_size=4), expected)
+
+
+# -- threads, errors, the end -------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_streamer_in_a_thread(model):
+    from transformers import TextIteratorStreamer
+
+    class Words:
+        def decode(self, ids, **kwargs):
+            return "".join(f"{int(i)} " for i in torch.as_tensor(ids).flatten())
+
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True)
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(generated(model, inputs, streamer=streamer))
+    )
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert_same(found[0], expected)
+    assert [int(word) for word in text.split()] == expected[0][0, 12:].tolist()
+
+
+def in_threads(*functions):
+    results, errors = {}, []
+
+    def run(number, function):
+        try:
+            results[number] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return [results[number] for number in range(len(functions))]
+
+
+@pytest.mark.cuda
+def test_two_models_in_two_threads(model, model_dir):
+    other = load_model(model_dir, None, PLE_ON_CPU)
+    inputs = [prompt(model, seed=seed) for seed in range(4)]
+    expected = [[generated(each, i, eager=True) for i in inputs] for each in (model, other)]
+    found = in_threads(
+        *(lambda each=each: [generated(each, i) for i in inputs] for each in (model, other))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.cuda
+def test_one_model_in_two_threads(model):
+    if hasattr(model, "_cache") or "_cache" in str(type(model)._prepare_static_cache.__doc__):
+        pytest.skip("this transformers uses one cache for all calls")
+    inputs = [prompt(model, seed=seed) for seed in range(4)]
+    expected = [generated(model, i, eager=True) for i in inputs]
+    if hasattr(model, "_cache"):
+        pytest.skip("this transformers uses one cache for all calls")
+    found = in_threads(*(lambda: [generated(model, i) for i in inputs] for _ in range(2)))
+    for ours in found:
+        for a, b in zip(ours, expected, strict=True):
+            assert_same(a, b)
+
+
+def works_afterwards(model, inputs, expected):
+    assert_same(generated(model, inputs), expected)
+    torch.manual_seed(1)
+    first = torch.rand(4, device="cuda")
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("what", ["synchronises", "raises", "out of memory"])
+def test_failed_capture(model, what, monkeypatch, caplog):
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True)
+    layer = model.model.language_model.layers[1].mlp
+    original = type(layer).forward
+
+    def forward(self, states):
+        if self is layer and torch.cuda.is_current_stream_capturing():
+            if what == "synchronises":
+                states.sum().item()
+            elif what == "raises":
+                raise ValueError("not in a graph")
+            else:
+                torch.empty(2**46, device="cuda")
+        return original(self, states)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "gemma4_compat"):
+        patch.setattr(type(layer), "forward", forward)
+        for _ in range(2):
+            works_afterwards(model, inputs, expected)
+        assert caplog.text.count("decodes eagerly") == 1
+    model.model.language_model.norm.weight = copy.deepcopy(model.model.language_model.norm.weight)
+    works_afterwards(model, inputs, expected)
+    assert captures(model)
+
+
+@pytest.mark.cuda
+def test_interrupted_capture(model, monkeypatch):
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True)
+    layer = model.model.language_model.layers[1].mlp
+    original = type(layer).forward
+
+    def forward(self, states):
+        if self is layer and torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return original(self, states)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "forward", forward)
+        with pytest.raises(KeyboardInterrupt):
+            generated(model, inputs)
+    works_afterwards(model, inputs, expected)
+    assert captures(model)
+
+
+@pytest.mark.cuda
+def test_streamer_that_raises(model):
+    class Streamer:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 9:
+                raise RuntimeError("enough")
+
+        def end(self):
+            pass
+
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="enough"):
+            generated(model, inputs, streamer=Streamer())
+        works_afterwards(model, inputs, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("device_map", [MAPS["whole"], PLE_ON_CPU], ids=["whole", "PLE"])
+def test_deleted_model_is_freed(model_dir, device_map):
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = load_model(model_dir, "nf4", device_map)
+    generated(model, prompt(model))
+    assert captures(model)
+    del model
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.cuda
+def test_uninstall_frees_the_graphs(model):
+    import gemma4_compat
+
+    inputs = prompt(model)
+    check(model, inputs)
+    expected = generated(model, inputs)
+    try:
+        gemma4_compat.uninstall()
+        assert_same(generated(model, inputs), expected)
+    finally:
+        gemma4_compat.install()
+    check(model, inputs)
+
+
+@pytest.mark.cuda
+def test_copies_and_pickles(model):
+    inputs = prompt(model)
+    check(model, inputs)
+    decoding = vars(model)["_decoding"]
+    assert copy.deepcopy(decoding) is None
+    assert pickle.loads(pickle.dumps(decoding)) is None
+
+
+@pytest.mark.cuda
+def test_compile_config_of_the_user(model, caplog):
+    from transformers import CompileConfig
+
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True, tokens=4)
+    assert_same(generated(model, inputs, tokens=4, compile_config=CompileConfig()), expected)
+    assert not captures(model)
+
+
+@pytest.mark.cuda
+def test_dynamic_caches_are_left_alone(model):
+    model.generate(**prompt(model), max_new_tokens=4)
+    assert not captures(model)
+
+
+@pytest.mark.cuda
+def test_inputs_on_the_cpu(model):
+    inputs = {name: value.cpu() for name, value in prompt(model).items()}
+    expected = generated(model, inputs, eager=True)
+    assert_same(generated(model, inputs), expected)
+    check(model, prompt(model))
+
+
+# -- rules, without a GPU -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def captured_on_cpu(monkeypatch):
+    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
+
+
+def obstacle(model):
+    return _decode_graphs.Version(model, ()).obstacle
+
+
+def test_a_model_on_the_cpu_is_refused(model_dir):
+    assert obstacle(load_model(model_dir)) == "its decoder is on cpu, not on one GPU"
+
+
+def test_towers_do_not_count(model_dir, captured_on_cpu, tmp_path):
+    from tests.support import split
+
+    assert obstacle(split(load_model(model_dir), tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("model.language_model.layers.1", "decoder layers are offloaded"),
+        ("model.language_model.embed_tokens_per_layer", "looked up by the CPU"),
+    ],
+)
+def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
+    from tests.support import split
+
+    model = split(load_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
+    assert why in obstacle(model)
+
+
+def test_training_and_hooks(model_dir, captured_on_cpu):
+    model = load_model(model_dir)
+    assert obstacle(model) is None
+    model.train()
+    assert "training" in obstacle(model)
+    model.eval()
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: None)
+    assert "Linear has a forward hook" in obstacle(model)
+    handle.remove()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert "all modules" in obstacle(model)
+    handle.remove()
+    handle = model.model.vision_tower.register_forward_hook(lambda *args: None)
+    assert obstacle(model) is None
+    handle.remove()
+
+
+def test_outlier_search_of_8_bit_layers(model_dir, captured_on_cpu):
+    assert "llm_int8_threshold=0" in obstacle(load_model(model_dir, "int8"))
+    assert obstacle(load_model(model_dir, "int8", llm_int8_threshold=0.0)) is None
+
+
+def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir)
+    model.load_adapter(second_adapter_dir, "second")
+    base = model.get_base_model()
+    decoding = _decode_graphs.Decoding()
+    first = decoding.version(base)
+    with torch.no_grad():
+        model(**text_inputs(base.config))
+    assert decoding.version(base) is first
+    model.set_adapter("second")
+    second = decoding.version(base)
+    assert second is not first
+    model.set_adapter("default")
+    assert decoding.version(base) is first
+    with model.disable_adapter():
+        assert decoding.version(base) not in (first, second)
+    assert decoding.version(base) is first
+    base.model.language_model.layers[0].mlp.up_proj.set_scale("default", 7.0)
+    assert decoding.version(base) is not first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.lm_head, "weight", copy.deepcopy(model.lm_head.weight)),
+        lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+        lambda model: model.train(),
+        lambda model: setattr(model.config.text_config, "final_logit_softcapping", 7.0),
+        lambda model: setattr(model.model.language_model.norm, "eps", 0.1),
+        lambda model: model.lm_head.register_forward_hook(lambda *args: None),
+        lambda model: model.model.language_model.layers.__setitem__(0, torch.nn.Identity()),
+        lambda model: setattr(model.lm_head, "forward", lambda states: states),
+    ],
+    ids=["parameter", "data", "train", "config", "setting", "hook", "module", "forward"],
+)
+def test_changes_make_another_version(model_dir, change):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    first = decoding.version(model)
+    assert decoding.version(model) is first
+    change(model)
+    assert decoding.version(model) is not first
+
+
+def test_a_version_keeps_nothing_alive(model_dir):
+    import weakref
+
+    model = load_model(model_dir)
+    decoding = vars(model)["_decoding"] = _decode_graphs.Decoding()
+    decoding.version(model)
+    seen = weakref.ref(model.lm_head.weight), weakref.ref(model)
+    old = model.lm_head
+    model.lm_head = torch.nn.Linear(1, 1)
+    model._tied_weights_keys = None
+    del old
+    model.model.language_model.embed_tokens = None
+    assert seen[0]() is None
+    del model
+    gc.collect()
+    assert seen[1]() is None
