@@ -65,7 +65,8 @@ ORDER = [
 ]
 
 
-def _load(case: Case, shape: str, folder: Path) -> Any:
+def load(case: Case, shape: str, folder: Path) -> Any:
+    """The model of a case, in eval mode."""
     import torch
     from accelerate import dispatch_model
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
@@ -165,7 +166,7 @@ class Play:
         small = torch.nn.Sequential(torch.nn.Linear(8, 8))
         peft.get_peft_model(small, peft.LoraConfig(target_modules=["0"]))
 
-    def _load(self) -> None:
+    def load(self) -> None:
         measure.reset_peak()
         took = measure.seconds(self._load_model)
         self.text = measure.Text(self.model.config.get_text_config().vocab_size)
@@ -178,7 +179,7 @@ class Play:
         }
 
     def _load_model(self) -> None:
-        self.model = _load(self.case, self.shape, self.folder)
+        self.model = load(self.case, self.shape, self.folder)
 
     def _decode(self, key: str) -> None:
         self.generate = measure.decoder(self.model, self.text)

@@ -1,0 +1,208 @@
+"""Decode steps: captured as CUDA graphs, eager with the same static cache, eager with a dynamic one.
+
+``python -m benchmarks.decoding CASE SHAPE CACHE [--adapter]`` loads a case of ``cases.py`` and
+prints a JSON line whenever it knows more.  The ways alternate in one process; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from .cases import CASES, load
+
+#: how ``generate`` is called
+WAYS: dict[str, dict[str, Any]] = {
+    "captured": {"cache_implementation": "static"},
+    "eager static": {"cache_implementation": "static", "disable_compile": True},
+    "dynamic": {},
+}
+#: tokens of context before the first that is timed
+CONTEXTS = (64, 1500)
+STEPS = 24
+ROUNDS = 6
+EQUAL_TOKENS = 1200
+
+
+class Clock:
+    """A streamer that notes when each token arrives on the host."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def put(self, tokens: Any) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def steps(self) -> list[float]:
+        """Seconds of each step of one token; the prompt's forward and two warm steps left out."""
+        # The prompt is put first, then the token of its forward.
+        return [after - before for before, after in itertools.pairwise(self.moments[3:])]
+
+
+def call(model: Any, length: int, count: int, way: str, seed: int = 0, **options: Any) -> Any:
+    """Greedily generate ``count`` tokens after a random prompt."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 400, (1, length), generator=generator).cuda()
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        **{**WAYS[way], **options},
+    )
+
+
+def timed(model: Any, length: int, way: str) -> list[float]:
+    clock = Clock()
+    call(model, length, STEPS, way, streamer=clock)
+    return clock.steps()
+
+
+def gpu_busy(model: Any, length: int, way: str) -> tuple[float, float]:
+    """Seconds that the GPU works for a token, and its operations: 12 tokens less 4."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found = []
+    for count in (4, 12):
+        call(model, length, count, way)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            call(model, length, count, way)
+        events = [e for e in profiler.events() if e.device_type.name == "CUDA"]
+        found.append((sum(e.time_range.elapsed_us() for e in events) / 1e6, len(events)))
+    (short, few), (long, many) = found
+    return (long - short) / 8, (many - few) / 8
+
+
+def wall(action: Any) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def host_memory() -> int:
+    """Bytes of anonymous memory of this process, page-locked included."""
+    status = Path("/proc/self/status").read_text()
+    kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
+    return 1024 * kib["RssAnon:"]
+
+
+def measure(model: Any, figures: dict[str, Any], say: Any) -> None:
+    import torch
+
+    mib = 2**20
+    call(model, 64, 8, "dynamic")
+    call(model, 64, 48, "eager static")
+    figures["host GiB after the first token"] = host_memory() / 2**30
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call(model, 64, 48, "eager static")
+    static_peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    first = [wall(lambda: call(model, 64, 4, "captured", max_new_tokens=48, min_new_tokens=4))]
+    plain = [wall(lambda: call(model, 64, 48, "eager static")) for _ in range(3)]
+    figures["peak above eager static, MiB"] = (
+        torch.cuda.max_memory_allocated() - static_peak
+    ) / mib
+    figures["reserved MiB"] = torch.cuda.memory_reserved() / mib
+    say()
+    figures["first call of 48 tokens, s"] = first
+    figures["eager call of 48 tokens, s"] = statistics.median(plain)
+    # a call with one captured step, and one without any
+    later = [wall(lambda i=i: call(model, 60 - i, 3, "captured", seed=i)) for i in range(9)]
+    none = [wall(lambda i=i: call(model, 60 - i, 3, "eager static", seed=i)) for i in range(9)]
+    figures["later call of 3 tokens, ms: captured, eager"] = [
+        1e3 * statistics.median(later), 1e3 * statistics.median(none)
+    ]  # fmt: skip
+    say()
+    for length in CONTEXTS:
+        steps: dict[str, list[float]] = {way: [] for way in WAYS}
+        for way in WAYS:
+            call(model, length, STEPS, way)
+        for _ in range(ROUNDS):
+            for way in WAYS:
+                steps[way] += timed(model, length, way)
+        token = {way: statistics.median(times) for way, times in steps.items()}
+        figures[f"{length}: ms a token"] = {way: 1e3 * each for way, each in token.items()}
+        figures[f"{length}: tok/s, captured ÷ dynamic"] = token["dynamic"] / token["captured"]
+        busy = {way: gpu_busy(model, length, way) for way in WAYS}
+        figures[f"{length}: GPU ms, operations a token"] = {
+            way: [1e3 * seconds, operations] for way, (seconds, operations) in busy.items()
+        }
+        beyond = {way: token[way] - busy[way][0] for way in WAYS}
+        figures[f"{length}: beyond GPU work, captured ÷ dynamic"] = (
+            beyond["captured"] / beyond["dynamic"]
+        )
+        figures[f"{length}: GPU work, captured ÷ dynamic"] = (
+            busy["captured"][0] / busy["dynamic"][0]
+        )
+        say()
+
+
+def check_equal(model: Any, figures: dict[str, Any]) -> None:
+    """Tokens and logits over more than two sliding windows."""
+    import torch
+
+    outputs = [
+        call(model, 64, EQUAL_TOKENS, way, seed=3, return_dict_in_generate=True, output_logits=True)
+        for way in ("captured", "eager static")
+    ]
+    same = sum(torch.equal(a, b) for a, b in zip(outputs[0].logits, outputs[1].logits, strict=True))
+    figures["steps with equal logits"] = [same, EQUAL_TOKENS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("shape")
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    import torch
+
+    import gemma4_compat  # noqa: F401
+
+    folder = args.cache / args.shape
+    start = time.perf_counter()
+    model: Any = load(CASES[args.case], args.shape, folder)
+    if args.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder / "adapter")
+    figures: dict[str, Any] = {"loading, s": time.perf_counter() - start}
+    figures["resident GiB"] = torch.cuda.memory_allocated() / 2**30
+
+    def say() -> None:
+        figures["max RSS GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        line = json.dumps({"case": args.case, "adapter": args.adapter, **figures})
+        print(line, flush=True)
+        if args.out:
+            args.out.write_text(line + "\n")
+
+    say()
+    measure(model, figures, say)
+    check_equal(model, figures)
+    say()
+
+
+if __name__ == "__main__":
+    main()
