@@ -166,7 +166,7 @@ class Play:
         small = torch.nn.Sequential(torch.nn.Linear(8, 8))
         peft.get_peft_model(small, peft.LoraConfig(target_modules=["0"]))
 
-    def load(self) -> None:
+    def _load(self) -> None:
         measure.reset_peak()
         took = measure.seconds(self._load_model)
         self.text = measure.Text(self.model.config.get_text_config().vocab_size)
