@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache as cached
 from typing import Any
 
 from ..model.hooks import offload_hook
@@ -33,8 +34,14 @@ _INPUTS = frozenset(
         "use_cache", "return_dict", "logits_to_keep",
     }
 )  # fmt: skip
+#: what some releases pass in each step, and the model reads beside an image or sound alone
+_OF_A_PROMPT = frozenset(
+    {"image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask"}
+)
 
-_one_at_a_time = threading.Lock()  # a capture
+_one_capture = threading.Lock()
+_one_replay = threading.Lock()
+_last_stream: dict[Any, Any] = {}  # by device: where a step was replayed
 
 
 #: kinds of devices that have CUDA graphs
@@ -128,12 +135,12 @@ class Version:
 
     def __init__(self, model: Any, environment: Any) -> None:
         self.environment = environment
-        modules = [
-            module for name, module in model.named_modules() if tower_of(name) not in _TOWERS
-        ]
+        modules = {
+            name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS
+        }
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
-        self.snapshot = Snapshot(modules, configs)
+        self.snapshot = Snapshot(modules.values(), configs)
         self.warm: set[Any] = set()  # kinds of steps that ran
         self.obstacle: str | None = None
         self.device: Any = None
@@ -154,7 +161,6 @@ class Memory:
     def __init__(self, cache: Any) -> None:
         self.used_by = weakref.ref(cache)
         self.steps: dict[Any, Step] = {}
-        self.stream: Any = None
         self.pool: Any = None
         self.layers = [_Layer(layer) for layer in cache.layers if _tensors_of(layer)]
         self.lengths = tuple(_length(layer) for layer in cache.layers)
@@ -255,7 +261,7 @@ class Decoder:
             ids is None
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
-            or any(inputs[name] is not None for name in inputs.keys() - _INPUTS)
+            or any(inputs[k] is not None for k in inputs.keys() - _INPUTS - _OF_A_PROMPT)
             or not _is_initialized(cache)
         ):
             return self.model(**inputs)
@@ -275,7 +281,8 @@ class Decoder:
     def _step(self, version: Version, cache: Any, inputs: dict[str, Any]) -> Any:
         from torch.utils._pytree import tree_flatten
 
-        leaves, spec = tree_flatten({k: v for k, v in inputs.items() if v is not cache})
+        own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
+        leaves, spec = tree_flatten(own)
         kind = (_full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
         memory = self.decoding.memory_of(cache)
         step = memory.steps.get((version, kind))
@@ -285,7 +292,7 @@ class Decoder:
                 return self.model(**inputs)
             step = Step(self.model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
-        return step.replay(cache, memory, leaves)
+        return step.replay(cache, leaves)
 
 
 class Step:
@@ -308,7 +315,12 @@ class Step:
             memory.pool = torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
         with _counters_kept(cache):
-            output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
+            try:
+                output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
+            except BaseException:
+                if not memory.steps:
+                    memory.pool = None  # it is gone with its only graph
+                raise
         self.kind = type(output)
         self.output: dict[str, Any] = {}
         for name, value in output.items():
@@ -316,22 +328,25 @@ class Step:
                 raise CaptureFailed(f"its output {name} is no tensor")
             self.output[name] = None if value is cache else value
 
-    def replay(self, cache: Any, memory: Memory, leaves: list[Any]) -> Any:
+    def replay(self, cache: Any, leaves: list[Any]) -> Any:
         """The step with these inputs; the output is the caller's own."""
         import torch
 
-        stream = torch.cuda.current_stream(self.device)
-        if memory.stream is not None and memory.stream != stream:
-            stream.wait_stream(memory.stream)
-        memory.stream = stream
-        given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        for own, each in zip(self.inputs, given, strict=True):
-            own.copy_(each, non_blocking=True)
-        with torch.cuda.device(self.device):
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with _one_replay, torch.cuda.device(self.device):
+            # Steps share memory that cuBLAS works in: one after the other, on whatever stream.
+            stream = torch.cuda.current_stream()
+            last = _last_stream.get(self.device, stream)
+            if last != stream:
+                stream.wait_stream(last)
+            _last_stream[self.device] = stream
+            for own, each in zip(self.inputs, given, strict=True):
+                own.copy_(each, non_blocking=True)
             self.graph.replay()
+            output = {k: cache if v is None else v.clone() for k, v in self.output.items()}
         for layer in _counting_layers(cache):
             layer.cumulative_length_int += 1
-        return self.kind(**{k: cache if v is None else v.clone() for k, v in self.output.items()})
+        return self.kind(**output)
 
 
 def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
@@ -341,11 +356,10 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
     """
     import torch
 
-    with _one_at_a_time, torch.cuda.device(device), _no_garbage_collection():
-        state = torch.cuda.get_rng_state(device)
-        stream = torch.cuda.Stream(device)
+    with _one_capture, torch.cuda.device(device), _no_garbage_collection():
+        stream = _capturing_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _random_numbers_kept(device):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 output = model(**inputs, past_key_values=cache)
@@ -354,11 +368,34 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
             except BaseException as error:
                 with suppress(RuntimeError):
                     graph.capture_end()
-                torch.cuda.set_rng_state(state, device)
                 if isinstance(error, Exception):
                     why = str(error).partition("\n")[0]
                     raise CaptureFailed(f"{type(error).__name__}: {why}") from error
                 raise
+
+
+@cached
+def _capturing_stream(device: Any) -> Any:
+    """One for all captures: cuBLAS takes 32 MiB for each stream, and keeps them."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _random_numbers_kept(device: Any) -> Iterator[None]:
+    """A capture that fails leaves PyTorch's generator as if it went on."""
+    import torch
+
+    state = torch.cuda.get_rng_state(device)
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(device)
+        fresh.set_state(state)
+        own = torch.cuda.default_generators[device.index]
+        own.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
 
 
 @contextmanager
@@ -432,7 +469,7 @@ def _environment() -> tuple[Any, ...]:
     )
 
 
-def _device_of_a_step(modules: list[Any]) -> Any:
+def _device_of_a_step(modules: dict[str, Any]) -> Any:
     """The GPU that all of these modules compute on.
 
     Raises:
@@ -441,18 +478,18 @@ def _device_of_a_step(modules: list[Any]) -> Any:
     import torch
 
     devices = set()
-    for module in modules:
+    for name, module in modules.items():
         own = [*module._parameters.values(), *module._buffers.values()]
         hook = offload_hook(module)
         if hook is None:
             devices |= {tensor.device for tensor in own if tensor is not None}
         elif not isinstance(module, torch.nn.Embedding):
             if any(tensor is not None and tensor.is_meta for tensor in own):
-                raise NotCaptured("weights of its decoder layers are offloaded")
+                raise NotCaptured(f"{name} is offloaded")
         elif not _reads_in_place(hook):
-            raise NotCaptured("its offloaded embeddings are looked up by the CPU")
+            raise NotCaptured(f"the rows of {name} are looked up by the CPU")
     if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
-        named = ", ".join(sorted(map(str, devices)))
+        named = " and ".join(sorted(map(str, devices)))
         raise NotCaptured(f"its decoder is on {named}, not on one GPU")
     return devices.pop()
 
@@ -462,7 +499,7 @@ def _reads_in_place(hook: Any) -> bool:
     return lookups is not None and lookups.in_place.nbytes > 0
 
 
-def _refuse_what_is_watched(model: Any, modules: list[Any]) -> None:
+def _refuse_what_is_watched(model: Any, modules: dict[str, Any]) -> None:
     """Refuse a model whose forward runs code of others, or that a graph would not repeat.
 
     Raises:
@@ -470,14 +507,14 @@ def _refuse_what_is_watched(model: Any, modules: list[Any]) -> None:
     """
     from torch.nn.modules import module as nn_module
 
-    if any(module.training for module in modules):
+    if any(module.training for module in modules.values()):
         raise NotCaptured("the model is in training mode")
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         raise NotCaptured("there are forward hooks for all modules")
-    for module in modules:
+    for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(not type(hook).__module__.startswith("gemma4_compat") for hook in hooks):
-            raise NotCaptured(f"a {type(module).__name__} has a forward hook")
+            raise NotCaptured(f"{name} has a forward hook")
         state = getattr(module, "state", None)
         if getattr(state, "threshold", 0) and type(module).__name__ == "Linear8bitLt":
             raise NotCaptured(

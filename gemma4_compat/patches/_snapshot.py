@@ -117,7 +117,8 @@ class _Module:
         if len(tensors) != len(self.tensors):
             return False
         for (ref, pointer, state), tensor in zip(self.tensors, tensors, strict=True):
-            if ref() is not tensor or tensor.data_ptr() != pointer:
+            same = ref() is tensor
+            if not same or tensor.data_ptr() != pointer:
                 return False
             if state and tuple(_state_addresses(tensor)) != state:
                 return False

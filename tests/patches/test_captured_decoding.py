@@ -11,6 +11,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 
 import pytest
@@ -18,13 +19,20 @@ import torch
 
 from gemma4_compat.patches import _decode_graphs
 from gemma4_compat.tiny import image_inputs, text_inputs
-from tests.support import load_model
+from tests import support
 
 TOWERS_ON_CPU = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
 PLE_ON_CPU = {"": 0, "model.language_model.embed_tokens_per_layer": "cpu"}
 MAPS = {"whole": {"": 0}, "towers on the CPU": TOWERS_ON_CPU, "PLE on the CPU": PLE_ON_CPU}
 #: with a prompt of 12 tokens, and a sliding window of 8, all windows are full; with 2 none is
 NEW_TOKENS = 24
+
+
+def load_model(model_dir, kind=None, device_map=None, **options):
+    if kind is not None and device_map is not None and len(device_map) > 1:
+        options.setdefault("llm_int8_enable_fp32_cpu_offload", True)
+        options.setdefault("llm_int8_skip_modules", None)
+    return support.load_model(model_dir, kind, device_map, **options)
 
 
 def prompt(model, length=12, batch=1, seed=0):
@@ -73,7 +81,7 @@ def counted(monkeypatch):
     original = _decode_graphs._captured
 
     def counting(*args):
-        seen.append(args)
+        seen.append("a capture")  # and not the cache, which would not be free then
         return original(*args)
 
     with monkeypatch.context() as patch:
@@ -107,6 +115,11 @@ def test_steps_are_captured(model):
 @pytest.mark.parametrize("length", [2, 12])
 def test_before_and_after_the_window_is_full(model, length):
     check(model, prompt(model, length))
+
+
+@pytest.mark.cuda
+def test_1200_tokens(model):
+    check(model, prompt(model), tokens=1200)
 
 
 @pytest.mark.cuda
@@ -294,8 +307,8 @@ def test_held_outputs_are_not_written_to(model):
 @pytest.mark.cuda
 @pytest.mark.parametrize("what", ["cache", "layers", "part of the keys"])
 def test_held_cache_is_not_written_to(model, what):
-    if hasattr(type(model), "_get_cache"):
-        pytest.skip("this transformers uses one cache for all calls")
+    from transformers.cache_utils import StaticLayer
+
     inputs, other = prompt(model), prompt(model, seed=1)
 
     def call(each):
@@ -307,7 +320,7 @@ def test_held_cache_is_not_written_to(model, what):
     cache = call(inputs)
     if getattr(model, "_cache", None) is cache:
         pytest.skip("this transformers writes to it itself")
-    layers = [layer for layer in cache.layers if hasattr(layer, "keys")]
+    layers = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     parts = [layer.keys[:, :, 1:] for layer in layers]
     copies = [part.clone() for part in parts]
     held = {"cache": cache, "layers": layers, "part of the keys": parts}[what]
@@ -318,7 +331,7 @@ def test_held_cache_is_not_written_to(model, what):
     call(other)
     call(other)
     if what == "cache":
-        held = [layer for layer in held.layers if hasattr(layer, "keys")]
+        held = [layer for layer in held.layers if isinstance(layer, StaticLayer)]
     if what != "part of the keys":
         held = [layer.keys[:, :, 1:] for layer in held]
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
@@ -411,8 +424,6 @@ def test_two_models_in_two_threads(model, model_dir):
 
 @pytest.mark.cuda
 def test_one_model_in_two_threads(model):
-    if hasattr(model, "_cache") or "_cache" in str(type(model)._prepare_static_cache.__doc__):
-        pytest.skip("this transformers uses one cache for all calls")
     inputs = [prompt(model, seed=seed) for seed in range(4)]
     expected = [generated(model, i, eager=True) for i in inputs]
     if hasattr(model, "_cache"):
@@ -503,16 +514,15 @@ def test_streamer_that_raises(model):
 @pytest.mark.cuda
 @pytest.mark.parametrize("device_map", [MAPS["whole"], PLE_ON_CPU], ids=["whole", "PLE"])
 def test_deleted_model_is_freed(model_dir, device_map):
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    model = load_model(model_dir, "nf4", device_map)
-    generated(model, prompt(model))
-    assert captures(model)
-    del model
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= before
+    def used():
+        model = load_model(model_dir, "nf4", device_map)
+        generated(model, prompt(model))
+        assert captures(model)
+        del model
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    assert used() == used()  # cuBLAS keeps what it took for the first
 
 
 @pytest.mark.cuda
@@ -556,7 +566,8 @@ def test_dynamic_caches_are_left_alone(model):
 
 
 @pytest.mark.cuda
-def test_inputs_on_the_cpu(model):
+def test_inputs_on_the_cpu(model_dir):
+    model = load_model(model_dir, "nf4", TOWERS_ON_CPU)
     inputs = {name: value.cpu() for name, value in prompt(model).items()}
     expected = generated(model, inputs, eager=True)
     assert_same(generated(model, inputs), expected)
@@ -580,23 +591,19 @@ def test_a_model_on_the_cpu_is_refused(model_dir):
 
 
 def test_towers_do_not_count(model_dir, captured_on_cpu, tmp_path):
-    from tests.support import split
-
-    assert obstacle(split(load_model(model_dir), tmp_path)) is None
+    assert obstacle(support.split(load_model(model_dir), tmp_path)) is None
 
 
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("model.language_model.layers.1", "decoder layers are offloaded"),
-        ("model.language_model.embed_tokens_per_layer", "looked up by the CPU"),
+        ("model.language_model.layers.1", r"layers\.1\..* is offloaded"),
+        ("model.language_model.embed_tokens_per_layer", "embed_tokens_per_layer are looked up"),
     ],
 )
 def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
-    from tests.support import split
-
-    model = split(load_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
-    assert why in obstacle(model)
+    model = support.split(load_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
+    assert re.search(why, obstacle(model))
 
 
 def test_training_and_hooks(model_dir, captured_on_cpu):
@@ -606,7 +613,7 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
     assert "training" in obstacle(model)
     model.eval()
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: None)
-    assert "Linear has a forward hook" in obstacle(model)
+    assert "lm_head has a forward hook" in obstacle(model)
     handle.remove()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
     assert "all modules" in obstacle(model)
