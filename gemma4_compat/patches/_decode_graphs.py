@@ -89,9 +89,11 @@ class Decoding(NotCopied):
         environment = _environment()
         with self.lock:
             for version in self.versions:
-                if version.environment == environment and version.snapshot.holds():
+                change = version.change(environment)
+                if change is None:
                     self.versions.remove(version)
                     break
+                logger.debug("decode steps of before are not used: %s changed", change)
             else:
                 version = Version(model, environment)
             self.versions = [version, *self.versions][:_VERSIONS]
@@ -149,6 +151,12 @@ class Version:
             _refuse_what_is_watched(model, modules)
         except NotCaptured as why:
             self.obstacle = str(why)
+
+    def change(self, environment: Any) -> str | None:
+        """What is not as it was; ``None`` if nothing changed."""
+        if environment != self.environment:
+            return "a setting of PyTorch"
+        return self.snapshot.change()
 
 
 class Memory:

@@ -42,11 +42,16 @@ class Snapshot:
         self._modules = [_Module(module) for module in modules]
         self._others = [(each, _frozen(vars(each))) for each in others]
 
-    def holds(self) -> bool:
-        """Whether all is as it was."""
-        return all(module.holds() for module in self._modules) and all(
-            _same(_frozen(vars(each)), frozen) for each, frozen in self._others
-        )
+    def change(self) -> str | None:
+        """What is not as it was, for people; ``None`` if nothing changed."""
+        for module in self._modules:
+            change = module.change()
+            if change is not None:
+                return change
+        for each, frozen in self._others:
+            if not _same(_frozen(vars(each)), frozen):
+                return f"a setting of {type(each).__name__}"
+        return None
 
 
 class _Module:
@@ -77,24 +82,27 @@ class _Module:
             for tensor in _tensors(module)
         ]
 
-    def holds(self) -> bool:
+    def change(self) -> str | None:
         module = self.module()
-        return (
-            module is not None
-            and self._settings_hold(vars(module))
-            and self._children_hold(vars(module))
-            and self._tensors_hold(_tensors(module))
-        )
+        if module is None:
+            return "a module that is gone"
+        own = vars(module)
+        what = self._changed_setting(own) or self._changed_tensor(_tensors(module))
+        if what is None and not self._children_hold(own):
+            what = "modules"
+        return None if what is None else f"{what} of a {type(module).__name__}"
 
-    def _settings_hold(self, own: Any) -> bool:
+    def _changed_setting(self, own: Any) -> str | None:
         if len(own) != self.count and _names(own) != self.names:
-            return False
+            return "attributes"
         try:
             values = self.get(own)
-        except KeyError:
-            return False
-        if not all(map(is_, values, self.values)) and not _same(values, self.values):
-            return False
+        except KeyError as error:
+            return str(error)
+        if not all(map(is_, values, self.values)):
+            for name, ours, theirs in zip(self.names, values, self.values, strict=True):
+                if not _same(ours, theirs):
+                    return name
         for number, flat, frozen in self.containers:
             value = values[number]
             if not value and not frozen:
@@ -104,8 +112,8 @@ class _Module:
                 if all(map(is_, held, flat)):
                     continue
             if not _same(_frozen(value), frozen):
-                return False
-        return True
+                return self.names[number]
+        return None
 
     def _children_hold(self, own: Any) -> bool:
         children = _present(own["_modules"])
@@ -113,16 +121,16 @@ class _Module:
             ref() is child for ref, child in zip(self.children, children, strict=True)
         )
 
-    def _tensors_hold(self, tensors: list[Any]) -> bool:
+    def _changed_tensor(self, tensors: list[Any]) -> str | None:
         if len(tensors) != len(self.tensors):
-            return False
+            return "tensors"
         for (ref, pointer, state), tensor in zip(self.tensors, tensors, strict=True):
             same = ref() is tensor
             if not same or tensor.data_ptr() != pointer:
-                return False
+                return "a tensor"
             if state and tuple(_state_addresses(tensor)) != state:
-                return False
-        return True
+                return "the statistics of a quantised weight"
+        return None
 
 
 def _names(own: Any) -> tuple[str, ...]:

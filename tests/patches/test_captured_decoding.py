@@ -442,50 +442,63 @@ def works_afterwards(model, inputs, expected):
     assert torch.equal(torch.rand(4, device="cuda"), first)
 
 
+@contextlib.contextmanager
+def while_capturing(monkeypatch, action):
+    """Do something in the first layer of a step that is being captured."""
+    from transformers import Cache
+
+    original = Cache.update
+
+    def update(self, keys, *args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            action(keys)
+        return original(self, keys, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "update", update)
+        yield
+
+
+def synchronise(tensor):
+    tensor.sum().item()
+
+
+def draw_and_raise(tensor):
+    torch.rand(3, device="cuda")
+    raise ValueError("not in a graph")
+
+
+def run_out_of_memory(tensor):
+    torch.empty(2**46, device="cuda")
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("what", ["synchronises", "raises", "out of memory"])
-def test_failed_capture(model, what, monkeypatch, caplog):
+@pytest.mark.parametrize("action", [synchronise, draw_and_raise, run_out_of_memory])
+def test_failed_capture(model, action, monkeypatch, caplog):
     inputs = prompt(model)
     expected = generated(model, inputs, eager=True)
-    layer = model.model.language_model.layers[1].mlp
-    original = type(layer).forward
-
-    def forward(self, states):
-        if self is layer and torch.cuda.is_current_stream_capturing():
-            if what == "synchronises":
-                states.sum().item()
-            elif what == "raises":
-                raise ValueError("not in a graph")
-            else:
-                torch.empty(2**46, device="cuda")
-        return original(self, states)
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "gemma4_compat"):
-        patch.setattr(type(layer), "forward", forward)
+    with (
+        while_capturing(monkeypatch, action),
+        caplog.at_level(logging.WARNING, "gemma4_compat"),
+    ):
         for _ in range(2):
             works_afterwards(model, inputs, expected)
         assert caplog.text.count("decodes eagerly") == 1
-    model.model.language_model.norm.weight = copy.deepcopy(model.model.language_model.norm.weight)
+    norm = model.model.language_model.norm
+    norm.weight = copy.deepcopy(norm.weight)
     works_afterwards(model, inputs, expected)
     assert captures(model)
 
 
 @pytest.mark.cuda
 def test_interrupted_capture(model, monkeypatch):
+    def interrupt(tensor):
+        raise KeyboardInterrupt
+
     inputs = prompt(model)
     expected = generated(model, inputs, eager=True)
-    layer = model.model.language_model.layers[1].mlp
-    original = type(layer).forward
-
-    def forward(self, states):
-        if self is layer and torch.cuda.is_current_stream_capturing():
-            raise KeyboardInterrupt
-        return original(self, states)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(layer), "forward", forward)
-        with pytest.raises(KeyboardInterrupt):
-            generated(model, inputs)
+    with while_capturing(monkeypatch, interrupt), pytest.raises(KeyboardInterrupt):
+        generated(model, inputs)
     works_afterwards(model, inputs, expected)
     assert captures(model)
 
