@@ -170,8 +170,8 @@ class Memory:
         self.used_by = weakref.ref(cache)
         self.steps: dict[Any, Step] = {}
         self.pool: Any = None
-        self.layers = [_Layer(layer) for layer in cache.layers if _tensors_of(layer)]
-        self.lengths = tuple(_length(layer) for layer in cache.layers)
+        self.layers = [_Layer(layer) for layer in _layers(cache)]
+        self.lengths = _lengths(cache)
         self.batch_size = self.layers[0].tensors[0].shape[0]
 
     def is_free(self) -> bool:
@@ -183,33 +183,35 @@ class Memory:
         tensors = self.layers[0].tensors
         return (
             batch_size == self.batch_size
-            and self.lengths == tuple(_length(layer) for layer in cache.layers)
-            and not any(getattr(layer, "is_initialized", False) for layer in cache.layers)
+            and self.lengths == _lengths(cache)
+            and not any(layer.is_initialized for layer in _layers(cache))
             and tensors[0].is_inference() == torch.is_inference_mode_enabled()
         )
 
     def lend_to(self, cache: Any) -> None:
         self.used_by = weakref.ref(cache)
-        layers = (layer for layer in cache.layers if hasattr(layer, "lazy_initialization"))
-        for own, layer in zip(self.layers, layers, strict=True):
+        for own, layer in zip(self.layers, _layers(cache), strict=True):
             own.lend_to(layer)
 
     def is_in(self, cache: Any) -> bool:
         """Whether the cache still uses it."""
-        layers = (layer for layer in cache.layers if _tensors_of(layer))
-        return all(own.is_in(layer) for own, layer in zip(self.layers, layers, strict=False))
+        pairs = zip(self.layers, _layers(cache), strict=True)
+        return all(own.is_in(layer) for own, layer in pairs)
 
 
 class _Layer:
     """The tensors of one layer of a static cache, and its settings."""
 
     def __init__(self, layer: Any) -> None:
-        self.tensors = [tensor.detach() for tensor in _tensors_of(layer).values()]
+        import torch
+
+        own = vars(layer)
+        self.names = tuple(name for name in own if isinstance(own[name], torch.Tensor))
+        self.tensors = [own[name].detach() for name in self.names]
         self.pointers = [tensor.data_ptr() for tensor in self.tensors]
-        self.names = tuple(_tensors_of(layer))
         self.settings = {
             name: value
-            for name, value in vars(layer).items()
+            for name, value in own.items()
             if name not in self.names and name != "cumulative_length_int"
         }
 
@@ -227,16 +229,15 @@ class _Layer:
         return all(a == b for a, b in zip(self.pointers, found, strict=True))
 
 
-def _tensors_of(layer: Any) -> dict[str, Any]:
-    import torch
+def _layers(cache: Any) -> list[Any]:
+    """The layers of a static cache that hold tokens; others take those of a layer before."""
+    from transformers.cache_utils import StaticLayer
 
-    if not getattr(layer, "is_initialized", False):
-        return {}
-    return {name: each for name, each in vars(layer).items() if isinstance(each, torch.Tensor)}
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
 
 
-def _length(layer: Any) -> Any:
-    return type(layer), getattr(layer, "max_cache_len", None)
+def _lengths(cache: Any) -> tuple[Any, ...]:
+    return tuple((type(layer), layer.max_cache_len) for layer in _layers(cache))
 
 
 def _holders(tensor: Any) -> int:
@@ -270,7 +271,8 @@ class Decoder:
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
             or any(inputs[k] is not None for k in inputs.keys() - _INPUTS - _OF_A_PROMPT)
-            or not _is_initialized(cache)
+            or not _layers(cache)
+            or not all(layer.is_initialized for layer in _layers(cache))
         ):
             return self.model(**inputs)
         if self.version is None:
@@ -446,14 +448,6 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device
     return leaf
-
-
-def _is_initialized(cache: Any) -> bool:
-    """Whether a cache is a static one that holds tokens, all its layers on one device."""
-    from transformers.cache_utils import StaticLayer
-
-    layers = [each for each in getattr(cache, "layers", ()) if isinstance(each, StaticLayer)]
-    return bool(layers) and all(layer.is_initialized for layer in layers)
 
 
 def _environment() -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import threading
 
 import pytest
 import torch
+from packaging.version import Version
 
 from gemma4_compat.patches import _decode_graphs
 from gemma4_compat.tiny import image_inputs, text_inputs
@@ -102,6 +103,25 @@ def check(model, inputs, **options):
     assert captures(model), "nothing was captured"
 
 
+def check_many(model, inputs, tokens):
+    """The same over many tokens.
+
+    bitsandbytes' 4-bit kernel for one row is not exact before 0.50: eager decoding differs from
+    itself at one step of some 600, by a unit in the last place.
+    """
+    import bitsandbytes
+
+    expected = generated(model, inputs, eager=True, tokens=tokens)
+    found = generated(model, inputs, tokens=tokens)
+    assert captures(model), "nothing was captured"
+    if Version(bitsandbytes.__version__) >= Version("0.50"):
+        assert_same(found, expected)
+    differences = (found[1] - expected[1]).abs().flatten(1).amax(1)
+    assert (differences > 0).sum() <= tokens / 100
+    assert differences.max() <= 0.125
+    assert torch.equal(found[0], expected[0])
+
+
 # -- equal --------------------------------------------------------------------------------------
 
 
@@ -119,7 +139,7 @@ def test_before_and_after_the_window_is_full(model, length):
 
 @pytest.mark.cuda
 def test_1200_tokens(model):
-    check(model, prompt(model), tokens=1200)
+    check_many(model, prompt(model), 1200)
 
 
 @pytest.mark.cuda
@@ -703,3 +723,87 @@ def test_a_version_keeps_nothing_alive(model_dir):
     del model
     gc.collect()
     assert seen[1]() is None
+
+
+# -- the memory of caches -------------------------------------------------------------------------
+
+
+def static_cache(model, batch=1, length=20):
+    """A static cache that holds a prompt."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+    with torch.no_grad():
+        model(**text_inputs(model.config, batch=batch), past_key_values=cache)
+    return cache
+
+
+def empty_cache(model, length=20):
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+
+
+def test_memory_is_lent_once_its_cache_is_gone(model_dir):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    first = static_cache(model)
+    memory = decoding.memory_of(first)
+    assert decoding.memory_of(first) is memory
+    second = empty_cache(model)
+    decoding.lend(second, 1)
+    assert not second.layers[0].is_initialized, "a cache in use was lent"
+    del first
+    gc.collect()
+    decoding.lend(second, 1)
+    assert decoding.memory_of(second) is memory
+    layers = _decode_graphs._layers(second)
+    assert all(not layer.keys.any() and not layer.values.any() for layer in layers)
+    assert all(int(layer.cumulative_length) == 0 for layer in layers)
+    with torch.no_grad():
+        inputs = text_inputs(model.config)
+        found = model(**inputs, past_key_values=second).logits
+        expected = model(**inputs, past_key_values=empty_cache(model)).logits
+    assert torch.equal(found, expected)
+    assert decoding.memory_of(second) is memory
+
+
+@pytest.mark.parametrize("what", ["a layer", "keys", "a view"])
+def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    cache = static_cache(model)
+    decoding.memory_of(cache)
+    layer = cache.layers[0]
+    held = {"a layer": layer, "keys": layer.keys, "a view": layer.keys[:, :, 1:]}[what]
+    del cache, layer
+    gc.collect()
+    other = empty_cache(model)
+    decoding.lend(other, 1)
+    assert not other.layers[0].is_initialized
+    del held
+    gc.collect()
+    decoding.lend(other, 1)
+    assert other.layers[0].is_initialized
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 24)])
+def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    decoding.memory_of(static_cache(model))
+    gc.collect()
+    other = empty_cache(model, length)
+    decoding.lend(other, batch)
+    assert not other.layers[0].is_initialized
+    assert decoding.memories == []
+
+
+def test_copies_of_a_cache_have_their_own_memory(model_dir):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    cache = static_cache(model)
+    memory = decoding.memory_of(cache)
+    assert decoding.memory_of(copy.deepcopy(cache)) is not memory
+    cache.layers[0].keys = cache.layers[0].keys.clone()
+    assert decoding.memory_of(cache) is not memory
