@@ -92,6 +92,7 @@ class Patch:
     requires: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
     find: Callable[[], Finding] | None = field(default=None, init=False)
+    release: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not _SLUG.fullmatch(self.name):
@@ -115,4 +116,12 @@ class Patch:
         them: it must import nothing else.
         """
         self.find = function
+        return function
+
+    def taken_back(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Register the decorated function to run once the replacements are gone.
+
+        It frees what they made and kept.  The patch may be applied again afterwards.
+        """
+        self.release = function
         return function

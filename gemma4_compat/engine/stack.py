@@ -57,6 +57,8 @@ class Layer:
         """Put back what was there."""
         _restore(self.entries)
         self.entries = []
+        if self.patch.release is not None:
+            self.patch.release()
 
     def take_off_former(self) -> None:
         """The same for what was in place in modules that were reloaded since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model.hooks import input_device
+from ..patches.generation.captured_decoding import how_it_decodes
 from .loaded import Loaded, device_text, mapped_model
 from .placement import ModelInspection
 
@@ -41,6 +42,7 @@ def inspect_model(model: Any) -> ModelInspection:
         quantisation=_quantisation(base),
         device_map=_device_map(model),
         input_device=_input_device(model),
+        decoding=how_it_decodes(base),
         parts=tuple(loaded.parts()),
         offloaded=tuple(loaded.offloaded()),
         adapters=adapters,

@@ -73,6 +73,7 @@ class ModelInspection:
     quantisation: str | None
     device_map: Mapping[str, str] | None
     input_device: str | None
+    decoding: str | None
     parts: tuple[PartPlacement, ...]
     offloaded: tuple[Offloaded, ...]
     adapters: tuple[AdapterPlacement, ...]
@@ -189,6 +190,8 @@ def _told(found: ModelInspection) -> Iterator[tuple[str, str]]:
         what = plural(each.modules, "module")
         where = f"{each.rests_on}, and computing on {each.computes_on}"
         yield "offload", f"{what} resting on {where} (accelerate's hooks)"
+    if found.decoding is not None:
+        yield "decoding", found.decoding
     for note in found.notes:
         yield "note", note
     if found.ok:

@@ -18,12 +18,12 @@ from typing import Any
 
 from ..model.hooks import offload_hook
 from ..model.parts import tower_of
-from ._not_copied import NotCopied
+from ._not_copied import NotCopied, attached
+from ._page_locked import in_place_of
 from ._snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "_decoding"  # of a model
 _VERSIONS = 3  # for a model: two adapters that take turns, and none
 _MEMORIES = 2  # that no cache uses, for a model
 _TOWERS = ("vision", "audio")
@@ -58,11 +58,7 @@ class CaptureFailed(NotCaptured):
 
 def decoding_of(model: Any) -> Decoding:
     """What is kept for a model, from the first call on."""
-    found: Decoding | None = vars(model).get(_ATTRIBUTE)
-    if found is None:  # or from a copied model
-        found = vars(model)[_ATTRIBUTE] = Decoding()
-        _all.add(found)
-    return found
+    return attached(model, "_decoding", Decoding)  # type: ignore[no-any-return]
 
 
 def forget() -> None:
@@ -78,7 +74,9 @@ class Decoding(NotCopied):
         self.lock = threading.RLock()
         self.versions: list[Version] = []
         self.memories: list[Memory] = []
-        self.said: set[str] = set()  # reasons that the user knows
+        self.said: set[str] = set()  # reasons that the user was given
+        self.advised = False
+        _all.add(self)
 
     def forget(self) -> None:
         with self.lock:
@@ -488,17 +486,12 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
         elif not isinstance(module, torch.nn.Embedding):
             if any(tensor is not None and tensor.is_meta for tensor in own):
                 raise NotCaptured(f"{name} is offloaded")
-        elif not _reads_in_place(hook):
+        elif getattr(in_place_of(hook), "nbytes", None) is None:
             raise NotCaptured(f"the rows of {name} are looked up by the CPU")
     if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
         named = " and ".join(sorted(map(str, devices)))
         raise NotCaptured(f"its decoder is on {named}, not on one GPU")
     return devices.pop()
-
-
-def _reads_in_place(hook: Any) -> bool:
-    lookups = vars(hook).get("_lookups")
-    return lookups is not None and lookups.in_place.nbytes > 0
 
 
 def _refuse_what_is_watched(model: Any, modules: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from ._not_copied import NotCopied
+from ..model.hooks import host_tensor
+from ._not_copied import NotCopied, attached
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,18 @@ class InPlace(NotCopied):
         return self._view if key == self._key else None
 
     @property
-    def nbytes(self) -> int:
-        """How much memory is page-locked, in bytes."""
-        return 0 if self._view is None else int(self._view.nbytes)
+    def nbytes(self) -> int | None:
+        """How much memory is page-locked, in bytes; ``None`` where that was tried in vain."""
+        if self._view is None:
+            return 0 if self._key is None else None
+        return int(self._view.nbytes)
+
+
+def in_place_of(hook: Any) -> InPlace | None:
+    """What reads the weight that a hook offloads in place; ``None`` if it is not in memory."""
+    if host_tensor(hook.weights_map, "weight") is None:
+        return None
+    return attached(hook, "_in_place", InPlace)  # type: ignore[no-any-return]
 
 
 def _readable(table: Any, device: Any) -> Any | None:

@@ -345,11 +345,39 @@ def test_json(model_dir):
     found = inspect_model(load_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
-        "model", "base", "quantisation", "device_map", "input_device", "parts", "offloaded",
-        "adapters", "problems", "notes", "bytes", "ok",
+        "model", "base", "quantisation", "device_map", "input_device", "decoding", "parts",
+        "offloaded", "adapters", "problems", "notes", "bytes", "ok",
     }  # fmt: skip
     assert plain["bytes"] == found.bytes
     assert plain["ok"] is True
+
+
+def test_how_it_decodes(model_dir):
+    found = inspect_model(load_model(model_dir))
+    assert found.decoding == "eager, because its decoder is on cpu, not on one GPU"
+    assert "eager, because its decoder is on cpu" in str(found)
+
+
+def test_other_models_have_no_word_on_decoding():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    assert inspect_model(LlamaForCausalLM(config)).decoding is None
+
+
+@pytest.mark.cuda
+def test_how_it_decodes_on_a_gpu(model_dir):
+    place = "model.language_model.embed_tokens_per_layer"
+    found = inspect_model(load_model(model_dir, None, {"": 0, place: "cpu"}))
+    assert found.decoding.startswith("captured as CUDA graphs")
+    assert inspect_model(load_model(model_dir, "nf4", {"": 0})).decoding == found.decoding
+    assert "by transformers" in inspect_model(load_model(model_dir, None, {"": 0})).decoding
+    layer = "model.language_model.layers.1"
+    found = inspect_model(load_model(model_dir, None, {"": 0, layer: "cpu"}))
+    assert "layers.1" in found.decoding
+    assert "is offloaded" in found.decoding
 
 
 @pytest.mark.cuda

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import threading
 
 import accelerate
 import pytest
@@ -11,6 +14,7 @@ from packaging.version import Version
 from torch import nn
 
 import gemma4_compat
+from gemma4_compat.patches import _page_locked
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, split
 
@@ -325,3 +329,108 @@ def test_forward_that_raises_leaves_the_weight_at_rest(model_dir, tmp_path):
     assert table(model).weight.is_meta
     assert_same(logits(model), expected)
     assert_same(logits(copy.deepcopy(model)), expected)
+
+
+@pytest.mark.regression("host_embedding", r"must be Tensor, not NoneType|threads differ")
+def test_two_threads_look_up_at_once(model_dir, tmp_path):
+    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    embedding = table(model)
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        expected = embedding(ids)
+    wrong, start = [], threading.Barrier(4)
+
+    def look_up():
+        start.wait()
+        try:
+            for _ in range(300):
+                with torch.no_grad():
+                    if not torch.equal(embedding(ids), expected):
+                        wrong.append("other rows")
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {error}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=look_up) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong, f"threads differ: {wrong[0]}"
+    assert embedding.weight.is_meta
+
+
+def on_gpu(embedding):
+    """The embedding, with its weight on the CPU and computing on the GPU."""
+    from accelerate import dispatch_model
+
+    model = dispatch_model(nn.Sequential(embedding, nn.Identity()), {"0": "cpu", "1": 0}, 0)
+    return model, vars(model[0])["_hf_hook"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_table_is_read_in_place(dtype):
+    whole = nn.Embedding(5000, 64, dtype=dtype)
+    ids = torch.randint(0, 5000, (3, 70), device="cuda:0")
+    expected = copy.deepcopy(whole).cuda()(ids)
+    model, hook = on_gpu(whole)
+    locked = _page_locked.in_place_of(hook)
+    assert locked.nbytes == 0, "page-locked while loading"
+    model(ids)
+    assert locked.nbytes == 0, "page-locked for a forward that records a graph"
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(ids), expected)
+    assert locked.nbytes == 5000 * 64 * whole.weight.element_size()
+    assert torch.equal(model(ids), expected)  # the same with a graph
+
+
+@pytest.mark.cuda
+def test_lookup_does_not_wait_for_the_gpu():
+    model, _ = on_gpu(nn.Embedding(5000, 64))
+    ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
+    with torch.no_grad():
+        expected = model(ids)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = model(ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.cuda
+def test_page_locked_memory_is_given_back():
+    ids = torch.zeros(1, 1, dtype=torch.long, device="cuda:0")
+    embedding = nn.Embedding(5000, 64)
+    model, hook = on_gpu(embedding)
+    with torch.no_grad():
+        model(ids)
+    memory = _page_locked.host_tensor(hook.weights_map, "weight")
+    assert memory.is_pinned()
+    del model, hook, embedding
+    gc.collect()
+    assert not memory.is_pinned()
+
+
+@pytest.mark.cuda
+def test_memory_that_cannot_be_page_locked(monkeypatch, caplog):
+    """It goes through the CPU, as said once; CUDA's error reaches no kernel after it."""
+    embedding = nn.Embedding(5000, 64)
+    ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
+    expected = copy.deepcopy(embedding).cuda()(ids)
+    model, hook = on_gpu(embedding)
+    memory = _page_locked.host_tensor(hook.weights_map, "weight")
+    assert _page_locked.page_lock(memory)  # CUDA refuses to lock it twice
+    _page_locked._say_pageable.cache_clear()
+    with torch.no_grad(), caplog.at_level("WARNING", "gemma4_compat"):
+        for _ in range(2):
+            assert torch.equal(model(ids), expected)
+    assert caplog.text.count("cannot be page-locked") == 1
+    assert _page_locked.in_place_of(hook).nbytes is None
+    assert (torch.ones(3, device="cuda") + 1).sum() == 6

@@ -27,7 +27,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted
-from .._decode_graphs import Decoder, decoding_of
+from .._decode_graphs import Decoder, Version, decoding_of, forget
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
     return broken()
 
 
+PATCH.taken_back(forget)
+
+
 @PATCH.replaces(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
 def valid_auto_compile_criteria(original: Any) -> Any:
     @wraps(original)
@@ -72,7 +75,10 @@ def valid_auto_compile_criteria(original: Any) -> Any:
     ) -> Any:
         _chosen.decoder = None
         compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
-        if compiled or not _is_asked_for(self, model_kwargs, generation_config):
+        if compiled or not _is_eager(self, generation_config):
+            return compiled
+        if not _has_static_cache(model_kwargs):
+            _advise(self)
             return compiled
         _chosen.decoder = Decoder(self, lambda why: _say(self, why))
         return True
@@ -110,22 +116,70 @@ def prepare_static_cache(original: Any) -> Any:
     return _prepare_static_cache
 
 
-def _is_asked_for(model: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    """Whether this is a call of ours, with a static cache, that would be eager."""
-    import torch
-    from transformers.cache_utils import StaticCache
+def how_it_decodes(model: Any) -> str | None:
+    """How ``generate`` calls the decode steps of a model, for people; ``None`` for other models.
 
-    cache = model_kwargs.get("past_key_values")
+    Args:
+        model: a transformers model; nothing of it is moved or loaded.
+    """
+    if not _is_known(model):
+        return None
+    if _is_compiled_upstream(model):
+        return 'compiled by transformers with cache_implementation="static"'
+    why = Version(model, ()).obstacle
+    if why is None:
+        return 'captured as CUDA graphs with cache_implementation="static"'
+    return f"eager, because {why}"
+
+
+def _is_known(model: Any) -> bool:
+    config = getattr(model, "config", None)
+    return str(getattr(config, "model_type", "")).startswith(_MODELS)
+
+
+def _is_compiled_upstream(model: Any) -> bool:
+    """What ``GenerationMixin._valid_auto_compile_criteria`` asks of a model."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     return (
-        type(cache) is StaticCache
-        and not cache.offloading
-        and str(getattr(model.config, "model_type", "")).startswith(_MODELS)
-        and torch.cuda.is_available()
+        model.device.type == "cuda"
+        and (quantizer is None or quantizer.is_compileable)
+        and not places & {"cpu", "disk"}
+    )
+
+
+def _is_eager(model: Any, generation_config: Any) -> bool:
+    """Whether transformers decodes eagerly for another reason than the user's wish."""
+    import torch
+
+    return (
+        torch.cuda.is_available()
+        and _is_known(model)
         and generation_config.compile_config is None
         and not generation_config.disable_compile
         and not generation_config.output_attentions
         and not generation_config.output_hidden_states
     )
+
+
+def _has_static_cache(model_kwargs: Any) -> bool:
+    from transformers.cache_utils import StaticCache
+
+    cache = model_kwargs.get("past_key_values")
+    return type(cache) is StaticCache and not cache.offloading
+
+
+def _advise(model: Any) -> None:
+    """Say once for a model that a static cache would be faster."""
+    if not logger.isEnabledFor(logging.INFO) or decoding_of(model).advised:
+        return
+    decoding_of(model).advised = True
+    if Version(model, ()).obstacle is None:
+        logger.info(
+            '%s decodes eagerly.  generate(cache_implementation="static") captures its decode '
+            "steps as CUDA graphs, which are several times as fast.",
+            type(model).__name__,
+        )
 
 
 def _say(model: Any, why: str) -> None:

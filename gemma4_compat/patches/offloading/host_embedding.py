@@ -25,9 +25,9 @@ from functools import cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...model.hooks import host_tensor, offload_hook
-from .._not_copied import NotCopied
-from .._page_locked import InPlace
+from ...model.hooks import offload_hook
+from .._not_copied import NotCopied, attached
+from .._page_locked import in_place_of
 from .._seen import Seen
 
 PATCH = Patch(
@@ -47,9 +47,6 @@ PATCH = Patch(
 
 #: What is gathered before it is sent, while the part before is on its way.
 _STAGED_BYTES = 16 * 2**20
-
-_LOOKUPS = "_lookups"  # a hook's attribute
-_ATTACHING = threading.Lock()
 
 
 @PATCH.probe
@@ -85,6 +82,8 @@ def align_devices_hook_init_hook(original: Any) -> Any:
 def align_devices_hook_pre_forward(original: Any) -> Any:
     import torch
 
+    _host_table()  # threads that came first together would make two classes
+
     @wraps(original)
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self.offload and isinstance(module, torch.nn.Embedding)):
@@ -95,8 +94,7 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
         if table is None:
             return original(self, module, *args, **kwargs)
         result = original(self, _without_weight(module), *args, **kwargs)
-        in_memory = host_tensor(self.weights_map, "weight") is not None
-        lookups.enter(module, table, self.execution_device, in_memory)
+        lookups.enter(module, table, self.execution_device, in_place_of(self))
         return result
 
     return pre_forward
@@ -137,15 +135,13 @@ class _Lookups(NotCopied):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.threads: set[int] = set()
-        self.in_place = InPlace()
 
-    def enter(self, module: Any, table: Any, device: Any, in_memory: bool) -> None:
+    def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
         """Have the embedding look rows up in the table, in this thread."""
         with self.lock:
             self.threads.add(threading.get_ident())
             weight = module._parameters["weight"]
             if not isinstance(weight, _host_table()):
-                in_place = self.in_place if in_memory else None
                 weight = _host_table()(table, weight, device, in_place)
                 module._parameters["weight"] = weight
 
@@ -166,12 +162,7 @@ class _Lookups(NotCopied):
 
 
 def _lookups_of(hook: Any) -> _Lookups:
-    own = vars(hook)
-    if own.get(_LOOKUPS) is None:
-        with _ATTACHING:
-            if own.get(_LOOKUPS) is None:  # a copied model has None here
-                own[_LOOKUPS] = _Lookups()
-    return own[_LOOKUPS]  # type: ignore[no-any-return]
+    return attached(hook, "_lookups", _Lookups)  # type: ignore[no-any-return]
 
 
 def _without_weight(module: Any) -> Any:
