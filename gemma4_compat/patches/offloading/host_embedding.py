@@ -174,16 +174,17 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
     """The table, where its rows should be looked up on the host."""
     import torch
 
+    weight = embedding.weight  # once: another thread may replace it
     if (
-        type(embedding.weight) not in (torch.nn.Parameter, _host_table())  # quantised, say
-        or not getattr(embedding.weight, "resting", embedding.weight).is_meta
+        type(weight) not in (torch.nn.Parameter, _host_table())  # quantised, say
+        or not getattr(weight, "resting", weight).is_meta
         or embedding.max_norm is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
     ):
         return None
     table = _table(hook.weights_map, "weight")
-    if table.shape != embedding.weight.shape:  # somebody resized the embedding
+    if table.shape != weight.shape:  # somebody resized the embedding
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
     return None if hook.execution_device in tied else table
