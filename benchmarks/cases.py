@@ -65,15 +65,15 @@ ORDER = [
 ]
 
 
-def load(case: Case, shape: str, folder: Path) -> Any:
-    """The model of a case, in eval mode."""
+def load(case: Case, shape: str, folder: Path, quantization: Any = None) -> Any:
+    """The model of a case, in eval mode; in 4 bits as the case says, unless told otherwise."""
     import torch
     from accelerate import dispatch_model
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
     cuda = torch.cuda.is_available()
     device = 0 if cuda else "cpu"
-    quantization = BitsAndBytesConfig(
+    quantization = quantization or BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

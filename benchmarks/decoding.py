@@ -7,12 +7,14 @@ prints a JSON line whenever it knows more.  The ways alternate in one process; f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
 import resource
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,67 @@ def wall(action: Any) -> float:
     return time.perf_counter() - start
 
 
+@contextlib.contextmanager
+def looked_up_by_the_cpu() -> Iterator[None]:
+    """Offloaded embeddings are not read in place, as before there was that."""
+    from gemma4_compat.patches.offloading import host_embedding
+
+    original = host_embedding.in_place_of
+    host_embedding.in_place_of = lambda hook: None
+    try:
+        yield
+    finally:
+        host_embedding.in_place_of = original
+
+
+def against_before(model: Any, figures: dict[str, Any]) -> None:
+    """Default ``generate``, and prefill, in place ÷ through the CPU: speed, alternating."""
+    import torch
+
+    both = {"in place": contextlib.nullcontext, "by the CPU": looked_up_by_the_cpu}
+    steps: dict[str, list[float]] = {name: [] for name in both}
+    for _ in range(6):
+        for name, context in both.items():
+            with context():
+                steps[name] += timed(model, 64, "dynamic")
+    token = {name: statistics.median(times) for name, times in steps.items()}
+    figures["default generate ÷ before"] = token["by the CPU"] / token["in place"]
+    for length in (64, 2048, 8192):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 250_000, (1, length), generator=generator).cuda()
+        times: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(6):
+            for name, context in both.items():
+                with context(), torch.no_grad():
+                    times[name].append(
+                        wall(lambda i=ids: model(input_ids=i, logits_to_keep=1, use_cache=True))
+                    )
+        middle = {name: statistics.median(each[1:]) for name, each in times.items()}
+        figures[f"prefill of {length} ÷ before"] = middle["by the CPU"] / middle["in place"]
+
+
+def chat(model: Any, way: str, turns: int = 10, answer: int = 32) -> float:
+    """Seconds of a chat whose prompt is all that was said before."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.empty(1, 0, dtype=torch.long, device="cuda")
+    start = time.perf_counter()
+    for _ in range(turns):
+        question = torch.randint(3, 400, (1, 20), generator=generator).cuda()
+        ids = torch.cat([ids, question], dim=1)
+        ids = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=answer,
+            min_new_tokens=answer,
+            do_sample=False,
+            **WAYS[way],
+        )
+    ids.cpu()
+    return time.perf_counter() - start
+
+
 def host_memory() -> int:
     """Bytes of memory that this process holds, page-locked included."""
     status = Path("/proc/self/status").read_text()
@@ -163,6 +226,14 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
         say()
 
 
+def measure_more(model: Any, figures: dict[str, Any]) -> None:
+    if "embed_tokens_per_layer" in str(getattr(model, "hf_device_map", "")):
+        against_before(model, figures)
+    seconds = {way: chat(model, way) for way in ("captured", "dynamic")}
+    figures["chat of ten turns, s"] = seconds
+    figures["chat, captured ÷ dynamic"] = seconds["captured"] / seconds["dynamic"]
+
+
 def check_equal(model: Any, figures: dict[str, Any]) -> None:
     """Tokens and logits over more than two sliding windows."""
     import torch
@@ -181,6 +252,7 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("cache", type=Path)
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--int8", action="store_true", help="in 8 bits, without outliers")
     parser.add_argument("--equal", action="store_true", help="compare logits, time nothing")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -193,7 +265,10 @@ def main() -> None:
     torch.zeros(1, device="cuda")
     before = host_memory()
     start = time.perf_counter()
-    model: Any = load(CASES[args.case], args.shape, folder)
+    from transformers import BitsAndBytesConfig
+
+    int8 = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0) if args.int8 else None
+    model: Any = load(CASES[args.case], args.shape, folder, int8)
     if args.adapter:
         from peft import PeftModel
 
@@ -203,7 +278,9 @@ def main() -> None:
 
     def say() -> None:
         figures["max RSS GiB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        line = json.dumps({"case": args.case, "adapter": args.adapter, **figures})
+        line = json.dumps(
+            {"case": args.case, "adapter": args.adapter, "int8": args.int8, **figures}
+        )
         print(line, flush=True)
         if args.out:
             args.out.write_text(line + "\n")
@@ -213,6 +290,7 @@ def main() -> None:
         check_equal(model, figures)
     else:
         measure(model, figures, say, before)
+        measure_more(model, figures)
     say()
 
 
