@@ -226,7 +226,7 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
         say()
 
 
-def measure_more(model: Any, figures: dict[str, Any]) -> None:
+def measure_calls(model: Any, figures: dict[str, Any]) -> None:
     if "embed_tokens_per_layer" in str(getattr(model, "hf_device_map", "")):
         against_before(model, figures)
     seconds = {way: chat(model, way) for way in ("captured", "dynamic")}
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("cache", type=Path)
     parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--int8", action="store_true", help="in 8 bits, without outliers")
-    parser.add_argument("--equal", action="store_true", help="compare logits, time nothing")
+    parser.add_argument("--only", choices=("steps", "calls", "equal"), help="a part of it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -286,12 +286,14 @@ def main() -> None:
             args.out.write_text(line + "\n")
 
     say()
-    if args.equal:
-        check_equal(model, figures)
-    else:
+    if args.only in (None, "steps"):
         measure(model, figures, say, before)
-        measure_more(model, figures)
-    say()
+    if args.only in (None, "calls"):
+        measure_calls(model, figures)
+        say()
+    if args.only in (None, "equal"):
+        check_equal(model, figures)
+        say()
 
 
 if __name__ == "__main__":
