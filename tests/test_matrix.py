@@ -13,7 +13,7 @@ from tools.measured import DATA, Measured, Run
 MEASURED = Measured.read(DATA)
 PATCHES = {patch.name: patch for patch in load()}
 #: What their regression tests show needs a GPU.
-ON_A_GPU = {"offload_device_copy", "offload_streaming"}
+ON_A_GPU = {"captured_decoding", "offload_device_copy", "offload_streaming"}
 
 
 def inside(patch, stack):
