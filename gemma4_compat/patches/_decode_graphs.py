@@ -43,7 +43,6 @@ _one_capture = threading.Lock()
 _one_replay = threading.Lock()
 _last_stream: dict[Any, Any] = {}  # by device: where a step was replayed
 
-
 #: kinds of devices that have CUDA graphs
 CAPTURED_ON = ("cuda",)
 
@@ -76,11 +75,17 @@ class Decoding(NotCopied):
         self.memories: list[Memory] = []
         self.said: set[str] = set()  # reasons that the user was given
         self.advised = False
+        self.looked_at: tuple[Any, Version] | None = None  # for which cache, and what it was
         _all.add(self)
 
     def forget(self) -> None:
         with self.lock:
             self.versions, self.memories = [], []
+
+    def looked_at_for(self, cache: Any) -> Version | None:
+        """The model as it was when this cache was made, to be asked once, by the same call."""
+        seen, self.looked_at = self.looked_at, None
+        return seen[1] if seen is not None and seen[0]() is cache else None
 
     def version(self, model: Any) -> Version:
         """The model as it is now."""
@@ -99,7 +104,7 @@ class Decoding(NotCopied):
                 memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.versions}
             return version
 
-    def memory_of(self, cache: Any) -> Memory:
+    def memory_of(self, cache: Any, version: Version) -> Memory:
         """The memory that a cache uses."""
         with self.lock:
             for memory in self.memories:
@@ -108,20 +113,24 @@ class Decoding(NotCopied):
             free = [memory for memory in self.memories if memory.is_free()]
             for memory in free[: len(free) - _MEMORIES + 1]:
                 self.memories.remove(memory)
-            memory = Memory(cache)
+            memory = Memory(cache, version.placement)
             self.memories.append(memory)
             return memory
 
-    def lend(self, cache: Any, batch_size: int) -> None:
+    def lend(self, model: Any, cache: Any, batch_size: int) -> None:
         """Have a new cache use the memory of one that is gone, if there is one like it.
 
-        What is too small for it is freed.
+        If there is none, what is free is freed: a longer cache may need the room.
         """
         with self.lock:
             free = [memory for memory in self.memories if memory.is_free()]
-            fitting = [memory for memory in free if memory.fits(cache, batch_size)]
+            if not free or any(layer.is_initialized for layer in _layers(cache)):
+                return
+            version = self.version(model)
+            fitting = [each for each in free if each.fits(cache, batch_size, version.placement)]
             if fitting:
                 fitting[-1].lend_to(cache)
+                self.looked_at = weakref.ref(cache), version
             else:
                 for memory in free:
                     self.memories.remove(memory)
@@ -141,6 +150,9 @@ class Version:
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
+        tensors = (each for module in modules.values() for each in _tensors(module))
+        #: which dtypes and devices the keys and values of its layers come from
+        self.placement = environment, frozenset((each.dtype, each.device) for each in tensors)
         self.warm: set[Any] = set()  # kinds of steps that ran
         self.obstacle: str | None = None
         self.device: Any = None
@@ -164,8 +176,9 @@ class Memory:
     views of the same memory.  So the memory is free when these are its only holders.
     """
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, placement: Any) -> None:
         self.used_by = weakref.ref(cache)
+        self.placement = placement
         self.steps: dict[Any, Step] = {}
         self.pool: Any = None
         self.layers = [_Layer(layer) for layer in _layers(cache)]
@@ -175,15 +188,14 @@ class Memory:
     def is_free(self) -> bool:
         return self.used_by() is None and all(layer.is_free() for layer in self.layers)
 
-    def fits(self, cache: Any, batch_size: int) -> bool:
+    def fits(self, cache: Any, batch_size: int, placement: Any) -> bool:
         import torch
 
-        tensors = self.layers[0].tensors
         return (
             batch_size == self.batch_size
             and self.lengths == _lengths(cache)
-            and not any(layer.is_initialized for layer in _layers(cache))
-            and tensors[0].is_inference() == torch.is_inference_mode_enabled()
+            and self.placement == placement
+            and self.layers[0].tensors[0].is_inference() == torch.is_inference_mode_enabled()
         )
 
     def lend_to(self, cache: Any) -> None:
@@ -254,11 +266,11 @@ class Decoder:
     It captures and replays steps of one token.  All else it passes on to the model.
     """
 
-    def __init__(self, model: Any, say: Any) -> None:
+    def __init__(self, model: Any, cache: Any, say: Any) -> None:
         self.model, self.say = model, say
         self.decoding = decoding_of(model)
-        self.version: Version | None = None
-        self.obstacle: str | None = None
+        self.version = self.decoding.looked_at_for(cache)
+        self.obstacle = self.version and self.version.obstacle
 
     def __call__(self, **inputs: Any) -> Any:
         import torch
@@ -292,7 +304,7 @@ class Decoder:
         own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
         leaves, spec = tree_flatten(own)
         kind = (_full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
-        memory = self.decoding.memory_of(cache)
+        memory = self.decoding.memory_of(cache, version)
         step = memory.steps.get((version, kind))
         if step is None:
             if kind not in version.warm:
@@ -469,6 +481,11 @@ def _environment() -> tuple[Any, ...]:
     )
 
 
+def _tensors(module: Any) -> list[Any]:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in own if tensor is not None]
+
+
 def _device_of_a_step(modules: dict[str, Any]) -> Any:
     """The GPU that all of these modules compute on.
 
@@ -479,12 +496,12 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
 
     devices = set()
     for name, module in modules.items():
-        own = [*module._parameters.values(), *module._buffers.values()]
+        own = _tensors(module)
         hook = offload_hook(module)
         if hook is None:
-            devices |= {tensor.device for tensor in own if tensor is not None}
+            devices |= {tensor.device for tensor in own}
         elif not isinstance(module, torch.nn.Embedding):
-            if any(tensor is not None and tensor.is_meta for tensor in own):
+            if any(tensor.is_meta for tensor in own):
                 raise NotCaptured(f"{name} is offloaded")
         elif getattr(in_place_of(hook), "nbytes", None) is None:
             raise NotCaptured(f"the rows of {name} are looked up by the CPU")

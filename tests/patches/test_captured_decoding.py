@@ -748,15 +748,15 @@ def test_memory_is_lent_once_its_cache_is_gone(model_dir):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     first = static_cache(model)
-    memory = decoding.memory_of(first)
-    assert decoding.memory_of(first) is memory
+    memory = decoding.memory_of(first, decoding.version(model))
+    assert decoding.memory_of(first, decoding.version(model)) is memory
     second = empty_cache(model)
-    decoding.lend(second, 1)
+    decoding.lend(model, second, 1)
     assert not second.layers[0].is_initialized, "a cache in use was lent"
     del first
     gc.collect()
-    decoding.lend(second, 1)
-    assert decoding.memory_of(second) is memory
+    decoding.lend(model, second, 1)
+    assert decoding.memory_of(second, decoding.version(model)) is memory
     layers = _decode_graphs._layers(second)
     assert all(not layer.keys.any() and not layer.values.any() for layer in layers)
     assert all(int(layer.cumulative_length) == 0 for layer in layers)
@@ -765,7 +765,7 @@ def test_memory_is_lent_once_its_cache_is_gone(model_dir):
         found = model(**inputs, past_key_values=second).logits
         expected = model(**inputs, past_key_values=empty_cache(model)).logits
     assert torch.equal(found, expected)
-    assert decoding.memory_of(second) is memory
+    assert decoding.memory_of(second, decoding.version(model)) is memory
 
 
 @pytest.mark.parametrize("what", ["a layer", "keys", "a view"])
@@ -773,17 +773,17 @@ def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     cache = static_cache(model)
-    decoding.memory_of(cache)
+    decoding.memory_of(cache, decoding.version(model))
     layer = cache.layers[0]
     held = {"a layer": layer, "keys": layer.keys, "a view": layer.keys[:, :, 1:]}[what]
     del cache, layer
     gc.collect()
     other = empty_cache(model)
-    decoding.lend(other, 1)
+    decoding.lend(model, other, 1)
     assert not other.layers[0].is_initialized
     del held
     gc.collect()
-    decoding.lend(other, 1)
+    decoding.lend(model, other, 1)
     assert other.layers[0].is_initialized
 
 
@@ -791,19 +791,42 @@ def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
 def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
-    decoding.memory_of(static_cache(model))
+    decoding.memory_of(static_cache(model), decoding.version(model))
     gc.collect()
     other = empty_cache(model, length)
-    decoding.lend(other, batch)
+    decoding.lend(model, other, batch)
     assert not other.layers[0].is_initialized
     assert decoding.memories == []
+
+
+def test_model_is_looked_at_anew_for_a_cache_that_is_used_again(model_dir):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.decoding_of(model)
+    decoding.memory_of(static_cache(model), decoding.version(model))
+    gc.collect()
+    cache = empty_cache(model)
+    decoding.lend(model, cache, 1)
+    first = _decode_graphs.Decoder(model, cache, None).version
+    assert first is decoding.version(model)
+    assert _decode_graphs.Decoder(model, cache, None).version is None
+
+
+def test_memory_of_another_dtype_is_not_lent(model_dir):
+    model = load_model(model_dir)
+    decoding = _decode_graphs.Decoding()
+    decoding.memory_of(static_cache(model), decoding.version(model))
+    gc.collect()
+    model.model.language_model.float()
+    other = empty_cache(model)
+    decoding.lend(model, other, 1)
+    assert not other.layers[0].is_initialized
 
 
 def test_copies_of_a_cache_have_their_own_memory(model_dir):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     cache = static_cache(model)
-    memory = decoding.memory_of(cache)
-    assert decoding.memory_of(copy.deepcopy(cache)) is not memory
+    memory = decoding.memory_of(cache, decoding.version(model))
+    assert decoding.memory_of(copy.deepcopy(cache), decoding.version(model)) is not memory
     cache.layers[0].keys = cache.layers[0].keys.clone()
-    assert decoding.memory_of(cache) is not memory
+    assert decoding.memory_of(cache, decoding.version(model)) is not memory

@@ -80,7 +80,8 @@ def valid_auto_compile_criteria(original: Any) -> Any:
         if not _has_static_cache(model_kwargs):
             _advise(self)
             return compiled
-        _chosen.decoder = Decoder(self, lambda why: _say(self, why))
+        cache = model_kwargs["past_key_values"]
+        _chosen.decoder = Decoder(self, cache, lambda why: _say(self, why))
         return True
 
     return _valid_auto_compile_criteria
@@ -109,8 +110,8 @@ def prepare_static_cache(original: Any) -> Any:
         self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
     ) -> Any:
         cache = original(self, cache_implementation, batch_size, *args, **kwargs)
-        if type(cache) is StaticCache and "_decoding" in vars(self):
-            decoding_of(self).lend(cache, batch_size)
+        if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
+            decoding_of(self).lend(self, cache, batch_size)
         return cache
 
     return _prepare_static_cache
