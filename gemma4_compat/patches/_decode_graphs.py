@@ -1,23 +1,21 @@
 """Decode steps as CUDA graphs: a step of one token is captured once, and replayed for each token.
 
 A ``Decoding`` belongs to one model.  Its ``Version``s are what the model was when steps were
-captured (weights, adapters, settings), its ``Memory``s the tensors of the static caches that they
-write to, its ``Step``s the graphs.
+captured (weights, adapters, settings).  Its ``Memory``s are the tensors of static caches; the
+``Step``s that write to them, the graphs, are kept with them.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import cache as cached
 from typing import Any
 
 from ..model.hooks import offload_hook
 from ..model.parts import tower_of
+from ._cache_memory import Memory, full_layers, layers_of
+from ._cuda_graph import CaptureFailed, NotCaptured, Step
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._snapshot import Snapshot
@@ -39,20 +37,8 @@ _OF_A_PROMPT = frozenset(
     {"image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask"}
 )
 
-_one_capture = threading.Lock()
-_one_replay = threading.Lock()
-_last_stream: dict[Any, Any] = {}  # by device: where a step was replayed
-
 #: kinds of devices that have CUDA graphs
 CAPTURED_ON = ("cuda",)
-
-
-class NotCaptured(Exception):
-    """Why a step is not captured, for people."""
-
-
-class CaptureFailed(NotCaptured):
-    """It was tried: no other step of this model is."""
 
 
 def decoding_of(model: Any) -> Decoding:
@@ -124,7 +110,7 @@ class Decoding(NotCopied):
         """
         with self.lock:
             free = [memory for memory in self.memories if memory.is_free()]
-            if not free or any(layer.is_initialized for layer in _layers(cache)):
+            if not free or any(layer.is_initialized for layer in layers_of(cache)):
                 return
             version = self.version(model)
             fitting = [each for each in free if each.fits(cache, batch_size, version.placement)]
@@ -169,97 +155,6 @@ class Version:
         return self.snapshot.change()
 
 
-class Memory:
-    """The tensors of one static cache; the graphs that use them are kept with them.
-
-    They are lent to one cache after the other, as tensors of its own: this object's are other
-    views of the same memory.  So the memory is free when these are its only holders.
-    """
-
-    def __init__(self, cache: Any, placement: Any) -> None:
-        self.used_by = weakref.ref(cache)
-        self.placement = placement
-        self.steps: dict[Any, Step] = {}
-        self.pool: Any = None
-        self.layers = [_Layer(layer) for layer in _layers(cache)]
-        self.lengths = _lengths(cache)
-        self.batch_size = self.layers[0].tensors[0].shape[0]
-
-    def is_free(self) -> bool:
-        return self.used_by() is None and all(layer.is_free() for layer in self.layers)
-
-    def fits(self, cache: Any, batch_size: int, placement: Any) -> bool:
-        import torch
-
-        return (
-            batch_size == self.batch_size
-            and self.lengths == _lengths(cache)
-            and self.placement == placement
-            and self.layers[0].tensors[0].is_inference() == torch.is_inference_mode_enabled()
-        )
-
-    def lend_to(self, cache: Any) -> None:
-        self.used_by = weakref.ref(cache)
-        for own, layer in zip(self.layers, _layers(cache), strict=True):
-            own.lend_to(layer)
-
-    def is_in(self, cache: Any) -> bool:
-        """Whether the cache still uses it."""
-        pairs = zip(self.layers, _layers(cache), strict=True)
-        return all(own.is_in(layer) for own, layer in pairs)
-
-
-class _Layer:
-    """The tensors of one layer of a static cache, and its settings."""
-
-    def __init__(self, layer: Any) -> None:
-        import torch
-
-        own = vars(layer)
-        self.names = tuple(name for name in own if isinstance(own[name], torch.Tensor))
-        self.tensors = [own[name].detach() for name in self.names]
-        self.pointers = [tensor.data_ptr() for tensor in self.tensors]
-        self.settings = {
-            name: value
-            for name, value in own.items()
-            if name not in self.names and name != "cumulative_length_int"
-        }
-
-    def is_free(self) -> bool:
-        return all(_holders(tensor) == _ALONE for tensor in self.tensors)
-
-    def lend_to(self, layer: Any) -> None:
-        vars(layer).update(self.settings)
-        for name, tensor in zip(self.names, self.tensors, strict=True):
-            tensor.zero_()
-            setattr(layer, name, tensor.detach())
-
-    def is_in(self, layer: Any) -> bool:
-        found = (getattr(layer, name).data_ptr() for name in self.names)
-        return all(a == b for a, b in zip(self.pointers, found, strict=True))
-
-
-def _layers(cache: Any) -> list[Any]:
-    """The layers of a static cache that hold tokens; others take those of a layer before."""
-    from transformers.cache_utils import StaticLayer
-
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
-
-
-def _lengths(cache: Any) -> tuple[Any, ...]:
-    return tuple((type(layer), layer.max_cache_len) for layer in _layers(cache))
-
-
-def _holders(tensor: Any) -> int:
-    """How many tensors, and others, hold the memory of this one."""
-    import torch
-
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = 2  # the tensor, and the storage object of the question
-
-
 class Decoder:
     """What ``generate`` calls in place of the model, for the length of one call.
 
@@ -281,8 +176,8 @@ class Decoder:
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
             or any(inputs[k] is not None for k in inputs.keys() - _INPUTS - _OF_A_PROMPT)
-            or not _layers(cache)
-            or not all(layer.is_initialized for layer in _layers(cache))
+            or not layers_of(cache)
+            or not all(layer.is_initialized for layer in layers_of(cache))
         ):
             return self.model(**inputs)
         if self.version is None:
@@ -303,7 +198,7 @@ class Decoder:
 
         own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
         leaves, spec = tree_flatten(own)
-        kind = (_full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
+        kind = (full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
         memory = self.decoding.memory_of(cache, version)
         step = memory.steps.get((version, kind))
         if step is None:
@@ -313,143 +208,6 @@ class Decoder:
             step = Step(self.model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
         return step.replay(cache, leaves)
-
-
-class Step:
-    """One decode step as a CUDA graph, with the tensors that it reads and writes."""
-
-    def __init__(
-        self, model: Any, device: Any, cache: Any, memory: Memory, leaves: list[Any], spec: Any
-    ) -> None:
-        import torch
-        from torch.utils._pytree import tree_unflatten
-
-        if any(isinstance(each, torch.Tensor) and each.device != device for each in leaves):
-            raise NotCaptured(f"its inputs are not on {device}, where the model computes")
-        self.device = device
-        with torch.inference_mode(mode=False):
-            inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
-        kwargs = tree_unflatten(inputs, spec)
-        if memory.pool is None:
-            memory.pool = torch.cuda.graph_pool_handle()
-        self.graph = torch.cuda.CUDAGraph()
-        with _counters_kept(cache):
-            try:
-                output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
-            except BaseException:
-                if not memory.steps:
-                    memory.pool = None  # it is gone with its only graph
-                raise
-        self.kind = type(output)
-        self.output: dict[str, Any] = {}
-        for name, value in output.items():
-            if value is not cache and not isinstance(value, torch.Tensor):
-                raise CaptureFailed(f"its output {name} is no tensor")
-            self.output[name] = None if value is cache else value
-
-    def replay(self, cache: Any, leaves: list[Any]) -> Any:
-        """The step with these inputs; the output is the caller's own."""
-        import torch
-
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        with _one_replay, torch.cuda.device(self.device):
-            # Steps share memory that cuBLAS works in: one after the other, on whatever stream.
-            stream = torch.cuda.current_stream()
-            last = _last_stream.get(self.device, stream)
-            if last != stream:
-                stream.wait_stream(last)
-            _last_stream[self.device] = stream
-            for own, each in zip(self.inputs, given, strict=True):
-                own.copy_(each, non_blocking=True)
-            self.graph.replay()
-            output = {k: cache if v is None else v.clone() for k, v in self.output.items()}
-        for layer in _counting_layers(cache):
-            layer.cumulative_length_int += 1
-        return self.kind(**output)
-
-
-def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
-    """The output of a call whose kernels are recorded, and not run.
-
-    ``torch.cuda.graph`` is not used: it collects garbage and empties PyTorch's cache of memory.
-    """
-    import torch
-
-    with _one_capture, torch.cuda.device(device), _no_garbage_collection():
-        stream = _capturing_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), _random_numbers_kept(device):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                output = model(**inputs, past_key_values=cache)
-                graph.capture_end()
-                return output
-            except BaseException as error:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                if isinstance(error, Exception):
-                    why = str(error).partition("\n")[0]
-                    raise CaptureFailed(f"{type(error).__name__}: {why}") from error
-                raise
-
-
-@cached
-def _capturing_stream(device: Any) -> Any:
-    """One for all captures: cuBLAS takes 32 MiB for each stream, and keeps them."""
-    import torch
-
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _random_numbers_kept(device: Any) -> Iterator[None]:
-    """A capture that fails leaves PyTorch's generator as if it went on."""
-    import torch
-
-    state = torch.cuda.get_rng_state(device)
-    try:
-        yield
-    except BaseException:
-        fresh = torch.Generator(device)
-        fresh.set_state(state)
-        own = torch.cuda.default_generators[device.index]
-        own.graphsafe_set_state(fresh.graphsafe_get_state())
-        raise
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection may free memory of the GPU, which no capture allows."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _counters_kept(cache: Any) -> Iterator[None]:
-    counters = [(layer, layer.cumulative_length_int) for layer in _counting_layers(cache)]
-    try:
-        yield
-    finally:
-        for layer, count in counters:
-            layer.cumulative_length_int = count
-
-
-def _counting_layers(cache: Any) -> Iterator[Any]:
-    """The layers that count their tokens in Python too: sliding ones."""
-    return (layer for layer in cache.layers if hasattr(layer, "cumulative_length_int"))
-
-
-def _full_layers(cache: Any) -> tuple[bool, ...]:
-    """Which sliding windows are full: ``update`` computes otherwise then."""
-    return tuple(
-        layer.cumulative_length_int >= layer.max_cache_len for layer in _counting_layers(cache)
-    )
 
 
 def _kind(leaf: Any) -> Any:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from gemma4_compat.patches import _decode_graphs
+from gemma4_compat.patches import _cuda_graph, _decode_graphs
+from gemma4_compat.patches._cache_memory import layers_of
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -79,14 +80,14 @@ def captures(model):
 def counted(monkeypatch):
     """A list that gets an entry for each capture."""
     seen = []
-    original = _decode_graphs._captured
+    original = _cuda_graph._captured
 
     def counting(*args):
         seen.append("a capture")  # and not the cache, which would not be free then
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_decode_graphs, "_captured", counting)
+        patch.setattr(_cuda_graph, "_captured", counting)
         yield seen
 
 
@@ -757,7 +758,7 @@ def test_memory_is_lent_once_its_cache_is_gone(model_dir):
     gc.collect()
     decoding.lend(model, second, 1)
     assert decoding.memory_of(second, decoding.version(model)) is memory
-    layers = _decode_graphs._layers(second)
+    layers = layers_of(second)
     assert all(not layer.keys.any() and not layer.values.any() for layer in layers)
     assert all(int(layer.cumulative_length) == 0 for layer in layers)
     with torch.no_grad():
