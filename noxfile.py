@@ -37,24 +37,15 @@ TRL = {
 }
 #: Another library that patches what we patch, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: everything on the newest libraries; on the users' all but what knows no library or depends little
-#: on its version; on the oldest what depends on their versions most
+#: what pytest runs on them, call by call: everything on the newest; on the others that each
+#: bug is fixed, and what depends on their versions most
 PARTS = {
+    "newest": (("tests",),),
     "users": (
-        "tests",
-        *(
-            f"--ignore=tests/{name}"
-            for name in (
-                *("engine", "model", "test_circumstances.py", "test_layout.py", "test_matrix.py"),
-                *("test_peft_table.py", "test_release.py", "test_template.py", "test_versions.py"),
-            )
-        ),
-        *(
-            f"--deselect=tests/test_merge.py::{name}"
-            for name in ("test_damaged_file", "test_mutations")
-        ),
+        ("tests", "-m", "regression"),
+        ("tests/test_contract.py", "tests/test_import.py", "tests/test_users_code.py"),
     ),
-    "oldest": ("tests/patches", "tests/test_contract.py", "tests/test_import.py"),
+    "oldest": (("tests", "--sample"), ("tests/test_contract.py", "tests/test_import.py")),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # what the libraries' own tests import beyond that
@@ -106,16 +97,20 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("stack", list(STACKS))
 def tests(session: nox.Session, stack: str) -> None:
-    """The tests on one stack; then, without the patches, that every regression test fails."""
+    """The tests on one stack; then, without the patches, that regression tests fail.
+
+    Arguments after ``--`` go to pytest instead, as in ``-- tests``: all tests.
+    """
     others = NEIGHBOURS.get(stack, ())
     session.install(TORCH, *STACKS[stack], *TRL[stack], *others, *TEST_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
     session.install("wrapt", "packaging")
     session.env["OMP_NUM_THREADS"] = "1"  # two workers of as many threads take twice as long
-    session.run("pytest", "-n", "2", *(session.posargs or PARTS.get(stack, ())))
+    for part in (session.posargs,) if session.posargs else PARTS[stack]:
+        session.run("pytest", "-n", "2", "--durations=10", *part)
     if not session.posargs:
         session.log("the users' failures, with the patches switched off:")
-        session.run("pytest", "-n", "2", "-m", "regression", env={"GEMMA4_COMPAT": "0"})
+        session.run("pytest", "-n", "2", "--sample", env={"GEMMA4_COMPAT": "0"})
 
 
 @nox.session

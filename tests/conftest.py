@@ -40,13 +40,14 @@ def inside(patch):
     return evaluate(GATES[patch]).outcome is not Outcome.OUTSIDE
 
 
-#: How many of a regression test's parameters the matrix runs.
+#: How many of a regression test's parameters --sample and the matrix run.
 SAMPLE = 2
 #: What another failure than its own says of a test's bug where another patch's bug is to blame.
 OTHER_BUG = {"behind": "skipped", "then": "passes"}
 
 
 def pytest_addoption(parser):
+    parser.addoption("--sample", action="store_true", help="regression tests, few parameters each")
     parser.addoption("--matrix", metavar="FILE", help="see tests/conftest.py")
     parser.addoption("--matrix-patch", action="append", default=[], metavar="NAME")
 
@@ -78,22 +79,22 @@ def pytest_collection_modifyitems(config, items):
             reason = f"the bug of {marker.kwargs['behind']} comes first in these versions"
             item.add_marker(pytest.mark.skip(reason=reason))
 
-    if config.getoption("matrix"):
-        items[:] = matrix_sample(items, config.getoption("matrix_patch"))
+    if config.getoption("matrix") or config.getoption("sample"):
+        items[:] = sample(items, config.getoption("matrix_patch"))
 
 
-def matrix_sample(items, patches):
+def sample(items, patches):
     """The regression tests of these patches (of all, if none), few of each function's."""
     functions = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("regression")
         if marker is not None and (not patches or marker.args[0] in patches):
             functions[item.nodeid.partition("[")[0]].append(item)
-    sample = []
+    kept = []
     for found in functions.values():
         step = max((len(found) - 1) / (SAMPLE - 1), 1)
-        sample += [found[round(i * step)] for i in range(min(SAMPLE, len(found)))]
-    return sample
+        kept += [found[round(i * step)] for i in range(min(SAMPLE, len(found)))]
+    return kept
 
 
 def matrix_line(config, **line):
