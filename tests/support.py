@@ -81,6 +81,19 @@ def adapter_parameters(model):
     return {n: p for n, p in model.named_parameters() if "lora_" in n}
 
 
+def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
+    """An NF4 layer of random weights that are not quantised yet; ``.to(device)`` does that."""
+    import bitsandbytes as bnb
+
+    options = {"bias": False, "compute_dtype": torch.bfloat16, **options}
+    module = bnb.nn.Linear4bit(n_in, n_out, compress_statistics=nested, quant_type="nf4", **options)
+    generator = torch.Generator().manual_seed(seed)
+    module.weight.data.copy_(torch.randn(n_out, n_in, generator=generator))
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+    return module
+
+
 def dequantized(module):
     """The module with bitsandbytes' layers replaced by bfloat16 ones of the very same values.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from tests.support import assert_same, load_model, logits
+from tests.support import assert_same, linear4bit, load_model, logits
 
 functional = pytest.importorskip("bitsandbytes.functional")
 if not hasattr(functional, "_convert_weight_packed_for_cpu"):
@@ -19,18 +19,7 @@ WRONG = r"differ"
 
 
 def layer(nested, storage=torch.uint8):
-    import bitsandbytes as bnb
-
-    generator = torch.Generator().manual_seed(0)
-    module = bnb.nn.Linear4bit(
-        256,
-        128,
-        bias=False,
-        compress_statistics=nested,
-        quant_type="nf4",
-        quant_storage=storage,
-    )
-    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
+    module = linear4bit(nested=nested, compute_dtype=None, quant_storage=storage)
     return module.to("cpu").eval()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import load_model
+from tests.support import linear4bit, load_model
 
 functional = pytest.importorskip("bitsandbytes.functional")
 if not getattr(functional, "has_avx512bf16", bool)():
@@ -13,19 +13,7 @@ if not getattr(functional, "has_avx512bf16", bool)():
 
 
 def layer(nested):
-    import bitsandbytes as bnb
-
-    generator = torch.Generator().manual_seed(0)
-    module = bnb.nn.Linear4bit(
-        256,
-        128,
-        bias=False,
-        compute_dtype=torch.bfloat16,
-        compress_statistics=nested,
-        quant_type="nf4",
-    )
-    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
-    return module.to("cpu").eval()
+    return linear4bit(nested=nested).to("cpu").eval()
 
 
 def input(**kwargs):

@@ -8,25 +8,15 @@ import pickle
 import pytest
 import torch
 
+from tests.support import linear4bit
+
 functional = pytest.importorskip("bitsandbytes.functional")
 if not hasattr(functional, "_convert_weight_packed_for_cpu"):
     pytest.skip("this bitsandbytes does not repack", allow_module_level=True)
 
 
 def layer(nested):
-    import bitsandbytes as bnb
-
-    generator = torch.Generator().manual_seed(0)
-    module = bnb.nn.Linear4bit(
-        256,
-        128,
-        bias=False,
-        compute_dtype=torch.bfloat16,
-        compress_statistics=nested,
-        quant_type="nf4",
-    )
-    module.weight.data.copy_(torch.randn(128, 256, generator=generator))
-    return module.to("cpu").eval()
+    return linear4bit(nested=nested).to("cpu").eval()
 
 
 def pack(module):

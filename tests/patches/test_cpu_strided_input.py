@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import linear4bit
+
 functional = pytest.importorskip("bitsandbytes.functional")
 if not getattr(functional, "has_avx512bf16", lambda: False)():
     pytest.skip("this CPU, or this bitsandbytes, lacks the kernel", allow_module_level=True)
@@ -14,12 +16,7 @@ if not getattr(functional, "has_avx512bf16", lambda: False)():
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layer_reads_strided_input(nested, dtype):
-    import bitsandbytes as bnb
-
-    layer = bnb.nn.Linear4bit(
-        128, 64, bias=False, compute_dtype=torch.bfloat16, compress_statistics=nested
-    )
-    layer = layer.to("cpu").eval()
+    layer = linear4bit(128, 64, nested).to("cpu").eval()
     generator = torch.Generator().manual_seed(0)
     strided = torch.randn(1, 128, 6, generator=generator).to(dtype).transpose(1, 2)
     with torch.no_grad():

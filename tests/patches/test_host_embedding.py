@@ -419,7 +419,7 @@ def test_page_locked_memory_is_given_back():
 
 
 @pytest.mark.cuda
-def test_memory_that_cannot_be_page_locked(monkeypatch, caplog):
+def test_memory_that_cannot_be_page_locked(caplog):
     """It goes through the CPU, as said once; CUDA's error reaches no kernel after it."""
     embedding = nn.Embedding(5000, 64)
     ids = torch.randint(0, 5000, (1, 7), device="cuda:0")

@@ -10,28 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import assert_same, load_model, logits, offloaded, split
+from tests.support import assert_same, linear4bit, load_model, logits, offloaded, split
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
 LOST = r"Tensor\.item\(\) cannot be called on meta tensors|Cannot copy out of meta tensor; no data!"
 
 
-def linear4bit(n_in, n_out, nested, seed=0):
-    import bitsandbytes as bnb
-
-    module = bnb.nn.Linear4bit(
-        n_in, n_out, compute_dtype=torch.bfloat16, compress_statistics=nested, quant_type="nf4"
-    )
-    generator = torch.Generator().manual_seed(seed)
-    module.weight.data.copy_(torch.randn(n_out, n_in, generator=generator) / n_in**0.5)
-    nn.init.zeros_(module.bias)
-    return module
-
-
 def network(nested):
     """Two 4-bit layers, 128 -> 256 -> 128, quantised on the CPU."""
-    layers = linear4bit(128, 256, nested), nn.GELU(), linear4bit(256, 128, nested, seed=1)
-    return nn.Sequential(*layers).to("cpu").eval()
+    first, last = (
+        linear4bit(128, 256, nested, bias=True),
+        linear4bit(256, 128, nested, 1, bias=True),
+    )
+    return nn.Sequential(first, nn.GELU(), last).to("cpu").eval()
 
 
 def batch(n=3):
@@ -72,7 +63,7 @@ def tensors(state):
 @pytest.mark.regression("quant_state_offload", LOST)
 @NESTED
 def test_weight_going_to_meta_spares_the_original(nested):
-    module = linear4bit(128, 64, nested).to("cpu")
+    module = linear4bit(128, 64, nested, bias=True).to("cpu")
     before = {name: tensor.clone() for name, tensor in tensors(module.weight.quant_state).items()}
     gone = module.weight.to("meta")
     assert gone.is_meta
@@ -161,7 +152,7 @@ def test_backward_through_offloaded_layers(nested, tmp_path):
 @NESTED
 def test_copies_of_an_offloaded_layer(nested, tmp_path):
     x = batch()
-    module = linear4bit(128, 64, nested).to("cpu").eval()
+    module = linear4bit(128, 64, nested, bias=True).to("cpu").eval()
     expected = copy.deepcopy(module)(x)
     value, gone = module.weight.data.clone(), module.weight.to("meta")
     state = pickle.loads(pickle.dumps(gone.quant_state))
@@ -193,7 +184,7 @@ def test_dtype_only_moves_and_unquantised_weights_are_untouched():
 
     fresh = bnb.nn.Linear4bit(128, 64)
     assert fresh.weight.to("meta").quant_state is None
-    weight = linear4bit(128, 64, True).to("cpu").weight
+    weight = linear4bit(128, 64, bias=True).to("cpu").weight
     assert weight.to(torch.uint8).quant_state is weight.quant_state
     assert weight.to("cpu").quant_state is weight.quant_state
 

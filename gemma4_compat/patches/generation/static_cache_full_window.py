@@ -33,7 +33,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def full_window_needs_an_index() -> Finding:
-    """Store tokens in a window of two; see which functions build the index."""
+    """See whether the code of ``update`` makes a tensor."""
     import inspect
 
     from transformers.cache_utils import StaticSlidingWindowLayer
