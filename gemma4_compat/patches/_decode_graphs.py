@@ -18,7 +18,7 @@ from ._cache_memory import Memory, full_layers, layers_of
 from ._cuda_graph import CaptureFailed, NotCaptured, Step
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,11 @@ CAPTURED_ON = ("cuda",)
 def decoding_of(model: Any) -> Decoding:
     """What is kept for a model, from the first call on."""
     return attached(model, "_decoding", Decoding)  # type: ignore[no-any-return]
+
+
+def obstacle_of(model: Any) -> str | None:
+    """Why the decode steps of a model are not captured; ``None`` if they are."""
+    return _device_or_obstacle(model, _modules_of_a_step(model))[1]
 
 
 def forget() -> None:
@@ -130,23 +135,15 @@ class Version:
 
     def __init__(self, model: Any, environment: Any) -> None:
         self.environment = environment
-        modules = {
-            name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS
-        }
+        modules = _modules_of_a_step(model)
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
-        tensors = (each for module in modules.values() for each in _tensors(module))
+        tensors = (each for module in modules.values() for each in own_tensors(module))
         #: which dtypes and devices the keys and values of its layers come from
         self.placement = environment, frozenset((each.dtype, each.device) for each in tensors)
         self.warm: set[Any] = set()  # kinds of steps that ran
-        self.obstacle: str | None = None
-        self.device: Any = None
-        try:
-            self.device = _device_of_a_step(modules)
-            _refuse_what_is_watched(model, modules)
-        except NotCaptured as why:
-            self.obstacle = str(why)
+        self.device, self.obstacle = _device_or_obstacle(model, modules)
 
     def change(self, environment: Any) -> str | None:
         """What is not as it was; ``None`` if nothing changed."""
@@ -171,13 +168,14 @@ class Decoder:
         import torch
 
         cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        layers = layers_of(cache)
         if (
             ids is None
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
             or any(inputs[k] is not None for k in inputs.keys() - _INPUTS - _OF_A_PROMPT)
-            or not layers_of(cache)
-            or not all(layer.is_initialized for layer in layers_of(cache))
+            or not layers
+            or not all(layer.is_initialized for layer in layers)
         ):
             return self.model(**inputs)
         if self.version is None:
@@ -239,9 +237,19 @@ def _environment() -> tuple[Any, ...]:
     )
 
 
-def _tensors(module: Any) -> list[Any]:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return [tensor for tensor in own if tensor is not None]
+def _modules_of_a_step(model: Any) -> dict[str, Any]:
+    """What a decode step runs, by name: all but the towers."""
+    return {name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS}
+
+
+def _device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | None]:
+    """The GPU that a step is captured on, or why it is not captured."""
+    try:
+        device = _device_of_a_step(modules)
+        _refuse_what_is_watched(model, modules)
+    except NotCaptured as why:
+        return None, str(why)
+    return device, None
 
 
 def _device_of_a_step(modules: dict[str, Any]) -> Any:
@@ -254,7 +262,7 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
 
     devices = set()
     for name, module in modules.items():
-        own = _tensors(module)
+        own = own_tensors(module)
         hook = offload_hook(module)
         if hook is None:
             devices |= {tensor.device for tensor in own}

@@ -133,6 +133,11 @@ class _Module:
         return None
 
 
+def own_tensors(module: Any) -> list[Any]:
+    """The parameters and buffers of a module, without those of modules in it."""
+    return _present(module._parameters) + _present(module._buffers)
+
+
 def _names(own: Any) -> tuple[str, ...]:
     return tuple(name for name in own if name not in _LEFT_OUT)
 
@@ -146,7 +151,7 @@ def _tensors(module: Any) -> list[Any]:
     own = vars(module)
     if "_hf_hook" in own and offload_hook(module) is not None:
         return _present(own["_buffers"])
-    return _present(own["_parameters"]) + _present(own["_buffers"])
+    return own_tensors(module)
 
 
 def _state_addresses(tensor: Any) -> Iterator[int]:

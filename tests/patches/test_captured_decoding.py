@@ -617,7 +617,7 @@ def captured_on_cpu(monkeypatch):
 
 
 def obstacle(model):
-    return _decode_graphs.Version(model, ()).obstacle
+    return _decode_graphs.obstacle_of(model)
 
 
 def test_a_model_on_the_cpu_is_refused(model_dir):

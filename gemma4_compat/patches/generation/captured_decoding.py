@@ -27,7 +27,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted
-from .._decode_graphs import Decoder, Version, decoding_of, forget
+from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def how_it_decodes(model: Any) -> str | None:
         return None
     if _is_compiled_upstream(model):
         return 'compiled by transformers with cache_implementation="static"'
-    why = Version(model, ()).obstacle
+    why = obstacle_of(model)
     if why is None:
         return 'captured as CUDA graphs with cache_implementation="static"'
     return f"eager, because {why}"
@@ -175,7 +175,7 @@ def _advise(model: Any) -> None:
     if not logger.isEnabledFor(logging.INFO) or decoding_of(model).advised:
         return
     decoding_of(model).advised = True
-    if Version(model, ()).obstacle is None:
+    if obstacle_of(model) is None:
         logger.info(
             '%s decodes eagerly.  generate(cache_implementation="static") captures its decode '
             "steps as CUDA graphs, which are several times as fast.",
