@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import json
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .cases import CASES, load
+from .measure import peak, reset_peak, seconds, token_seconds
 
 #: how ``generate`` is called
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,30 +33,20 @@ ROUNDS = 6
 EQUAL_TOKENS = 1200
 
 
-class Clock:
-    """A streamer that notes when each token arrives on the host."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        self.moments.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-    def steps(self) -> list[float]:
-        """Seconds of each step of one token; the prompt's forward and two warm steps left out."""
-        # The prompt is put first, then the token of its forward.
-        return [after - before for before, after in itertools.pairwise(self.moments[3:])]
-
-
-def call(model: Any, length: int, count: int, way: str, seed: int = 0, **options: Any) -> Any:
-    """Greedily generate ``count`` tokens after a random prompt."""
+def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
+    """int64 [1, length]."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 400, (1, length), generator=generator).cuda()
+    return torch.randint(3, end, (1, length), generator=generator).cuda()
+
+
+def call(model: Any, ids: Any, count: int, way: str, **options: Any) -> Any:
+    """Greedily generate ``count`` tokens after a prompt, or after a random one so long."""
+    import torch
+
+    if isinstance(ids, int):
+        ids = prompt(ids)
     return model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -68,9 +58,8 @@ def call(model: Any, length: int, count: int, way: str, seed: int = 0, **options
 
 
 def timed(model: Any, length: int, way: str) -> list[float]:
-    clock = Clock()
-    call(model, length, STEPS, way, streamer=clock)
-    return clock.steps()
+    """Seconds of each step of one token; two warm steps are left out."""
+    return token_seconds(lambda n, **options: call(model, length, n, way, **options), STEPS)[2:]
 
 
 def gpu_busy(model: Any, length: int, way: str) -> tuple[float, float]:
@@ -88,16 +77,6 @@ def gpu_busy(model: Any, length: int, way: str) -> tuple[float, float]:
     return (long - short) / 8, (many - few) / 8
 
 
-def wall(action: Any) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    action()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 @contextlib.contextmanager
 def looked_up_by_the_cpu() -> Iterator[None]:
     """Offloaded embeddings are not read in place, as before there was that."""
@@ -111,52 +90,53 @@ def looked_up_by_the_cpu() -> Iterator[None]:
         host_embedding.in_place_of = original
 
 
-def against_before(model: Any, figures: dict[str, Any]) -> None:
+def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Ways to read a prompt, each with its name."""
+    from gemma4_compat.tiny import image_inputs
+
+    for length in (64, 2048, 8192, 32768):
+        ids = prompt(length, end=250_000)
+        yield str(length), lambda i=ids: model(input_ids=i, logits_to_keep=1, use_cache=True)
+    image = {name: each.cuda() for name, each in image_inputs(model.config).items()}
+    yield "an image", lambda: model(**image, logits_to_keep=1, use_cache=True)
+    ids = prompt(8192, end=250_000)
+    yield "8192 in chunks", lambda: call(model, ids, 1, "dynamic", prefill_chunk_size=1024)
+
+
+def against_before(model: Any, figures: dict[str, Any], say: Any) -> None:
     """Default ``generate``, and prefill, in place ÷ through the CPU: speed, alternating."""
     import torch
 
     both = {"in place": contextlib.nullcontext, "by the CPU": looked_up_by_the_cpu}
-    steps: dict[str, list[float]] = {name: [] for name in both}
-    for _ in range(6):
-        for name, context in both.items():
-            with context():
-                steps[name] += timed(model, 64, "dynamic")
-    token = {name: statistics.median(times) for name, times in steps.items()}
-    figures["default generate ÷ before"] = token["by the CPU"] / token["in place"]
-    for length in (64, 2048, 8192):
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, 250_000, (1, length), generator=generator).cuda()
+
+    def ratio(action: Callable[[], list[float]], rounds: int) -> float:
         times: dict[str, list[float]] = {name: [] for name in both}
-        for _ in range(6):
-            for name, context in both.items():
-                with context(), torch.no_grad():
-                    times[name].append(
-                        wall(lambda i=ids: model(input_ids=i, logits_to_keep=1, use_cache=True))
-                    )
-        middle = {name: statistics.median(each[1:]) for name, each in times.items()}
-        figures[f"prefill of {length} ÷ before"] = middle["by the CPU"] / middle["in place"]
+        for turn in range(rounds + 1):
+            for name in sorted(both, reverse=bool(turn % 2)):
+                with both[name](), torch.no_grad():
+                    found = action()
+                if turn:  # the first one warms
+                    times[name] += found
+        middle = {name: statistics.median(each) for name, each in times.items()}
+        return middle["by the CPU"] / middle["in place"]
+
+    for name, action in prefills(model):
+        rounds = 4 if name == "32768" else 8
+        figures[f"prefill of {name} ÷ before"] = ratio(lambda a=action: [seconds(a)], rounds)
+    say()
+    figures["default generate ÷ before"] = ratio(lambda: timed(model, 64, "dynamic"), 10)
 
 
 def chat(model: Any, way: str, turns: int = 10, answer: int = 32) -> float:
     """Seconds of a chat whose prompt is all that was said before."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.empty(1, 0, dtype=torch.long, device="cuda")
-    start = time.perf_counter()
-    for _ in range(turns):
-        question = torch.randint(3, 400, (1, 20), generator=generator).cuda()
-        ids = torch.cat([ids, question], dim=1)
-        ids = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=answer,
-            min_new_tokens=answer,
-            do_sample=False,
-            **WAYS[way],
-        )
-    ids.cpu()
-    return time.perf_counter() - start
+    def turns_of_both() -> None:
+        ids = prompt(0)
+        for turn in range(turns):
+            ids = call(model, torch.cat([ids, prompt(20, turn)], dim=1), answer, way)
+
+    return seconds(turns_of_both)
 
 
 def host_memory() -> int:
@@ -172,33 +152,30 @@ def snapshot_ms(model: Any) -> float:
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoding = decoding_of(base)
-    return 1e3 * statistics.median(wall(lambda: decoding.version(base)) for _ in range(9))
+    return 1e3 * statistics.median(seconds(lambda: decoding.version(base)) for _ in range(9))
 
 
 def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
     import torch
 
-    mib = 2**20
     call(model, 64, 8, "dynamic")
     call(model, 64, 48, "eager static")
     figures["host GiB after the first token"] = (host_memory() - before) / 2**30
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     call(model, 64, 48, "eager static")
-    static_peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    first = wall(lambda: call(model, 64, 48, "captured"))
-    peak = torch.cuda.max_memory_allocated()
-    figures["peak above eager static, MiB"] = (peak - static_peak) / mib
-    figures["reserved MiB"] = torch.cuda.memory_reserved() / mib
-    again = statistics.median(wall(lambda: call(model, 64, 48, "captured")) for _ in range(3))
+    static_peak = peak()
+    reset_peak()
+    first = seconds(lambda: call(model, 64, 48, "captured"))
+    figures["peak above eager static, MiB"] = 1024 * (peak() - static_peak)
+    figures["reserved MiB"] = torch.cuda.memory_reserved() / 2**20
+    again = statistics.median(seconds(lambda: call(model, 64, 48, "captured")) for _ in range(3))
     figures["first call of 48 tokens, s, above the next ones"] = [first, first - again]
     # the prompt's token, and two steps
     few: dict[str, list[float]] = {"captured": [], "eager static": []}
     for seed in range(9):
         for way in few:
-            few[way].append(wall(lambda w=way, i=seed: call(model, 60 - i, 3, w, seed=i)))
+            few[way].append(seconds(lambda w=way, i=seed: call(model, prompt(60 - i, i), 3, w)))
     figures["call of 3 tokens, ms"] = {k: 1e3 * statistics.median(v) for k, v in few.items()}
     figures["snapshot, ms"] = snapshot_ms(model)
     say()
@@ -214,7 +191,7 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
         figures[f"{length}: tok/s, captured ÷ dynamic"] = token["dynamic"] / token["captured"]
         busy = {way: gpu_busy(model, length, way) for way in WAYS}
         figures[f"{length}: GPU ms, operations a token"] = {
-            way: [1e3 * seconds, operations] for way, (seconds, operations) in busy.items()
+            way: [1e3 * work, operations] for way, (work, operations) in busy.items()
         }
         beyond = {way: token[way] - busy[way][0] for way in WAYS}
         figures[f"{length}: beyond GPU work, captured ÷ dynamic"] = (
@@ -226,12 +203,12 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
         say()
 
 
-def measure_calls(model: Any, figures: dict[str, Any]) -> None:
+def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
     if "embed_tokens_per_layer" in str(getattr(model, "hf_device_map", "")):
-        against_before(model, figures)
-    seconds = {way: chat(model, way) for way in ("captured", "dynamic")}
-    figures["chat of ten turns, s"] = seconds
-    figures["chat, captured ÷ dynamic"] = seconds["captured"] / seconds["dynamic"]
+        against_before(model, figures, say)
+    chats = {way: chat(model, way) for way in ("dynamic", "captured")}
+    figures["chat of ten turns, s"] = chats
+    figures["chat, captured ÷ dynamic"] = chats["captured"] / chats["dynamic"]
 
 
 def check_equal(model: Any, figures: dict[str, Any]) -> None:
@@ -239,7 +216,14 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
     import torch
 
     outputs = [
-        call(model, 64, EQUAL_TOKENS, way, seed=3, return_dict_in_generate=True, output_logits=True)
+        call(
+            model,
+            prompt(64, 3),
+            EQUAL_TOKENS,
+            way,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         for way in ("captured", "eager static")
     ]
     same = sum(torch.equal(a, b) for a, b in zip(outputs[0].logits, outputs[1].logits, strict=True))
@@ -289,7 +273,7 @@ def main() -> None:
     if args.only in (None, "steps"):
         measure(model, figures, say, before)
     if args.only in (None, "calls"):
-        measure_calls(model, figures)
+        measure_calls(model, figures, say)
         say()
     if args.only in (None, "equal"):
         check_equal(model, figures)

@@ -128,11 +128,11 @@ def turns(
     other: list[list[float]] = []
     for turn in range(pairs + 1):
         if turn % 2:
-            own.append(_token_seconds(patched, count))
+            own.append(token_seconds(patched, count))
         with gemma4_compat.disabled():
-            other.append(_token_seconds(unpatched, count))
+            other.append(token_seconds(unpatched, count))
         if not turn % 2:
-            own.append(_token_seconds(patched, count))
+            own.append(token_seconds(patched, count))
 
     def middle(turns: list[list[float]]) -> float:
         return statistics.median(itertools.chain.from_iterable(turns))
@@ -142,7 +142,7 @@ def turns(
     return [middle(other[part]) / middle(own[part]) for part in parts]
 
 
-def _token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
+def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
     """The time of each decode step of one generation, the prompt's forward left out."""
     moments: list[float] = []
 
