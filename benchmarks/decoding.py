@@ -13,7 +13,7 @@ import json
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +156,7 @@ def snapshot_ms(model: Any) -> float:
 
 
 def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
+    """Memory, and what a call needs besides its tokens."""
     import torch
 
     call(model, 64, 8, "dynamic")
@@ -179,11 +180,17 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
     figures["call of 3 tokens, ms"] = {k: 1e3 * statistics.median(v) for k, v in few.items()}
     figures["snapshot, ms"] = snapshot_ms(model)
     say()
-    for length in CONTEXTS:
+
+
+def measure_steps(
+    model: Any, figures: dict[str, Any], say: Any, contexts: Sequence[int], rounds: int
+) -> None:
+    """The time of a token, and the GPU's work for it."""
+    for length in contexts:
         steps: dict[str, list[float]] = {way: [] for way in WAYS}
         for way in WAYS:
             call(model, length, STEPS, way)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for way in WAYS:
                 steps[way] += timed(model, length, way)
         token = {way: statistics.median(times) for way, times in steps.items()}
@@ -238,6 +245,8 @@ def main() -> None:
     parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--int8", action="store_true", help="in 8 bits, without outliers")
     parser.add_argument("--only", choices=("steps", "calls", "equal"), help="a part of it")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -272,6 +281,7 @@ def main() -> None:
     say()
     if args.only in (None, "steps"):
         measure(model, figures, say, before)
+        measure_steps(model, figures, say, args.contexts, args.rounds)
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()
