@@ -6,6 +6,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from ._not_copied import NotCopied
+
+_LENT = "_lent"  # a layer's attribute
+
 
 class Memory:
     """The tensors of one static cache; the graphs that use them are kept with them.
@@ -14,32 +18,25 @@ class Memory:
     views of the same memory.  So the memory is free when these are its only holders.
     """
 
-    def __init__(self, cache: Any, placement: Any) -> None:
+    def __init__(self, cache: Any) -> None:
         self.used_by = weakref.ref(cache)
-        self.placement = placement
         self.steps: dict[Any, Any] = {}  # the graphs that use it
         self.pool: Any = None
         self.layers = [_Layer(layer) for layer in layers_of(cache)]
         self.lengths = _lengths(cache)
-        self.batch_size = self.layers[0].tensors[0].shape[0]
+        self.batch_size = self.layers[0].tensors["keys"].shape[0]
 
     def is_free(self) -> bool:
         return self.used_by() is None and all(layer.is_free() for layer in self.layers)
 
-    def fits(self, cache: Any, batch_size: int, placement: Any) -> bool:
-        import torch
-
-        return (
-            batch_size == self.batch_size
-            and self.lengths == _lengths(cache)
-            and self.placement == placement
-            and self.layers[0].tensors[0].is_inference() == torch.is_inference_mode_enabled()
-        )
+    def fits(self, cache: Any, batch_size: int) -> bool:
+        return batch_size == self.batch_size and self.lengths == _lengths(cache)
 
     def lend_to(self, cache: Any) -> None:
+        """Have each layer use it from its first keys and values on, if it suits them."""
         self.used_by = weakref.ref(cache)
         for own, layer in zip(self.layers, layers_of(cache), strict=True):
-            own.lend_to(layer)
+            setattr(layer, _LENT, own)
 
     def is_in(self, cache: Any) -> bool:
         """Whether the cache still uses it."""
@@ -47,33 +44,55 @@ class Memory:
         return all(own.is_in(layer) for own, layer in pairs)
 
 
-class _Layer:
+def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
+    """Give a layer that gets its first keys and values the tensors that were lent to it.
+
+    ``False`` if there are none, or if they do not suit.
+    """
+    own: _Layer | None = vars(layer).pop(_LENT, None)
+    if own is None or not own.suits(key_states, value_states):
+        return False
+    own.lend_to(layer)
+    return True
+
+
+class _Layer(NotCopied):
     """The tensors of one layer of a static cache, and its settings."""
 
     def __init__(self, layer: Any) -> None:
         import torch
 
         own = vars(layer)
-        self.names = tuple(name for name in own if isinstance(own[name], torch.Tensor))
-        self.tensors = [own[name].detach() for name in self.names]
-        self.pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self.tensors = {n: v.detach() for n, v in own.items() if isinstance(v, torch.Tensor)}
+        self.pointers = [tensor.data_ptr() for tensor in self.tensors.values()]
         self.settings = {
             name: value
             for name, value in own.items()
-            if name not in self.names and name != "cumulative_length_int"
+            if name not in self.tensors and name != "cumulative_length_int"
         }
 
     def is_free(self) -> bool:
-        return all(_holders(tensor) == _ALONE for tensor in self.tensors)
+        return all(_holders(tensor) == _ALONE for tensor in self.tensors.values())
+
+    def suits(self, key_states: Any, value_states: Any) -> bool:
+        import torch
+
+        own = self.tensors["keys"], self.tensors["values"]
+        return all(
+            (tensor.dtype, tensor.device, tensor.shape[:2], tensor.shape[3])
+            == (states.dtype, states.device, states.shape[:2], states.shape[3])
+            and tensor.is_inference() == torch.is_inference_mode_enabled()
+            for tensor, states in zip(own, (key_states, value_states), strict=True)
+        )
 
     def lend_to(self, layer: Any) -> None:
         vars(layer).update(self.settings)
-        for name, tensor in zip(self.names, self.tensors, strict=True):
+        for name, tensor in self.tensors.items():
             tensor.zero_()
             setattr(layer, name, tensor.detach())
 
     def is_in(self, layer: Any) -> bool:
-        found = (getattr(layer, name).data_ptr() for name in self.names)
+        found = (getattr(layer, name).data_ptr() for name in self.tensors)
         return all(a == b for a, b in zip(self.pointers, found, strict=True))
 
 

@@ -40,16 +40,11 @@ class Step:
             inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
         kwargs = tree_unflatten(inputs, spec)
-        if memory.pool is None:
+        if not memory.steps:  # a pool is gone with the last of its graphs
             memory.pool = torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
         with _counters_kept(cache):
-            try:
-                output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
-            except BaseException:
-                if not memory.steps:
-                    memory.pool = None  # it is gone with its only graph
-                raise
+            output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
         self.kind = type(output)
         self.output: dict[str, Any] = {}
         for name, value in output.items():
@@ -98,7 +93,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
                 with suppress(RuntimeError):
                     graph.capture_end()
                 if isinstance(error, Exception):
-                    why = str(error).partition("\n")[0]
+                    why = str(error).partition("\n")[0].partition(". ")[0]
                     raise CaptureFailed(f"{type(error).__name__}: {why}") from error
                 raise
 

@@ -34,8 +34,11 @@ _INPUTS = frozenset(
 )  # fmt: skip
 #: what some releases pass in each step, and the model reads beside an image or sound alone
 _OF_A_PROMPT = frozenset(
-    {"image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask"}
-)
+    {
+        "image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask",
+        "mm_token_type_ids",
+    }
+)  # fmt: skip
 
 #: kinds of devices that have CUDA graphs
 CAPTURED_ON = ("cuda",)
@@ -66,17 +69,11 @@ class Decoding(NotCopied):
         self.memories: list[Memory] = []
         self.said: set[str] = set()  # reasons that the user was given
         self.advised = False
-        self.looked_at: tuple[Any, Version] | None = None  # for which cache, and what it was
         _all.add(self)
 
     def forget(self) -> None:
         with self.lock:
             self.versions, self.memories = [], []
-
-    def looked_at_for(self, cache: Any) -> Version | None:
-        """The model as it was when this cache was made, to be asked once, by the same call."""
-        seen, self.looked_at = self.looked_at, None
-        return seen[1] if seen is not None and seen[0]() is cache else None
 
     def version(self, model: Any) -> Version:
         """The model as it is now."""
@@ -95,7 +92,7 @@ class Decoding(NotCopied):
                 memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.versions}
             return version
 
-    def memory_of(self, cache: Any, version: Version) -> Memory:
+    def memory_of(self, cache: Any) -> Memory:
         """The memory that a cache uses."""
         with self.lock:
             for memory in self.memories:
@@ -104,11 +101,11 @@ class Decoding(NotCopied):
             free = [memory for memory in self.memories if memory.is_free()]
             for memory in free[: len(free) - _MEMORIES + 1]:
                 self.memories.remove(memory)
-            memory = Memory(cache, version.placement)
+            memory = Memory(cache)
             self.memories.append(memory)
             return memory
 
-    def lend(self, model: Any, cache: Any, batch_size: int) -> None:
+    def lend(self, cache: Any, batch_size: int) -> None:
         """Have a new cache use the memory of one that is gone, if there is one like it.
 
         If there is none, what is free is freed: a longer cache may need the room.
@@ -117,11 +114,9 @@ class Decoding(NotCopied):
             free = [memory for memory in self.memories if memory.is_free()]
             if not free or any(layer.is_initialized for layer in layers_of(cache)):
                 return
-            version = self.version(model)
-            fitting = [each for each in free if each.fits(cache, batch_size, version.placement)]
+            fitting = [each for each in free if each.fits(cache, batch_size)]
             if fitting:
                 fitting[-1].lend_to(cache)
-                self.looked_at = weakref.ref(cache), version
             else:
                 for memory in free:
                     self.memories.remove(memory)
@@ -139,9 +134,6 @@ class Version:
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
-        tensors = (each for module in modules.values() for each in own_tensors(module))
-        #: which dtypes and devices the keys and values of its layers come from
-        self.placement = environment, frozenset((each.dtype, each.device) for each in tensors)
         self.warm: set[Any] = set()  # kinds of steps that ran
         self.device, self.obstacle = _device_or_obstacle(model, modules)
 
@@ -158,11 +150,11 @@ class Decoder:
     It captures and replays steps of one token.  All else it passes on to the model.
     """
 
-    def __init__(self, model: Any, cache: Any, say: Any) -> None:
+    def __init__(self, model: Any, say: Any) -> None:
         self.model, self.say = model, say
         self.decoding = decoding_of(model)
-        self.version = self.decoding.looked_at_for(cache)
-        self.obstacle = self.version and self.version.obstacle
+        self.version: Version | None = None
+        self.obstacle: str | None = None
 
     def __call__(self, **inputs: Any) -> Any:
         import torch
@@ -173,7 +165,6 @@ class Decoder:
             ids is None
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
-            or any(inputs[k] is not None for k in inputs.keys() - _INPUTS - _OF_A_PROMPT)
             or not layers
             or not all(layer.is_initialized for layer in layers)
         ):
@@ -181,6 +172,8 @@ class Decoder:
         if self.version is None:
             self.version = self.decoding.version(self.model)
             self.obstacle = self.version.obstacle
+        if self.obstacle is None:
+            self.obstacle = _unknown_input(inputs)
         if self.obstacle is None:
             try:
                 return self._step(self.version, cache, inputs)
@@ -197,7 +190,7 @@ class Decoder:
         own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
         leaves, spec = tree_flatten(own)
         kind = (full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
-        memory = self.decoding.memory_of(cache, version)
+        memory = self.decoding.memory_of(cache)
         step = memory.steps.get((version, kind))
         if step is None:
             if kind not in version.warm:
@@ -206,6 +199,17 @@ class Decoder:
             step = Step(self.model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
         return step.replay(cache, leaves)
+
+
+def _unknown_input(inputs: dict[str, Any]) -> str | None:
+    """Why a step with these inputs is not captured."""
+    known = _INPUTS
+    if isinstance(inputs.get("attention_mask"), dict):  # masks that the prompt had its part in
+        known = known | _OF_A_PROMPT
+    unknown = sorted(
+        name for name, value in inputs.items() if name not in known and value is not None
+    )
+    return f"its forward is called with {', '.join(unknown)}" if unknown else None
 
 
 def _kind(leaf: Any) -> Any:

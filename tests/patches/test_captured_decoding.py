@@ -731,11 +731,8 @@ def test_a_version_keeps_nothing_alive(model_dir):
 
 def static_cache(model, batch=1, length=20):
     """A static cache that holds a prompt."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length)
-    with torch.no_grad():
-        model(**text_inputs(model.config, batch=batch), past_key_values=cache)
+    cache = empty_cache(model, length)
+    fill(model, cache, batch)
     return cache
 
 
@@ -745,28 +742,31 @@ def empty_cache(model, length=20):
     return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
 
 
+def fill(model, cache, batch=1):
+    with torch.no_grad():
+        return model(**text_inputs(model.config, batch=batch), past_key_values=cache).logits
+
+
 def test_memory_is_lent_once_its_cache_is_gone(model_dir):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     first = static_cache(model)
-    memory = decoding.memory_of(first, decoding.version(model))
-    assert decoding.memory_of(first, decoding.version(model)) is memory
+    memory = decoding.memory_of(first)
+    assert decoding.memory_of(first) is memory
     second = empty_cache(model)
-    decoding.lend(model, second, 1)
-    assert not second.layers[0].is_initialized, "a cache in use was lent"
-    del first
+    decoding.lend(second, 1)
+    fill(model, second)
+    assert not memory.is_in(second), "a cache in use was lent"
+    del first, second
     gc.collect()
-    decoding.lend(model, second, 1)
-    assert decoding.memory_of(second, decoding.version(model)) is memory
-    layers = layers_of(second)
-    assert all(not layer.keys.any() and not layer.values.any() for layer in layers)
-    assert all(int(layer.cumulative_length) == 0 for layer in layers)
-    with torch.no_grad():
-        inputs = text_inputs(model.config)
-        found = model(**inputs, past_key_values=second).logits
-        expected = model(**inputs, past_key_values=empty_cache(model)).logits
-    assert torch.equal(found, expected)
-    assert decoding.memory_of(second, decoding.version(model)) is memory
+    third, fourth = empty_cache(model), empty_cache(model)
+    decoding.lend(third, 1)
+    assert torch.equal(fill(model, third), fill(model, fourth))
+    assert decoding.memory_of(third) is memory
+    for own, other in zip(layers_of(third), layers_of(fourth), strict=True):
+        assert torch.equal(own.keys, other.keys), "tokens of before are in the cache"
+        assert torch.equal(own.values, other.values)
+        assert int(own.cumulative_length) == int(other.cumulative_length)
 
 
 @pytest.mark.parametrize("what", ["a layer", "keys", "a view"])
@@ -774,60 +774,70 @@ def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     cache = static_cache(model)
-    decoding.memory_of(cache, decoding.version(model))
+    memory = decoding.memory_of(cache)
     layer = cache.layers[0]
     held = {"a layer": layer, "keys": layer.keys, "a view": layer.keys[:, :, 1:]}[what]
     del cache, layer
     gc.collect()
     other = empty_cache(model)
-    decoding.lend(model, other, 1)
-    assert not other.layers[0].is_initialized
-    del held
+    decoding.lend(other, 1)
+    fill(model, other)
+    assert not memory.is_in(other)
+    del held, other
     gc.collect()
-    decoding.lend(model, other, 1)
-    assert other.layers[0].is_initialized
+    other = empty_cache(model)
+    decoding.lend(other, 1)
+    fill(model, other)
+    assert memory.is_in(other)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 24)])
 def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
-    decoding.memory_of(static_cache(model), decoding.version(model))
+    decoding.memory_of(static_cache(model))
     gc.collect()
     other = empty_cache(model, length)
-    decoding.lend(model, other, batch)
-    assert not other.layers[0].is_initialized
+    decoding.lend(other, batch)
     assert decoding.memories == []
-
-
-def test_model_is_looked_at_anew_for_a_cache_that_is_used_again(model_dir):
-    model = load_model(model_dir)
-    decoding = _decode_graphs.decoding_of(model)
-    decoding.memory_of(static_cache(model), decoding.version(model))
-    gc.collect()
-    cache = empty_cache(model)
-    decoding.lend(model, cache, 1)
-    first = _decode_graphs.Decoder(model, cache, None).version
-    assert first is decoding.version(model)
-    assert _decode_graphs.Decoder(model, cache, None).version is None
+    fill(model, other, batch)
 
 
 def test_memory_of_another_dtype_is_not_lent(model_dir):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
-    decoding.memory_of(static_cache(model), decoding.version(model))
+    memory = decoding.memory_of(static_cache(model))
     gc.collect()
-    model.model.language_model.float()
+    model.model.float()
     other = empty_cache(model)
-    decoding.lend(model, other, 1)
-    assert not other.layers[0].is_initialized
+    decoding.lend(other, 1)
+    fill(model, other)
+    assert not memory.is_in(other)
+    assert other.layers[0].keys.dtype == torch.float32
 
 
 def test_copies_of_a_cache_have_their_own_memory(model_dir):
     model = load_model(model_dir)
     decoding = _decode_graphs.Decoding()
     cache = static_cache(model)
-    memory = decoding.memory_of(cache, decoding.version(model))
-    assert decoding.memory_of(copy.deepcopy(cache), decoding.version(model)) is not memory
+    memory = decoding.memory_of(cache)
+    assert decoding.memory_of(copy.deepcopy(cache)) is not memory
     cache.layers[0].keys = cache.layers[0].keys.clone()
-    assert decoding.memory_of(cache, decoding.version(model)) is not memory
+    assert decoding.memory_of(cache) is not memory
+
+
+def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
+    """They may mean anything; what is left of an image prompt means nothing."""
+    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
+    model, said = load_model(model_dir), []
+    cache = static_cache(model)
+    decoder = _decode_graphs.Decoder(model, said.append)
+    step = {"input_ids": torch.tensor([[7]]), "past_key_values": cache}
+    masks = {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"))}
+    of_a_prompt = {"mm_token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
+    with torch.no_grad():
+        decoder(**step, **masks, **of_a_prompt)
+        assert said == []
+        decoder = _decode_graphs.Decoder(model, said.append)
+        decoder(**step, **masks, output_router_logits=True)
+        assert said == ["its forward is called with output_router_logits"]

@@ -27,6 +27,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted
+from .._cache_memory import use_lent
 from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,7 @@ def valid_auto_compile_criteria(original: Any) -> Any:
         if not _has_static_cache(model_kwargs):
             _advise(self)
             return compiled
-        cache = model_kwargs["past_key_values"]
-        _chosen.decoder = Decoder(self, cache, lambda why: _say(self, why))
+        _chosen.decoder = Decoder(self, lambda why: _say(self, why))
         return True
 
     return _valid_auto_compile_criteria
@@ -102,7 +102,7 @@ def get_compiled_call(original: Any) -> Any:
 
 @PATCH.replaces(_GENERATION, "GenerationMixin._prepare_static_cache")
 def prepare_static_cache(original: Any) -> Any:
-    """The cache of an earlier call is gone, and its memory has graphs: use it again."""
+    """The cache of an earlier call is gone, and its memory has graphs: lend it to the new one."""
     from transformers.cache_utils import StaticCache
 
     @wraps(original)
@@ -111,10 +111,23 @@ def prepare_static_cache(original: Any) -> Any:
     ) -> Any:
         cache = original(self, cache_implementation, batch_size, *args, **kwargs)
         if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
-            decoding_of(self).lend(self, cache, batch_size)
+            decoding_of(self).lend(cache, batch_size)
         return cache
 
     return _prepare_static_cache
+
+
+@PATCH.replaces("transformers.cache_utils", "StaticLayer.lazy_initialization")
+def static_layer_lazy_initialization(original: Any) -> Any:
+    """What the first keys and values are decides whether the memory suits them."""
+
+    @wraps(original)
+    def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not use_lent(self, *args, **kwargs):
+            return original(self, *args, **kwargs)
+        return None
+
+    return lazy_initialization
 
 
 def how_it_decodes(model: Any) -> str | None:
