@@ -57,9 +57,9 @@ class Plan:
     """A placement and what it needs; all sizes in bytes.
 
     ``weights`` is what ``torch.cuda.memory_allocated`` will say after loading, ``adapter``
-    included.  ``kv_cache`` is for one sequence of ``context`` tokens.  ``activations`` is an
-    estimate for text, for a prompt that is read 2048 tokens at a time.  ``outside`` is what CUDA
-    takes that PyTorch does not count.
+    included.  ``kv_cache`` is for one sequence of ``context`` tokens, in a dynamic or a static
+    cache.  ``activations`` is an estimate for text, for a prompt that is read 2048 tokens at a
+    time.  ``outside`` is what CUDA takes that PyTorch does not count.
     """
 
     model: str
@@ -189,11 +189,15 @@ def parse_size(text: str) -> int:
 
 
 def kv_cache(model: Any, context: int) -> int:
-    """The most that the cache holds: at the end of the prompt, or while answering."""
+    """The most that a dynamic cache, after a prompt or while answering, or a static one holds."""
     prompt = [PREFILL] * (context // PREFILL)
     if context % PREFILL:
         prompt.append(context % PREFILL)
-    return max(sizes.kv_cache_bytes(model, prompt), sizes.kv_cache_bytes(model, [*prompt, 1]))
+    return max(
+        sizes.kv_cache_bytes(model, prompt),
+        sizes.kv_cache_bytes(model, [*prompt, 1]),
+        sizes.static_cache_bytes(model, context),
+    )
 
 
 def activations(model: Any, context: int) -> int:
@@ -311,6 +315,8 @@ def _code(plan: Plan) -> str:
     ]
     if plan.adapter_dir is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
+    if not any(parts.part_of(name) == parts.LAYERS for name in plan.device_map):
+        lines.append('# several times as fast: model.generate(..., cache_implementation="static")')
     return "\n".join(lines)
 
 

@@ -194,6 +194,11 @@ def cached(model, steps):
         for tokens in steps:
             ids = torch.full((1, tokens), 3)
             cache = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+    return cache_bytes(cache)
+
+
+def cache_bytes(cache):
+    """Bytes of a cache's keys and values."""
     storages = {}
     for layer in cache.layers:
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
@@ -212,6 +217,21 @@ def test_kv_cache(tmp_path, shape, steps):
     with torch.random.fork_rng(devices=[]):
         real = Gemma4ForConditionalGeneration(plain.config).bfloat16().eval()
     assert sizes.kv_cache_bytes(plain, steps) == cached(real, steps)
+
+
+@pytest.mark.parametrize("length", [6, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_static_cache(tmp_path, shape, length):
+    from transformers import Gemma4ForConditionalGeneration, StaticCache
+
+    folder = write_config(tmp_path, {**TINY, **SHAPES[shape]})
+    plain = meta.meta_model(folder)
+    with torch.random.fork_rng(devices=[]):
+        real = Gemma4ForConditionalGeneration(plain.config).bfloat16().eval()
+    cache = StaticCache(config=real.config.get_text_config(), max_cache_len=length)
+    with torch.no_grad():
+        real(input_ids=torch.full((1, 5), 3), past_key_values=cache)
+    assert sizes.static_cache_bytes(plain, length) == cache_bytes(cache)
 
 
 def test_kv_cache_of_a_quantised_model(model_dir):

@@ -143,6 +143,23 @@ def kv_cache_bytes(model: Any, steps: Iterable[int]) -> int:
         for index, width in widths.items():
             both = torch.empty((2, 1, 1, tokens, width), dtype=torch.bfloat16, device="meta")
             cache.update(*both, index)
+    return _storage_bytes(cache)
+
+
+def static_cache_bytes(model: Any, length: int) -> int:
+    """Bytes that transformers' own ``StaticCache`` for so many tokens holds, in bfloat16."""
+    import torch
+    from transformers import StaticCache
+
+    config = model.config.get_text_config(decoder=True)
+    cache = StaticCache(config=config, max_cache_len=length)
+    for index, width in kv_widths(model).items():
+        both = torch.empty((2, 1, 1, 1, width), dtype=torch.bfloat16, device="meta")
+        cache.layers[index].lazy_initialization(*both)
+    return _storage_bytes(cache)
+
+
+def _storage_bytes(cache: Any) -> int:
     storages = {}
     for layer in cache.layers:
         for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
