@@ -13,6 +13,8 @@ from gemma4_compat.tiny import TOWERS, audio_inputs, image_inputs, text_inputs
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 #: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
 AUDIO_IN_FLOAT = ["model.audio_tower", "lm_head"]
+#: of the families of ``config_of``: too small to be packed, as some CPUs do
+NOT_PACKED = ["lm_head", "router.proj", "modality_router", "prediction_coefs", "correction_coefs"]
 
 
 def quantization(kind: str | None, **options):
@@ -151,3 +153,53 @@ def transplant(split, one):
                 weight.to(0), requires_grad=False, CB=weight.to(0), SCB=scale.to(0)
             )
             target.init_8bit_state()
+
+
+def config_of(family, **options):
+    """Per-layer embeddings as wide as in the released models, so that their factor is exact."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "pad_token_id": 0,
+    }
+    if family == "Llama":
+        return transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
+    sizes |= {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+    }
+    if family != "Gemma4 experts":
+        sizes |= {
+            "vocab_size_per_layer_input": 128,
+            "hidden_size_per_layer_input": 256,
+            "num_kv_shared_layers": 3,
+        }
+    if family == "Gemma3n":
+        sizes |= {"altup_num_inputs": 2, "laurel_rank": 128}
+        sizes |= {"intermediate_size": [128] * 6, "activation_sparsity_pattern": [0.0] * 6}
+        config = transformers.Gemma3nTextConfig(**sizes | options)
+        return transformers.Gemma3nForCausalLM, config
+    sizes |= {"global_head_dim": 128}
+    if family == "Gemma4 experts":
+        sizes |= {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2}
+        sizes |= {"moe_intermediate_size": 64, "hidden_size_per_layer_input": 0}
+    return transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**sizes | options)
+
+
+def save_random(family, folder, **options):
+    """A checkpoint of one of these families in bfloat16."""
+    model_class, config = config_of(family, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = model_class(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.to(torch.bfloat16).save_pretrained(folder)

@@ -165,6 +165,30 @@ def test_sampling(model):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4 experts"])
+def test_other_families(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    support.save_random(family, tmp_path, vocab_size=512, vocab_size_per_layer_input=512)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        device_map={"": 0},
+        dtype=torch.bfloat16,
+        quantization_config=support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED),
+    )
+    check(model.eval(), prompt(model))
+
+
+@pytest.mark.cuda(gpus=2)
+def test_second_gpu(model_dir):
+    model = load_model(model_dir, "nf4", {"": 1})
+    inputs = {name: tensor.to("cuda:1") for name, tensor in prompt(model).items()}
+    check(model, inputs)
+    steps = [step for memory in model._decoding.memories for step in memory.steps.values()]
+    assert {step.device for step in steps} == {torch.device("cuda:1")}
+
+
+@pytest.mark.cuda
 def test_image_prompt(model):
     check(model, {k: v.cuda() for k, v in image_inputs(model.config).items()})
 

@@ -9,48 +9,10 @@ import pytest
 import torch
 
 import gemma4_compat
-from tests.support import quantization
+from tests.support import quantization, save_random
 
 PATCH = "kbit_training_upcast"
 CAST = r"cast to torch.float32"
-
-
-def config_of(family, **options):
-    """Per-layer embeddings as wide as in the released models, so that their factor is exact."""
-    import transformers
-
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "pad_token_id": 0,
-    }
-    if family == "Llama":
-        return transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)
-    sizes |= {
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "sliding_window": 8,
-    }
-    if family != "Gemma4 experts":
-        sizes |= {
-            "vocab_size_per_layer_input": 128,
-            "hidden_size_per_layer_input": 256,
-            "num_kv_shared_layers": 3,
-        }
-    if family == "Gemma3n":
-        sizes |= {"altup_num_inputs": 2, "laurel_rank": 128}
-        sizes |= {"intermediate_size": [128] * 6, "activation_sparsity_pattern": [0.0] * 6}
-        config = transformers.Gemma3nTextConfig(**sizes | options)
-        return transformers.Gemma3nForCausalLM, config
-    sizes |= {"global_head_dim": 128}
-    if family == "Gemma4 experts":
-        sizes |= {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2}
-        sizes |= {"moe_intermediate_size": 64, "hidden_size_per_layer_input": 0}
-    return transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(**sizes | options)
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +23,7 @@ def folders(tmp_path_factory):
     def folder(family):
         if family not in found:
             found[family] = tmp_path_factory.mktemp("model")
-            model_class, config = config_of(family)
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                model = model_class(config)
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(0.05 * torch.randn_like(parameter))
-            model.to(torch.bfloat16).save_pretrained(found[family])
+            save_random(family, found[family])
         return found[family]
 
     return folder
@@ -77,10 +32,8 @@ def folders(tmp_path_factory):
 def load(folder, kind="nf4"):
     from transformers import AutoModelForCausalLM
 
-    # Too small to be packed, as some CPUs do.
-    skipped = ["lm_head", "router.proj", "modality_router", "prediction_coefs", "correction_coefs"]
     options = {} if kind is None else {
-        "quantization_config": quantization(kind, llm_int8_skip_modules=skipped)
+        "quantization_config": quantization(kind, llm_int8_skip_modules=NOT_PACKED)
     }  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={"": "cpu"}, **options
