@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from tests.support import quantization, save_random
+from tests.support import NOT_PACKED, quantization, save_random
 
 PATCH = "kbit_training_upcast"
 CAST = r"cast to torch.float32"
