@@ -166,17 +166,25 @@ def test_sampling(model):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["Gemma3n", "Gemma4 experts"])
-def test_other_families(family, tmp_path):
-    from transformers import AutoModelForCausalLM
+def test_other_families(family, tmp_path, caplog):
+    """Before 5.23 each step of Gemma 3n copies a number from the CPU, which no graph can hold."""
+    import transformers
 
     support.save_random(family, tmp_path, vocab_size=512, vocab_size_per_layer_input=512)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
         device_map={"": 0},
         dtype=torch.bfloat16,
         quantization_config=support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED),
-    )
-    check(model.eval(), prompt(model))
+    ).eval()
+    if family != "Gemma3n" or Version(transformers.__version__) >= Version("5.23"):
+        return check(model, prompt(model))
+    expected = generated(model, prompt(model), eager=True)
+    with caplog.at_level(logging.WARNING, "gemma4_compat"):
+        for _ in range(2):
+            assert_same(generated(model, prompt(model)), expected)
+    assert caplog.text.count("Cannot copy between CPU and CUDA tensors") == 1
+    return None
 
 
 @pytest.mark.cuda(gpus=2)
