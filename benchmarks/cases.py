@@ -65,7 +65,14 @@ ORDER = [
 ]
 
 
-def load(case: Case, shape: str, folder: Path, quantization: Any = None) -> Any:
+def load(
+    case: Case,
+    shape: str,
+    folder: Path,
+    quantization: Any = None,
+    *,
+    four_bit: bool | None = None,
+) -> Any:
     """The model of a case, in eval mode; in 4 bits as the case says, unless told otherwise."""
     import torch
     from accelerate import dispatch_model
@@ -73,6 +80,8 @@ def load(case: Case, shape: str, folder: Path, quantization: Any = None) -> Any:
 
     cuda = torch.cuda.is_available()
     device = 0 if cuda else "cpu"
+    if four_bit is None:
+        four_bit = case.four_bit
     quantization = quantization or BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -86,13 +95,13 @@ def load(case: Case, shape: str, folder: Path, quantization: Any = None) -> Any:
         names = [f"model.language_model.layers.{i}" for i in offloaded_layers(shape)]
     away = dict.fromkeys(names, case.where if cuda else "disk")
     # An explicit map would leave the layers that it names unquantised.
-    by_dispatch = bool(away) and ((LAYERS in case.away and case.four_bit) or not cuda)
+    by_dispatch = bool(away) and ((LAYERS in case.away and four_bit) or not cuda)
     scratch = folder / f"offload-{os.getpid()}"
     model = Gemma4ForConditionalGeneration.from_pretrained(
         folder / "model",
         dtype=torch.bfloat16,
         device_map={"": device} if by_dispatch else {**away, "": device},
-        quantization_config=quantization if case.four_bit else None,
+        quantization_config=quantization if four_bit else None,
         offload_folder=str(scratch),
     )
     if by_dispatch:

@@ -22,6 +22,7 @@ from .engine.status import PatchStatus, State, Status
 from .engine.switches import read as _read_switches
 from .errors import InputError, MergeError, PatchError
 from .model.hooks import input_device
+from .model.host_memory import limit_page_locked
 from .versions import NEWEST as _NEWEST
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "enabled",
     "input_device",
     "install",
+    "limit_page_locked",
     "status",
     "uninstall",
 ]

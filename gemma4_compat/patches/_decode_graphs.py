@@ -12,13 +12,14 @@ import threading
 import weakref
 from typing import Any
 
-from ..model.hooks import offload_hook
+from ..model.hooks import execution_device, offload_hook
 from ..model.parts import tower_of
 from ._cache_memory import Memory, full_layers, layers_of
 from ._cuda_graph import CaptureFailed, NotCaptured, Step
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._snapshot import Snapshot, own_tensors
+from ._streaming import captured, first_layers, why_not_streamed
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class Version:
         self.snapshot = Snapshot(modules.values(), configs)
         self.warm: set[Any] = set()  # kinds of steps that ran
         self.device, self.obstacle = _device_or_obstacle(model, modules)
+        self.first_layers = first_layers(modules.values())  # that are streamed
 
     def change(self, environment: Any) -> str | None:
         """What is not as it was; ``None`` if nothing changed."""
@@ -196,7 +198,13 @@ class Decoder:
             if kind not in version.warm:
                 version.warm.add(kind)
                 return self.model(**inputs)
-            step = Step(self.model, version.device, cache, memory, leaves, spec)
+            with captured(version.first_layers) as send_ahead:
+
+                def model(**kwargs: Any) -> Any:
+                    send_ahead()
+                    return self.model(**kwargs)
+
+                step = Step(model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
         return step.replay(cache, leaves)
 
@@ -271,8 +279,12 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
         if hook is None:
             devices |= {tensor.device for tensor in own}
         elif not isinstance(module, torch.nn.Embedding):
+            devices |= {tensor.device for tensor in own if not tensor.is_meta}
             if any(tensor.is_meta for tensor in own):
-                raise NotCaptured(f"{name} is offloaded")
+                why = why_not_streamed(hook, module)
+                if why is not None:
+                    raise NotCaptured(f"{name} is offloaded, and {why}")
+                devices.add(execution_device(module))
         elif getattr(in_place_of(hook), "nbytes", None) is None:
             raise NotCaptured(f"the rows of {name} are looked up by the CPU")
     if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..model.hooks import host_tensor
+from ..model.host_memory import page_locked_limit
 from ._not_copied import NotCopied, attached
 
 logger = logging.getLogger(__name__)
@@ -19,31 +20,47 @@ logger = logging.getLogger(__name__)
 _READABLE_IN_PLACE = sys.platform == "linux"
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
+_counting = threading.RLock()  # a finalizer may run while it is held
+_locked = 0  # bytes
+
 
 def page_lock(memory: Any, device: Any = None) -> bool:
     """Page-lock the memory of a tensor until this tensor object dies; whether that succeeded."""
     import torch
 
-    if not torch.cuda.is_available():
+    nbytes = memory.nbytes
+    if not torch.cuda.is_available() or not _take(nbytes):
         return False
     with torch.cuda.device(device):
         cuda = torch.cuda.cudart()
-        arguments = (memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED)
+        arguments = (memory.data_ptr(), nbytes, _PORTABLE_AND_MAPPED)
         if int(cuda.cudaHostRegister(*arguments)) != 0:
+            _take(-nbytes)
             # CUDA keeps the error for whoever asks next, which is the next kernel.
             with suppress(RuntimeError):
                 torch.zeros((), device="cuda")
             return False
-    finalizer = weakref.finalize(memory, _unlock, memory.data_ptr(), device)
+    finalizer = weakref.finalize(memory, _unlock, memory.data_ptr(), nbytes, device)
     finalizer.atexit = False
     return True
 
 
-def _unlock(pointer: int, device: Any) -> None:
+def _unlock(pointer: int, nbytes: int, device: Any) -> None:
     import torch
 
     torch.cuda.synchronize(device)  # a kernel may be reading it
     torch.cuda.cudart().cudaHostUnregister(pointer)
+    _take(-nbytes)
+
+
+def _take(nbytes: int) -> bool:
+    """Count page-locked memory, if the limit allows as much."""
+    global _locked
+    with _counting:
+        if nbytes > 0 and _locked + nbytes > page_locked_limit():
+            return False
+        _locked += nbytes
+        return True
 
 
 class InPlace(NotCopied):
@@ -123,3 +140,9 @@ def _say_pageable(size: int) -> None:
         "place.  Each lookup waits for the CPU, and decode steps are not captured as CUDA graphs.",
         size / 2**30,
     )
+
+
+def nbytes_in_place(hook: Any) -> int:
+    """How much of what a hook offloads is page-locked and read in place, in bytes."""
+    in_place: InPlace | None = vars(hook).get("_in_place")
+    return 0 if in_place is None else in_place.nbytes or 0

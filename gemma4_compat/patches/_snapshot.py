@@ -12,6 +12,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 from ..model.hooks import offload_hook
+from ._streaming import streamed_tensors
 
 #: compared by value
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -147,11 +148,14 @@ def _present(entries: Any) -> list[Any]:
 
 
 def _tensors(module: Any) -> list[Any]:
-    """Its own; of an offloaded module its hook decides."""
+    """Its own, and those that it gets copies of."""
     own = vars(module)
-    if "_hf_hook" in own and offload_hook(module) is not None:
-        return _present(own["_buffers"])
-    return own_tensors(module)
+    hook = offload_hook(module) if "_hf_hook" in own else None
+    if hook is None:
+        return own_tensors(module)
+    streamed = streamed_tensors(hook)
+    # An offloaded embedding has others for the time of a lookup.
+    return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
 
 
 def _state_addresses(tensor: Any) -> Iterator[int]:
@@ -166,10 +170,10 @@ def _addresses_in(held: Any) -> Iterator[int]:
     if hasattr(held, "data_ptr"):
         yield held.data_ptr()
         return
-    for value in vars(held).values():
+    for name, value in vars(held).items():
         if hasattr(value, "data_ptr"):
             yield value.data_ptr()
-        elif hasattr(value, "absmax"):  # the statistics are quantised too
+        elif name == "state2" and value is not None:  # the statistics are quantised too
             yield from _addresses_in(value)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..model.hooks import offload_hook
 from ._not_copied import NotCopied
 from ._page_locked import page_lock
 
@@ -21,17 +24,29 @@ logger = logging.getLogger(__name__)
 #: Kinds of devices that copy from page-locked memory by themselves.
 STREAMED_TO = ("cuda",)
 
+#: Unquantised and 8-bit layers are sent in blocks in these models only: three of them may need more
+#: of the GPU than single tensors.
+_MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
+
+#: How many layers are on their way while one computes.
+_AHEAD = 2
+
 #: Where the tensors of a block begin, in bytes: as PyTorch's allocator aligns them.
 _ALIGNMENT = 512
 
 _PART = "_streamed_part"  # a hook's attribute
 _ITSELF = ""
+_SCALES = "SCB"  # of an 8-bit weight
 
 
 def add(hook: Any, module: Any) -> None:
     """Note a module that a hook offloads, if its tensors are in host memory."""
+    import torch
+
     tensors = getattr(hook.weights_map, "dataset", None)
     tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
+    if isinstance(module, torch.nn.Embedding):  # only some rows of it are needed
+        return
     if hook.offload and not hook.place_submodules and isinstance(tensors, dict):
         dispatch = dispatches.get(id(tensors))
         if dispatch is None:
@@ -45,6 +60,73 @@ def part_of(hook: Any) -> Part | None:
     return part
 
 
+def why_not_streamed(hook: Any, module: Any) -> str | None:
+    """Why a GPU does not copy the weights of an offloaded module by itself; ``None`` if it does.
+
+    Before the first forward it is what is to be expected.
+    """
+    import torch
+
+    part = part_of(hook)
+    device = torch.device(hook.execution_device)
+    if part is None or device.type not in STREAMED_TO:
+        return "accelerate copies its weights"
+    if not part.layer.laid_out:
+        expected = part.layer.is_known() and part.collect(device)
+        return None if expected else "accelerate copies its weights"
+    if not part.pieces or not part.is_unchanged(hook, module):
+        return "accelerate copies its weights"
+    return None if part.layer.page_locked else "its host memory is not page-locked"
+
+
+def streamed_tensors(hook: Any) -> list[Any]:
+    """The tensors in host memory that a hook's module is given copies of."""
+    part = part_of(hook)
+    if part is None:
+        return []
+    found = (part.host_tensors.get(part.prefix + name) for name in part.pieces)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def first_layers(modules: Iterable[Any]) -> list[Layer]:
+    """Of each dispatch the first layer that these modules are in, of those that are streamed."""
+    hooks = (offload_hook(module) for module in modules)
+    parts = (part_of(hook) for hook in hooks if hook is not None)
+    found: dict[Dispatch, Layer] = {}
+    for part in parts:
+        if part is not None and part.layer.host is not None:
+            found.setdefault(part.layer.dispatch, part.layer)
+    return list(found.values())
+
+
+@contextmanager
+def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
+    """A block that captures a CUDA graph, and calls the result when the capture has begun.
+
+    The graph's copies are its own: none of before takes part, and none is to be waited for later.
+    """
+
+    def send_ahead() -> None:
+        for layer in first:
+            layer.dispatch.send(layer.with_following())
+
+    for layer in first:
+        layer.dispatch.clear()
+    try:
+        yield send_ahead
+    finally:
+        for layer in first:
+            layer.dispatch.forget()
+
+
+def page_locked(model: Any) -> int:
+    """Bytes of host memory that are page-locked for the decoder layers of a model."""
+    hooks = (offload_hook(module) for module in model.modules())
+    parts = (part_of(hook) for hook in hooks if hook is not None)
+    layers = {part.layer for part in parts if part is not None and part.layer.page_locked}
+    return sum(int(layer.host.nbytes) for layer in layers)
+
+
 class Dispatch(NotCopied):
     """The layers of one dispatch."""
 
@@ -52,7 +134,7 @@ class Dispatch(NotCopied):
         self.tensors = tensors  # what is offloaded, by name
         self.layers: dict[str, Layer] = {}
         self.current: Layer | None = None
-        self.ahead: Layer | None = None
+        self.sent: list[Layer] = []  # that are on their device, or on their way
 
     def add(self, hook: Any, module: Any) -> None:
         """Note an offloaded module, if it is in a layer: ``layers.3`` of ``layers.3.mlp.norm``."""
@@ -71,29 +153,47 @@ class Dispatch(NotCopied):
         setattr(hook, _PART, part)
 
     def enter(self, layer: Layer) -> None:
-        """Have a layer on its device, and none but the next one beside it.
+        """Have a layer on its device, and none but the next ones beside it.
 
-        While a graph is recorded nothing is sent ahead: checkpointing runs layers backwards.
+        While a graph of gradients is recorded nothing is sent ahead: checkpointing runs layers
+        backwards.
         """
         import torch
 
         if layer is self.current:
             return
-        for other in (self.current, self.ahead):
-            if other is not None and other is not layer:
-                other.release()
-        self.current, self.ahead = layer, None
-        layer.send()
-        layer.wait()
-        if layer.following is not None and not torch.is_grad_enabled():
-            self.ahead = layer.following
-            self.ahead.send()
+        self.current = layer
+        self.send([layer] if torch.is_grad_enabled() else layer.with_following())
+
+    def send(self, wanted: list[Layer]) -> None:
+        """Have these layers on their device or on their way, and no others."""
+        for layer in self.sent:
+            if layer not in wanted:
+                layer.release()
+        self.sent = wanted
+        for layer in wanted:
+            layer.send()
+            if layer is self.current:
+                layer.wait()
 
     def leave(self, layer: Layer) -> None:
         """All that is in the layer had its turn."""
         layer.release()
+        self.sent = [each for each in self.sent if each is not layer]
         if layer is self.current:
             self.current = None
+
+    def clear(self) -> None:
+        """Have no layer on its device."""
+        for layer in self.sent:
+            layer.release()
+        self.sent, self.current = [], None
+
+    def forget(self) -> None:
+        """The same after a capture: its copies are nothing to wait for."""
+        for layer in self.sent:
+            layer.copied = None
+        self.clear()
 
 
 #: By the identity of their dict of tensors, which they keep alive.
@@ -109,6 +209,7 @@ class Layer(NotCopied):
         self.parts: list[Part] = []
         self.laid_out = False
         self.host: Any = None  # uint8, page-locked
+        self.page_locked = False
         self.device: Any = None
         self.dtypes: set[Any] = set()
         self.on_device: dict[Any, Any] = {}  # the block on the device, seen as each dtype
@@ -125,18 +226,41 @@ class Layer(NotCopied):
         if device.type not in STREAMED_TO:
             return
         pieces = [piece for part in self.parts for piece in part.collect(device)]
-        if not any(part.states for part in self.parts if part.pieces):
-            for part in self.parts:
-                part.pieces = {}
+        four_bit = any(part.states for part in self.parts if part.pieces)
+        if not pieces or not (four_bit or self.is_known()):
+            self.drop()
             return
         size = 0
         for piece in pieces:
             piece.start = size
             size += -(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.device, self.host = device, _page_locked(size)
+        host = torch.empty(size, dtype=torch.uint8)
+        self.page_locked = page_lock(host)
+        if not self.page_locked and torch.cuda.is_available():
+            _say_pageable()
+            if not four_bit:
+                self.drop()
+                return
+        self.device, self.host = device, host
         self.dtypes = {piece.host.dtype for piece in pieces}
         for part in self.parts:
             part.move_to(self.seen(self.host))
+
+    def is_known(self) -> bool:
+        """Whether it is a layer of one of ``_MODELS``."""
+        return any(type(part.module).__module__.startswith(_MODELS) for part in self.parts)
+
+    def drop(self) -> None:
+        """Leave its modules to accelerate."""
+        for part in self.parts:
+            part.pieces = {}
+
+    def with_following(self) -> list[Layer]:
+        """This layer, and those that are sent ahead while it computes."""
+        found = [self]
+        while len(found) <= _AHEAD and found[-1].following is not None:
+            found.append(found[-1].following)
+        return found
 
     def seen(self, block: Any) -> dict[Any, Any]:
         return {dtype: block.view(dtype) for dtype in self.dtypes}
@@ -153,7 +277,8 @@ class Layer(NotCopied):
         with torch.inference_mode(mode=False), torch.no_grad():
             block = torch.empty_like(self.host, device=self.device)
             if self.device.type == "cuda":
-                copying = _copying_stream(self.device)
+                # Another thread may be copying while this one captures a CUDA graph.
+                copying = _copying_stream(self.device, torch.cuda.is_current_stream_capturing())
                 # Until then this memory belongs to what was computed with it before.
                 self.owner = torch.cuda.current_stream(self.device)
                 copying.wait_stream(self.owner)
@@ -211,7 +336,7 @@ class Part(NotCopied):
         #: By parameter, then "" for itself, "absmax", "state2.code"... for its quant state.
         self.pieces: dict[str, dict[str, Piece]] = {}
         self.resting: dict[str, Any] = {}  # the parameters on meta
-        self.states: dict[str, Any] = {}  # their quant states
+        self.states: dict[str, Any] = {}  # the quant states of 4-bit ones
         self.placed: dict[str, Any] = {}  # what the module has in their place
 
     def collect(self, device: Any) -> list[Piece]:
@@ -231,6 +356,8 @@ class Part(NotCopied):
             if type(parameter).__name__ == "Params4bit" and parameter.quant_state is not None:
                 self.states[name] = parameter.quant_state
                 tensors.update(_tensors(parameter.quant_state))
+            elif type(parameter).__name__ == "Int8Params" and hasattr(self.module, "state"):
+                tensors[_SCALES] = self.host_tensors.get(self.prefix + _SCALES)
             elif type(parameter) is not torch.nn.Parameter:
                 return []
             if not all(t is not None and t.is_cpu and t.is_contiguous() for t in tensors.values()):
@@ -247,6 +374,8 @@ class Part(NotCopied):
             for piece in pieces.values():
                 piece.host = piece.seen_in(block).copy_(piece.host)
             self.host_tensors[self.prefix + name] = pieces[_ITSELF].host
+            if _SCALES in pieces:
+                self.host_tensors[self.prefix + _SCALES] = pieces[_SCALES].host
 
     def place(self, hook: Any, module: Any) -> bool:
         """Give the module its parameters on the device; ``False`` if that is not for us to do."""
@@ -260,9 +389,12 @@ class Part(NotCopied):
             tensors = {
                 where: piece.seen_in(self.layer.on_device) for where, piece in pieces.items()
             }
-            self.placed[name] = _like(self.resting[name], tensors.pop(_ITSELF))
-            if tensors:
-                self.placed[name].quant_state = _state_with(self.states[name], tensors)
+            placed = _like(self.resting[name], tensors.pop(_ITSELF))
+            self.placed[name] = placed
+            if _SCALES in tensors:
+                placed.CB, placed.SCB = placed.data, tensors[_SCALES]
+            elif tensors:
+                placed.quant_state = _state_with(self.states[name], tensors)
         module._parameters.update(self.placed)
         return True
 
@@ -286,6 +418,9 @@ class Part(NotCopied):
         if not placed:
             return False
         self.layer.had_its_turn(self)
+        if any(_SCALES in pieces for pieces in self.pieces.values()):
+            state = module.state  # which Linear8bitLt computes with
+            state.CB = state.SCB = None
         if any(module._parameters.get(name) is not parameter for name, parameter in placed.items()):
             return False
         module._parameters.update(self.resting)
@@ -322,26 +457,17 @@ def _like(parameter: Any, data: Any) -> Any:
     return new
 
 
-def _page_locked(size: int) -> Any:
-    """``size`` bytes on the host; PyTorch itself would lock a power of 2."""
-    import torch
-
-    memory = torch.empty(size, dtype=torch.uint8)
-    if torch.cuda.is_available() and not page_lock(memory):
-        _say_pageable()
-    return memory
-
-
 @cache
 def _say_pageable() -> None:
     logger.warning(
-        "host memory for offloaded 4-bit layers cannot be page-locked: they are streamed from "
-        "pageable memory, which is slower"
+        "The host memory of some offloaded layers is not page-locked, because the system refuses "
+        "it or the limit is reached.  They come to the GPU more slowly, and decode steps are not "
+        "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
 
 
 @cache
-def _copying_stream(device: Any) -> Any:
+def _copying_stream(device: Any, captured: bool) -> Any:
     import torch
 
     return torch.cuda.Stream(device)

@@ -368,7 +368,7 @@ def test_other_models_have_no_word_on_decoding():
 
 
 @pytest.mark.cuda
-def test_how_it_decodes_on_a_gpu(model_dir):
+def test_how_it_decodes_on_a_gpu(model_dir, tmp_path):
     place = "model.language_model.embed_tokens_per_layer"
     found = inspect_model(load_model(model_dir, None, {"": 0, place: "cpu"}))
     assert found.decoding.startswith("captured as CUDA graphs")
@@ -376,6 +376,9 @@ def test_how_it_decodes_on_a_gpu(model_dir):
     assert "by transformers" in inspect_model(load_model(model_dir, None, {"": 0})).decoding
     layer = "model.language_model.layers.1"
     found = inspect_model(load_model(model_dir, None, {"": 0, layer: "cpu"}))
+    assert found.decoding.startswith("captured as CUDA graphs")
+    model = load_model(model_dir, None, {"": 0, layer: "disk"}, offload_folder=str(tmp_path))
+    found = inspect_model(model)
     assert "layers.1" in found.decoding
     assert "is offloaded" in found.decoding
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from gemma4_compat.patches import _cuda_graph, _decode_graphs
+import gemma4_compat
+from gemma4_compat.patches import _cuda_graph, _decode_graphs, _page_locked, _streaming
 from gemma4_compat.patches._cache_memory import layers_of
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
@@ -26,6 +27,7 @@ from tests import support
 TOWERS_ON_CPU = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
 PLE_ON_CPU = {"": 0, "model.language_model.embed_tokens_per_layer": "cpu"}
 MAPS = {"whole": {"": 0}, "towers on the CPU": TOWERS_ON_CPU, "PLE on the CPU": PLE_ON_CPU}
+PLACES = [*MAPS, "layers on the CPU"]
 #: with a prompt of 12 tokens, and a sliding window of 8, all windows are full; with 2 none is
 NEW_TOKENS = 24
 
@@ -91,9 +93,27 @@ def counted(monkeypatch):
         yield seen
 
 
-@pytest.fixture(params=MAPS)
+def load_in(place, model_dir, kind="nf4", **options):
+    """A model in one of ``PLACES``."""
+    if place in MAPS:
+        return load_model(model_dir, kind, MAPS[place], **options)
+    return with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}, **options))
+
+
+def with_layers_on_the_cpu(model, layers=range(1, 5)):
+    from accelerate import dispatch_model
+
+    return dispatch_model(
+        model,
+        {"": 0, **{f"model.language_model.layers.{i}": "cpu" for i in layers}},
+        main_device=0,
+        skip_keys=model._skip_keys_device_placement,
+    )
+
+
+@pytest.fixture(params=PLACES)
 def model(request, model_dir):
-    return load_model(model_dir, "nf4", MAPS[request.param])
+    return load_in(request.param, model_dir)
 
 
 def check(model, inputs, **options):
@@ -253,11 +273,11 @@ def test_inference_mode(model):
 # -- what changes between calls -----------------------------------------------------------------
 
 
-@pytest.fixture(params=MAPS)
+@pytest.fixture(params=PLACES)
 def adapted(request, model_dir, adapter_dir):
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(load_model(model_dir, "nf4", MAPS[request.param]), adapter_dir)
+    return PeftModel.from_pretrained(load_in(request.param, model_dir), adapter_dir)
 
 
 @pytest.mark.cuda
@@ -640,6 +660,71 @@ def test_inputs_on_the_cpu(model_dir):
     check(model, prompt(model))
 
 
+# -- streamed layers ----------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layers", [range(6), (0, 2, 5)], ids=["all", "some"])
+@pytest.mark.parametrize("kind", ["nf4-nested", None, "int8"])
+def test_streamed_layers(model_dir, kind, layers):
+    """As on one device, where the same values are on one device."""
+    options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
+    whole = load_model(model_dir, kind, {"": 0}, **options)
+    expected = generated(whole, prompt(whole), eager=True)
+    model = with_layers_on_the_cpu(whole, layers)
+    for _ in range(2):
+        assert_same(generated(model, prompt(model)), expected)
+    assert captures(model) == 1
+    assert_same(generated(model, prompt(model), eager=True), expected)
+    assert_same(generated(model, prompt(model)), expected)
+
+
+@pytest.mark.cuda
+def test_streamed_weights_that_change(model_dir):
+    """In place the graph sees it; others are captured anew, or eager."""
+    model = load_in("layers on the CPU", model_dir, None)
+    check(model, prompt(model))
+    norm = model.model.language_model.layers[2].input_layernorm
+    with torch.no_grad():
+        norm._hf_hook.weights_map["weight"].mul_(0.5)
+    check(model, prompt(model))
+    tensors = norm._hf_hook.weights_map.dataset
+    tensors = getattr(tensors, "state_dict", tensors)
+    name = norm._hf_hook.weights_map.prefix + "weight"
+    tensors[name] = tensors[name] * 2
+    expected = generated(model, prompt(model), eager=True)
+    assert_same(generated(model, prompt(model)), expected)
+
+
+@pytest.mark.cuda
+def test_memory_of_streamed_layers_is_freed(model_dir):
+    gc.collect()
+    before = _page_locked._locked
+    model = load_in("layers on the CPU", model_dir)
+    check(model, prompt(model))
+    assert _page_locked._locked > before
+    allocated = torch.cuda.memory_allocated()
+    generated(model, prompt(model))
+    assert torch.cuda.memory_allocated() == allocated, "a layer stayed on the GPU"
+    del model
+    gc.collect()
+    assert _page_locked._locked == before
+
+
+@pytest.mark.cuda
+def test_layers_beyond_the_limit(model_dir, caplog):
+    model = load_in("layers on the CPU", model_dir, None)
+    gemma4_compat.limit_page_locked(0)
+    try:
+        expected = generated(model, prompt(model), eager=True)
+        with caplog.at_level(logging.WARNING, "gemma4_compat"):
+            assert_same(generated(model, prompt(model)), expected)
+    finally:
+        gemma4_compat.limit_page_locked(None)
+    assert "is offloaded, and accelerate copies its weights" in caplog.text
+    assert not captures(model)
+
+
 # -- rules, without a GPU -----------------------------------------------------------------------
 
 
@@ -663,13 +748,39 @@ def test_towers_do_not_count(model_dir, captured_on_cpu, tmp_path):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("model.language_model.layers.1", r"layers\.1\..* is offloaded"),
+        ("model.language_model.layers.1", r"layers\.1\..* is offloaded, and accelerate copies"),
         ("model.language_model.embed_tokens_per_layer", "embed_tokens_per_layer are looked up"),
     ],
 )
 def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
     model = support.split(load_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
     assert re.search(why, obstacle(model))
+
+
+@pytest.mark.parametrize("kind", ["nf4-nested", "int8", None])
+def test_streamed_layers_are_captured(model_dir, captured_on_cpu, monkeypatch, kind):
+    """Expected before the first forward, and true after it."""
+    from accelerate import cpu_offload
+
+    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu",))
+    options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
+    model = load_model(model_dir, kind, **options)
+    cpu_offload(model.model.language_model.layers, torch.device("cpu"))
+    assert obstacle(model) is None
+    fill(model, empty_cache(model))
+    assert "is offloaded, and its host memory is not page-locked" in obstacle(model)
+    (first,) = _streaming.first_layers(model.modules())
+    for layer in first.dispatch.layers.values():
+        layer.page_locked = True
+    assert obstacle(model) is None
+    version = _decode_graphs.Version(model, ())
+    assert version.first_layers == [first]
+    fill(model, empty_cache(model))
+    assert version.change(()) is None
+    name = next(name for name in first.dispatch.tensors if name.startswith("1.input_layernorm"))
+    first.dispatch.tensors[name] = first.dispatch.tensors[name].clone()
+    assert "tensor" in version.change(())
+    assert "accelerate copies its weights" in obstacle(model)
 
 
 def test_training_and_hooks(model_dir, captured_on_cpu):

@@ -1,17 +1,21 @@
-"""4-bit layers offloaded to the CPU are slower than bfloat16 ones.
+"""Decoder layers offloaded to the CPU come to the GPU tensor by tensor, while it waits.
 
 accelerate brings the tensors of a module to the GPU one by one, and after each gives all that
 PyTorch's allocator has cached back to the driver.  A bfloat16 ``nn.Linear`` has one tensor; a 4-bit
-one has up to six, most of them tiny, each copied from pageable memory while the GPU waits.
+one has up to six, most of them tiny, each copied from pageable memory while the GPU waits: 4-bit
+layers are slower than bfloat16 ones.
 
 The fix lays out the tensors of a decoder layer in one block of page-locked host memory, once.  When
 the first module of a layer is about to run, the block goes over in one copy; while a layer
-computes, the copy of the next one is on its way, on a stream of its own.  The modules get
+computes, the copies of the next two are on their way, on a stream of their own.  The modules get
 parameters that are views of the block, for their forward; then they get their meta parameters
-back.  Nothing is copied to the host.
+back.  Nothing is copied to the host.  A decode step that is captured as a CUDA graph holds the
+copies.
 
-Only layers with 4-bit weights in host memory are treated so.  Two of them are on the GPU at a time,
-none after a forward.  A module whose tensors somebody replaced is loaded as accelerate does it.
+Layers with 4-bit weights in host memory are treated so, and those of Gemma in 8 bits or unquantised
+if they may be page-locked (``gemma4_compat.limit_page_locked``).  Three of them are on the GPU at a
+time, none after a forward.  A module whose tensors somebody replaced is loaded as accelerate does
+it.
 """
 
 from __future__ import annotations
@@ -26,13 +30,12 @@ from .._streaming import add, part_of
 PATCH = Patch(
     name="offload_streaming",
     symptom="4-bit layers offloaded to the CPU are slower than bfloat16 ones",
-    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
     changes=(
-        "AlignDevicesHook brings decoder layers with 4-bit weights from host memory in one copy "
-        "each, from page-locked memory and ahead of time."
+        "AlignDevicesHook brings decoder layers with 4-bit weights, and all of Gemma 4 and 3n, "
+        "from host memory in one copy each, from page-locked memory and ahead of time."
     ),
     ends="not fixed upstream as of accelerate 1.15.0",
-    requires=("quant_state_offload",),
 )
 
 
