@@ -307,7 +307,7 @@ def _refuse_what_is_watched(model: Any, modules: dict[str, Any]) -> None:
         raise NotCaptured("there are forward hooks for all modules")
     for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not type(hook).__module__.startswith("gemma4_compat") for hook in hooks):
+        if not all(str(hook.__module__).startswith("gemma4_compat") for hook in hooks):
             raise NotCaptured(f"{name} has a forward hook")
         state = getattr(module, "state", None)
         if getattr(state, "threshold", 0) and type(module).__name__ == "Linear8bitLt":

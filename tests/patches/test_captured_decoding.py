@@ -496,7 +496,10 @@ def test_two_models_in_two_threads(model, model_dir):
 
 
 @pytest.mark.cuda
-def test_one_model_in_two_threads(model):
+@pytest.mark.parametrize("place", MAPS)
+def test_one_model_in_two_threads(model_dir, place):
+    """Not with offloaded layers: accelerate's hooks change modules that both threads run."""
+    model = load_in(place, model_dir)
     inputs = [prompt(model, seed=seed) for seed in range(4)]
     expected = [generated(model, i, eager=True) for i in inputs]
     if hasattr(model, "_cache"):
@@ -613,13 +616,14 @@ def test_deleted_model_is_freed(model_dir, device_map):
 
 @pytest.mark.cuda
 def test_uninstall_frees_the_graphs(model):
-    import gemma4_compat
-
     inputs = prompt(model)
     check(model, inputs)
     expected = generated(model, inputs)
+    # Without quant_state_offload offloaded 4-bit layers do not work at all.
+    layers = model.model.language_model.layers
+    names = ["captured_decoding"] if layers[1].mlp.up_proj.weight.is_meta else []
     try:
-        gemma4_compat.uninstall()
+        gemma4_compat.uninstall(*names)
         assert_same(generated(model, inputs), expected)
     finally:
         gemma4_compat.install()
@@ -758,9 +762,10 @@ def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
 
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8", None])
-def test_streamed_layers_are_captured(model_dir, captured_on_cpu, monkeypatch, kind):
+def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, monkeypatch, kind):
     """Expected before the first forward, and true after it."""
     from accelerate import cpu_offload
+    from peft import PeftModel
 
     monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu",))
     options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
@@ -777,6 +782,9 @@ def test_streamed_layers_are_captured(model_dir, captured_on_cpu, monkeypatch, k
     assert version.first_layers == [first]
     fill(model, empty_cache(model))
     assert version.change(()) is None
+    PeftModel.from_pretrained(model, adapter_dir)
+    assert obstacle(model.eval()) is None
+    version = _decode_graphs.Version(model, ())
     name = next(name for name in first.dispatch.tensors if name.startswith("1.input_layernorm"))
     first.dispatch.tensors[name] = first.dispatch.tensors[name].clone()
     assert "tensor" in version.change(())
