@@ -281,7 +281,11 @@ def test_two_processes(model_dir, tmp_path):
         "torch.save(found, f'{sys.argv[2]}/gradients.pt')\n"
     )
     script = tmp_path / "script.py"
-    script.write_text(code.replace("micro_batches=2", "micro_batches=2, ddp_backend='gloo', ddp_broadcast_buffers=False"))
+    script.write_text(
+        code.replace(
+            "micro_batches=2", "micro_batches=2, ddp_backend='gloo', ddp_broadcast_buffers=False"
+        )
+    )
     launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
