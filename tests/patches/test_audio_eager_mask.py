@@ -97,7 +97,6 @@ def test_reach(model_dir):
         heard["states"] = (args[0] if args else kwargs["hidden_states"]).detach().requires_grad_()
         kwargs = {**kwargs, "hidden_states": heard["states"]}
         heard["output"] = plain(module, **kwargs)[0]
-        return None
 
     attention = tower.layers[0].self_attn
     plain = type(attention).forward

@@ -1,9 +1,9 @@
 """Images are bidirectional in sliding layers alone, and within the window.
 
-The reference is Gemma 4's rule, worked out token by token: a layer with full attention is causal; in
-a sliding layer a token attends to what is before it, and to its own image, not before its window.
-The masks are compared exactly.  The logits are those of the model that is given the masks of the
-rule: they are equal bit for bit where the same kind of mask reaches the attention.
+The reference is Gemma 4's rule, worked out token by token: a layer with full attention is causal;
+in a sliding layer a token attends to earlier tokens and to its own image, but not before its
+window.  The masks are compared exactly, the logits with those of a model that is given the masks of
+the rule.
 """
 
 from __future__ import annotations

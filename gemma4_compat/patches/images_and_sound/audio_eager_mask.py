@@ -1,12 +1,13 @@
-"""Under eager attention the audio tower attends to what its mask forbids, and to nothing else.
+"""Under eager attention the audio tower attends to exactly what its mask forbids.
 
-The tower's attention is its own; it takes a mask whose true values are allowed.  The mask that
-transformers makes for eager attention is another one: 0 is allowed, and the least value of the dtype
-is forbidden.  The tower negates it as if it were boolean, so that all is inverted: each position
-attends to padding and to what lies outside of its window.  No error, but other outputs than with
-sdpa, whose masks are boolean.
+The tower has an attention function of its own, which takes a boolean mask: true is allowed.  For
+eager attention transformers makes an additive mask: 0 is allowed, and the least value of the dtype
+is forbidden.  The tower negates it as if it were boolean, which inverts it: each position attends
+to padding and to what lies outside of its window.  There is no error, but the outputs are not those
+of sdpa, whose masks are boolean.
 
-The fix makes that mask boolean before the tower uses it.  The outputs are those of sdpa, bit for bit.
+The fix makes the mask boolean before the tower uses it.  Then the outputs equal those of sdpa, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ...engine import Finding, Patch, broken, drifted, fixed
 PATCH = Patch(
     name="audio_eager_mask",
     symptom=(
-        'sound is heard wrongly with attn_implementation="eager", without an error: other outputs '
-        "than with sdpa"
+        'attn_implementation="eager" gives other outputs for sound than sdpa, and wrong ones, '
+        "without an error"
     ),
     affects=(("transformers>=5.5,<5.20",),),
-    changes="Gemma4AudioModel makes the mask for eager attention boolean, as its attention expects.",
+    changes="Gemma4AudioModel makes the mask of eager attention boolean, as its layers expect.",
     ends="transformers 5.20.0",
 )
 

@@ -7,10 +7,11 @@ passes the number to the model as ``num_items_in_batch``; the models' loss divid
 ``Gemma3nForConditionalGeneration`` declare ``accepts_loss_kwargs = False``, a copy from PaliGemma,
 which had another loss.  So ``Trainer`` withholds the number and averages the means of the micro
 batches: a token in a short one weighs more than a token in a long one.  There is no error, but the
-gradients are others.
+gradients are wrong.
 
-Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is no target of
-the loss.  In transformers 5.5 the forward ignores the number (see ``gradient_accumulation_loss``).
+Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is no target
+of the loss.  In transformers 5.5 the forward ignores the number: see
+``gradient_accumulation_loss``.
 
 The fix lets ``Trainer`` pass the number to these models, and count the targets of their loss.
 Nothing changes where the number would not reach the loss: a subclass or an instance that sets

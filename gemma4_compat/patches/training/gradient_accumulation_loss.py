@@ -7,8 +7,8 @@ are added up: with ``gradient_accumulation_steps=8`` the gradients are eight tim
 earlier releases accelerate divides each loss by the number of micro batches, so that their means
 are averaged.  In both, tokens of short micro batches weigh more than those of long ones.
 
-The fix divides the sum of the losses by ``num_items_in_batch``, where the forward is given one, with
-the loss function that transformers 5.6 uses, and stops the division by accelerate.  Padding is left
+The fix divides the sum of the losses by ``num_items_in_batch``, where the forward is given one. It
+uses the loss function of transformers 5.6, and stops the division by accelerate.  Padding is left
 out of the loss as before.
 """
 
