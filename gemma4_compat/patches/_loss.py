@@ -151,7 +151,8 @@ def without_second_division(name: str) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             known = known_class(self)
-            if known is not None and known.__name__ == name:
+            own_loss = self.compute_loss_func is not None
+            if known is not None and known.__name__ == name and not own_loss:
                 if self.model_accepts_loss_kwargs and arrives(self):
                     self.accelerator.gradient_accumulation_steps = 1
 

@@ -142,7 +142,7 @@ class KeepsGradients(transformers.TrainerCallback):
         self.gradients = {name.removeprefix("module."): grad.clone() for name, grad in trained}
 
 
-def trainer(model, folder, data, micro_batches=1, cls=transformers.Trainer, **options):
+def trainer(model, folder, data, micro_batches=1, cls=transformers.Trainer, loss=None, **options):
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=1,
@@ -157,7 +157,13 @@ def trainer(model, folder, data, micro_batches=1, cls=transformers.Trainer, **op
         **options,
     )
     keeper = KeepsGradients()
-    made = cls(model=model, args=arguments, train_dataset=data, callbacks=[keeper])
+    made = cls(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        callbacks=[keeper],
+        compute_loss_func=loss,
+    )
     made.keeper = keeper
     return made
 
@@ -406,10 +412,7 @@ def test_a_loss_function_of_the_users(model_dir, tmp_path):
         return total / num_items_in_batch
 
     def found():
-        made = trainer(gemma4(model_dir), tmp_path, rows(), micro_batches=2)
-        made.compute_loss_func = loss
-        made.train()
-        return made.keeper.gradients
+        return gradients(gemma4(model_dir), tmp_path, rows(), micro_batches=2, loss=loss)
 
     patched = found()
     with gemma4_compat.disabled("gradient_accumulation"):
