@@ -136,8 +136,7 @@ def shim_first():
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
     logging.getLogger("gemma4_compat").addHandler(handler)
     logging.getLogger("gemma4_compat").setLevel(logging.INFO)
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    load_libraries()
     gemma4_compat.status(import_targets=True)
     found = {"states": states(), "patched": leftovers()}
     gemma4_compat.install()

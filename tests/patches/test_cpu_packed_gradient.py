@@ -98,3 +98,44 @@ def test_lora_gradients_after_an_evaluation(model_dir):
     assert not missing, f"gradients are missing: {missing}"
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different, f"gradients differ: {different}"
+
+
+@pytest.mark.regression("cpu_packed_gradient", "the adapter differs from one trained without")
+@pytest.mark.parametrize("between", ["evaluate", "generate"])
+def test_trainer(between, model_dir, tmp_path):
+    """An evaluation, or a sample, between two steps changes nothing of what is learnt."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from tests.patches.test_gradient_accumulation import adapted, rows
+
+    class Generates(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            prompt = rows()[1]["input_ids"][None]
+            model.eval().generate(input_ids=prompt, max_new_tokens=2, do_sample=False)
+
+    def trained(between=None):
+        model = adapted(load_model(model_dir, "nf4-nested"))
+        evaluates = {"eval_strategy": "steps", "eval_steps": 1} if between == "evaluate" else {}
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=True,
+            **evaluates,
+        )
+        Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=rows(),
+            eval_dataset=rows(),
+            callbacks=[Generates()] if between == "generate" else [],
+        ).train()
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected, found = trained(), trained(between)
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, f"the adapter differs from one trained without: {different}"

@@ -1,0 +1,54 @@
+"""Under eager attention the audio tower attends to exactly what its mask forbids.
+
+The tower has an attention function of its own, which takes a boolean mask: true is allowed.  For
+eager attention transformers makes an additive mask: 0 is allowed, and the least value of the dtype
+is forbidden.  The tower negates it as if it were boolean, which inverts it: each position attends
+to padding and to what lies outside of its window.  There is no error, but the outputs are not those
+of sdpa, whose masks are boolean.
+
+The fix makes the mask boolean before the tower uses it.  Then the outputs equal those of sdpa, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+
+PATCH = Patch(
+    name="audio_eager_mask",
+    symptom=(
+        'attn_implementation="eager" gives other outputs for sound than sdpa, and wrong ones, '
+        "without an error"
+    ),
+    affects=(("transformers>=5.5,<5.20",),),
+    changes="Gemma4AudioModel makes the mask of eager attention boolean, as its layers expect.",
+    ends="transformers 5.20.0",
+)
+
+_MODEL = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def tower_negates_its_mask() -> Finding:
+    """Look at what the tower's attention does with a mask."""
+    import inspect
+
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioAttention, Gemma4AudioModel
+
+    if "logical_not" not in inspect.unwrap(Gemma4AudioAttention.forward).__code__.co_names:
+        return fixed("the audio tower's attention does not negate its mask")
+    if "finfo" in inspect.unwrap(Gemma4AudioModel._convert_4d_mask_to_blocked_5d).__code__.co_names:
+        return drifted("the audio tower's masks are no longer filled with False")
+    return broken()
+
+
+@PATCH.replaces(_MODEL, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
+def convert_4d_mask_to_blocked_5d(original: Any) -> Any:
+    @wraps(original)
+    def _convert_4d_mask_to_blocked_5d(self: Any, mask_4d: Any) -> Any:
+        return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)
+
+    return _convert_4d_mask_to_blocked_5d

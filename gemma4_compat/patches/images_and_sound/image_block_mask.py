@@ -1,0 +1,166 @@
+"""Image tokens attend to each other in layers, and over distances, that Gemma 4 does not allow.
+
+In 12B, 26B-A4B and 31B the tokens of one image attend to each other in both directions, but in the
+layers with a sliding window alone, and within that window.  Layers with full attention are causal.
+transformers 5.9 to 5.12 make the masks with the function that Gemma 3 uses, where images are
+bidirectional in every layer.  There, and in earlier releases, the block of an image is added after
+the window: a token also attends to those of its image that lie before its window, which happens
+where an image has more tokens than the window.  No error, but other logits.
+
+The fix makes the mask of full attention without images, and adds to the mask of the sliding layers
+those tokens of an image that are in the window.  That is what transformers does since 5.13.  On a
+torch before 2.6, which takes no additional mask functions, the mask of sliding layers stays.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._image_blocks import block_ids, within_block_and_window
+
+PATCH = Patch(
+    name="image_block_mask",
+    symptom=(
+        "12B, 26B-A4B and 31B see images differently than since transformers 5.13, without an "
+        "error: image tokens attend to each other in full-attention layers, and beyond the window"
+    ),
+    affects=(("transformers>=5.5,<5.13",),),
+    changes=(
+        "The masks of Gemma 4 and Gemma 4 unified keep images bidirectional in sliding layers "
+        "alone, and within their window."
+    ),
+    ends="transformers 5.13.0",
+)
+
+_MODELS = ("gemma4_text", "gemma4_unified_text")
+
+
+@PATCH.probe
+def masks_are_made_as_for_gemma_3() -> Finding:
+    """Look at who makes the masks; on some releases the model is imported later."""
+    import inspect
+    import sys
+
+    from transformers import masking_utils
+
+    model = sys.modules.get("transformers.models.gemma4.modeling_gemma4")
+    if hasattr(model, "create_masks_for_vision_model"):
+        return fixed("the masks of Gemma 4 are made apart from those of Gemma 3")
+    make = inspect.unwrap(masking_utils.create_masks_for_generate)
+    if "block_sequence_ids" in inspect.signature(make).parameters:
+        return broken()
+    if hasattr(model, "create_causal_mask_mapping"):
+        return broken()
+    return drifted("the masks of images are made elsewhere")
+
+
+@PATCH.replaces(
+    "transformers.models.gemma4.modeling_gemma4",
+    "create_causal_mask_mapping",
+    when="transformers<5.9",
+)
+def create_causal_mask_mapping(original: Any) -> Any:
+    import inspect
+
+    is_for_first_forward = "pixel_values" in inspect.signature(original).parameters  # in 5.5
+
+    @wraps(original)
+    def create_causal_mask_mapping(
+        config: Any,
+        inputs_embeds: Any,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any,
+        mm_token_type_ids: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        given = (config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        masks = original(*given, mm_token_type_ids, *args, **kwargs)
+        if mm_token_type_ids is None or inputs_embeds.shape[1] == 1:
+            return masks
+        if is_for_first_forward and not _is_first(past_key_values, *args, **kwargs):
+            return masks
+        blocks = block_ids(mm_token_type_ids.to(inputs_embeds.device))
+        sliding = _sliding_mask(config.get_text_config(), *given[1:], blocks)
+        return {**masks, "sliding_attention": sliding}
+
+    return create_causal_mask_mapping
+
+
+@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", when="transformers>=5.9")
+def create_masks_for_generate(original: Any) -> Any:
+    from transformers import masking_utils
+
+    takes_functions = getattr(masking_utils, "_is_torch_greater_or_equal_than_2_6", True)
+
+    @wraps(original)
+    def create_masks_for_generate(
+        config: Any,
+        inputs_embeds: Any,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any = None,
+        or_mask_function: Any = None,
+        and_mask_function: Any = None,
+        block_sequence_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = (inputs_embeds, attention_mask, past_key_values, position_ids)
+        functions = (or_mask_function, and_mask_function)
+        text = config.get_text_config()
+        if block_sequence_ids is None or functions != (None, None) or not _has_blocks(text):
+            return original(config, *given, *functions, block_sequence_ids, **kwargs)
+        causal = original(config, *given, **kwargs)
+        if inputs_embeds.shape[1] == 1:
+            return causal  # nothing comes after this token
+        if takes_functions:
+            sliding = _sliding_mask(text, *given, block_sequence_ids)
+        else:
+            as_before = original(config, *given, block_sequence_ids=block_sequence_ids, **kwargs)
+            sliding = as_before["sliding_attention"] if isinstance(causal, dict) else as_before
+        if isinstance(causal, dict):
+            return {**causal, **({"sliding_attention": sliding} if _slides(text) else {})}
+        return sliding if _slides(text) else causal  # all layers are of one type
+
+    return create_masks_for_generate
+
+
+def _has_blocks(config: Any) -> bool:
+    if getattr(config, "use_bidirectional_attention", None) != "vision":
+        return False
+    return config.model_type in _MODELS
+
+
+def _slides(config: Any) -> bool:
+    return "sliding_attention" in config.layer_types
+
+
+def _is_first(
+    cache: Any,
+    pixel_values: Any = None,
+    is_training: bool = False,
+    is_first_iteration: bool | None = None,
+    **kwargs: Any,
+) -> bool:
+    """Whether transformers 5.5 takes this for the first forward of a generation."""
+    if is_first_iteration is not None:
+        return is_first_iteration
+    return cache is None or not cache.is_initialized or pixel_values is not None
+
+
+def _sliding_mask(
+    config: Any, inputs_embeds: Any, padding: Any, cache: Any, position_ids: Any, blocks: Any
+) -> Any:
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    return create_sliding_window_causal_mask(
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=padding,
+        past_key_values=cache,
+        position_ids=position_ids,
+        or_mask_function=within_block_and_window(blocks, config.sliding_window),
+    )

@@ -1,0 +1,89 @@
+"""Gradient accumulation gives each micro batch the same weight, however many tokens it has.
+
+A step over several micro batches equals the step over all of them as one batch only if their losses
+are sums, divided by the number of tokens of the whole step.  ``Trainer`` counts these tokens and
+passes the number to the model as ``num_items_in_batch``; the models' loss divides by it.  But
+``Gemma4ForConditionalGeneration``, ``Gemma4UnifiedForConditionalGeneration`` and
+``Gemma3nForConditionalGeneration`` declare ``accepts_loss_kwargs = False``, a copy from PaliGemma,
+which had another loss.  So ``Trainer`` withholds the number and averages the means of the micro
+batches: a token in a short one weighs more than a token in a long one.  There is no error, but the
+gradients are wrong.
+
+Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is no target
+of the loss.  In transformers 5.5 the forward ignores the number: see
+``gradient_accumulation_loss``.
+
+The fix lets ``Trainer`` pass the number to these models, and count the targets of their loss.
+Nothing changes where the number would not reach the loss: a subclass or an instance that sets
+``accepts_loss_kwargs`` or has a ``forward`` without ``num_items_in_batch``, a trainer whose own
+``compute_loss`` does not use it (a warning says so), and label smoothing before transformers 5.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from inspect import unwrap
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._loss import arrives, is_declared_by, known_class, with_predicted_labels
+
+PATCH = Patch(
+    name="gradient_accumulation",
+    symptom=(
+        "with gradient_accumulation_steps tokens of short micro batches weigh more than those of "
+        "long ones, without an error"
+    ),
+    affects=(("transformers>=5.5",),),
+    changes=(
+        "Trainer passes num_items_in_batch to Gemma4ForConditionalGeneration, "
+        "Gemma4UnifiedForConditionalGeneration and Gemma3nForConditionalGeneration, and counts the "
+        "labels that their loss looks at."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+_FLAG = "accepts_loss_kwargs"
+
+
+@PATCH.probe
+def trainer_asks_the_model() -> Finding:
+    """Look whether Trainer still asks the class; the class is imported later, if at all."""
+    from transformers import Trainer
+
+    names = unwrap(Trainer.__init__).__code__.co_names
+    if _FLAG not in (*names, *unwrap(Trainer.__init__).__code__.co_consts):
+        return fixed("Trainer does not ask models whether they accept num_items_in_batch")
+    if f"model_{_FLAG}" not in names:
+        return drifted("Trainer keeps the answer of the model elsewhere")
+    return broken()
+
+
+@PATCH.replaces("transformers.trainer", "Trainer.__init__")
+def trainer_init(original: Any) -> Any:
+    @wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not self.model_accepts_loss_kwargs:
+            known = known_class(self)
+            if known is not None and is_declared_by(self, known):
+                self.model_accepts_loss_kwargs = arrives(self)
+
+    return __init__
+
+
+@PATCH.replaces(
+    "transformers.trainer", "Trainer._get_num_items_in_batch", when="transformers<5.10.1"
+)
+def get_num_items_in_batch(original: Any) -> Any:
+    @wraps(original)
+    def _get_num_items_in_batch(self: Any, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            known = known_class(self)
+            are_labelled = all(isinstance(b, Mapping) and "labels" in b for b in batch_samples)
+            if known is not None and are_labelled:
+                batch_samples = [with_predicted_labels(b, known) for b in batch_samples]
+        return original(self, batch_samples, *args, **kwargs)
+
+    return _get_num_items_in_batch

@@ -1,0 +1,50 @@
+"""The loss of transformers 5.5 ignores the number of tokens of the whole step.
+
+``Gemma4ForConditionalGeneration.forward`` computes the mean over its micro batch by itself there.
+The class does not say that it ignores ``num_items_in_batch``, so ``Trainer`` passes the number and
+takes the loss for one that is divided by it.  In transformers 5.5.4 the means of the micro batches
+are added up: with ``gradient_accumulation_steps=8`` the gradients are eight times too large.  In
+earlier releases accelerate divides each loss by the number of micro batches, so that their means
+are averaged.  In both, tokens of short micro batches weigh more than those of long ones.
+
+The fix divides the sum of the losses by ``num_items_in_batch``, where the forward is given one. It
+uses the loss function of transformers 5.6, and stops the division by accelerate.  Padding is left
+out of the loss as before.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Patch
+from .._loss import probe, with_number, without_second_division
+
+PATCH = Patch(
+    name="gradient_accumulation_loss",
+    symptom=(
+        "with gradient_accumulation_steps gradients are too large, and tokens of short micro "
+        "batches weigh more than those of long ones, without an error"
+    ),
+    affects=(("transformers>=5.5,<5.6",),),
+    requires=("gradient_accumulation",),
+    changes=(
+        "Gemma4ForConditionalGeneration.forward divides its loss by num_items_in_batch; before "
+        "transformers 5.5.4 accelerate does not divide the loss of Trainer by the number of micro "
+        "batches."
+    ),
+    ends="transformers 5.6.0",
+)
+
+_MODEL = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def forward_computes_a_mean() -> Finding:
+    """Look at how the forward computes its loss."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4ForConditionalGeneration
+
+    return probe(Gemma4ForConditionalGeneration)
+
+
+PATCH.replaces(_MODEL, "Gemma4ForConditionalGeneration.forward")(with_number)
+PATCH.replaces("transformers.trainer", "Trainer.__init__", when="transformers<5.5.4")(
+    without_second_division("Gemma4ForConditionalGeneration")
+)
