@@ -114,7 +114,7 @@ def scan_targets(
         raise InputError("no target modules are named")
     looked = look_at(model)
     matched = matching(looked, SimpleNamespace(target_modules=targets))
-    needed = wrappers_need_patch()
+    needed = needs_patch("clippable_linear")
     layers: dict[str, Any] = {}
     counted: Counter[tuple[str, str, str]] = Counter()
     parameters = 0
@@ -257,11 +257,11 @@ def _plain_match(targets: str | Iterable[str], name: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def wrappers_need_patch() -> bool:
-    """Whether PEFT, as installed, refuses ``Gemma4ClippableLinear``."""
+def needs_patch(name: str) -> bool:
+    """Whether the libraries, as installed, do not have what this patch is for."""
     from .. import status
 
-    return status()["clippable_linear"].state is not State.FIXED
+    return status()[name].state is not State.FIXED
 
 
 def lora_parameters(module: Any, rank: int) -> int | None:

@@ -15,13 +15,13 @@ A quantised multimodal checkpoint has its ``quantization_config`` outside of ``t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._text_model import is_text_model
+from .._text_model import is_text_model, tensor_names
 
 PATCH = Patch(
     name="text_model_weights",
@@ -65,12 +65,13 @@ def load_pretrained_model(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not is_text_model(model):
+        # With expected_keys it is an adapter that is loaded.
+        if not is_text_model(model) or args or kwargs:
             return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         from transformers.core_model_loading import WeightRenaming
 
         own = "model." if hasattr(model, "model") else ""
-        names = set(_names(state_dict, checkpoint_files or ()))
+        names = set(tensor_names(state_dict, checkpoint_files))
         _refuse_both(own, names)
         _refuse_unknown_quantisation(load_config.hf_quantizer, names)
         renaming = WeightRenaming(_INSIDE, own)
@@ -114,16 +115,3 @@ def _refuse_unknown_quantisation(quantizer: Any, names: Iterable[str]) -> None:
             "    config.quantization_config = whole.quantization_config\n"
             "    model = Gemma4ForCausalLM.from_pretrained(MODEL, config=config)"
         )
-
-
-def _names(state_dict: Any, checkpoint_files: Iterable[str]) -> Iterator[str]:
-    """The names of the tensors; a pickle's are not known before all of it is read."""
-    if state_dict is not None:
-        yield from state_dict
-        return
-    from safetensors import safe_open
-
-    for file in checkpoint_files:
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                yield from opened.keys()
