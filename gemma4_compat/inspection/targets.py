@@ -20,7 +20,15 @@ from ..engine.status import State
 from ..errors import InputError
 from ..model.files import existing_folder
 from ..model.meta import checkpoint_model
-from ..model.parts import TOWERS, is_clippable, is_shared_kv, is_under, shared_layers, tower_of
+from ..model.parts import (
+    TOWERS,
+    experts_without_adapter,
+    is_clippable,
+    is_shared_kv,
+    is_under,
+    shared_layers,
+    tower_of,
+)
 from . import _text
 
 ALL_LINEAR = "all-linear"
@@ -297,6 +305,15 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
         yield (
             f"{_text.plural(len(shared), 'module')} in layers that share keys and values: "
             "transformers >= 5.5.2 has none there, and drops their adapters"
+        )
+    experts = experts_without_adapter(looked.modules, matched)
+    if experts:
+        names = sorted({".".join(name.split(".")[-2:]) for name in experts})
+        layers = len({name.rpartition(".")[0] for name in experts})
+        yield (
+            f"the experts of {_text.plural(layers, 'layer')} get no adapter: target_modules does "
+            "not reach parameters that hold all experts of a layer. In PEFT's config, "
+            f"target_parameters={names} does"
         )
     if looked.quantised not in (None, "bitsandbytes"):
         yield f"quantised by {looked.quantised}: the classes are those of the unquantised model"
