@@ -26,6 +26,9 @@ from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
 from ..model.parts import decoder_layers, is_under
 from ..model.sizes import TensorSize, tensor_sizes
 
+#: of a BitsAndBytesConfig: without it transformers refuses a map that names the CPU beside a GPU
+OFFLOAD_FLAG = "llm_int8_enable_fp32_cpu_offload"
+
 
 @dataclass(frozen=True)
 class UnknownKey:
@@ -123,16 +126,22 @@ class Mapped:
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
         #: by quantisation: linear layers that are not quantised for the map's sake
         self.kept: dict[str, list[str]] = {}
+        #: quantisations of which that leaves nothing
+        self.lost: list[str] = []
+        # With the flag, what is on the CPU is not quantised on a map of the CPU alone, either.
+        flagged = not gpus and getattr(quantization_config, OFFLOAD_FLAG, False)
         for quant in quants:
             model = self.model
             if quant != "bf16":
                 model = meta_model(folder, bnb_config(quant))
             self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
-            if self.splits and quant != "bf16":
+            if (self.splits or flagged) and quant != "bf16":
                 config = bnb_config(quant, offload=True)
                 placed = meta_model(folder, config, given)
                 self.tensors[quant] = tensor_sizes(placed)
                 self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
+                if self.kept[quant] and not _quantised(placed):
+                    self.lost.append(quant)
 
     # -- names and devices
 

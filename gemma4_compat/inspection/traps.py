@@ -12,7 +12,7 @@ from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, device_order, differs
 from ..model.sizes import bytes_under
 from ._text import plural, size
-from .mapped import Mapped
+from .mapped import OFFLOAD_FLAG, Mapped
 
 LEVELS = ("error", "warning", "handled", "note")
 _IN_PLACE = (State.APPLIED, State.ARMED)
@@ -61,7 +61,7 @@ def not_covered(mapped: Mapped) -> Iterator[Trap]:
 def refused(mapped: Mapped) -> Iterator[Trap]:
     if not mapped.splits:
         return
-    flag = "llm_int8_enable_fp32_cpu_offload"
+    flag = OFFLOAD_FLAG
     quantised, config = mapped.source.quantization, mapped.quantization_config
     if quantised is not None:
         # Its own config counts, whatever else is given.
@@ -246,7 +246,27 @@ def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
     yield Trap("decoder_layers", "note", text)
 
 
+def nothing_quantised(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.lost:
+        text = (
+            f"{', '.join(mapped.lost)}: not one linear layer is quantised. With "
+            f"{OFFLOAD_FLAG}=True transformers quantises nothing that the map puts on the CPU or "
+            "the disk, and this map has nothing else"
+        )
+        if set(mapped.map.values()) == {"cpu"}:
+            text += f". Leave {OFFLOAD_FLAG} out: without it the CPU has quantised layers"
+        yield Trap("nothing_quantised", "warning", text)
+    elif set(mapped.map.values()) == {"cpu"} and mapped.quantization_config is None:
+        text = (
+            f"in 4 or 8 bit, leave {OFFLOAD_FLAG} out: with it transformers quantises no layer "
+            "that is on the CPU"
+        )
+        yield Trap("offload_flag", "note", text)
+
+
 def not_quantised(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.lost:
+        return
     meant: dict[str, tuple[int, int]] = {}
     for quant, names in mapped.kept.items():
         for offloaded in (True, False):
@@ -294,6 +314,7 @@ TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     shared_kv,
     second_gpu,
     decoder_layers,
+    nothing_quantised,
     not_quantised,
     adapters,
 )

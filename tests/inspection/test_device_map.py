@@ -552,3 +552,21 @@ def test_json(model_dir, capsys):
     }  # fmt: skip
     assert found["ok"] is False
     assert found["unknown"][0]["closest"] == "model.embed_vision"
+
+
+def test_nothing_is_quantised(model_dir):
+    """As loaded: with the flag all of the model stays in bfloat16 on the CPU."""
+    config = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
+    found = check_device_map(model_dir, {"": "cpu"}, quantization_config=config)
+    assert not found.ok
+    (trap,) = [trap for trap in found.traps if trap.level == "warning"]
+    assert trap.name == "nothing_quantised"
+    assert "not one linear layer is quantised" in trap.text
+    (on_cpu,) = found.devices
+    assert on_cpu.bytes["nf4"] == on_cpu.bytes["int8"] == on_cpu.bytes["bf16"]
+    without = check_device_map(model_dir, {"": "cpu"}, quantization_config=quantization("nf4"))
+    assert without.ok
+    assert without.devices[0].bytes["nf4"] < on_cpu.bytes["nf4"]
+    unsaid = check_device_map(model_dir, {"": "cpu"})
+    assert unsaid.ok
+    assert [trap.name for trap in unsaid.traps if trap.level == "note"] == ["offload_flag"]
