@@ -22,6 +22,8 @@ from .model.sizes import TensorSize
 OUTSIDE = 2**29
 #: A prompt is reckoned to be read so many tokens at a time.
 PREFILL = 2048
+#: The tokens that a plan is for unless it is told otherwise.
+CONTEXT = 32768
 _COSTS = {
     parts.PLE: "nothing: looked up on the host",
     parts.VISION: "streamed for each image",
@@ -104,7 +106,7 @@ def plan(
     gpu_bytes: int,
     *,
     quant: str = "nf4",
-    context: int = 32768,
+    context: int = CONTEXT,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
@@ -130,6 +132,7 @@ def plan(
     model_dir = Path(model_dir)
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
     model = meta_model(model_dir, bnb_config(quant))
+    _check_context(model, context)
     whole = sizes.tensor_sizes(model)
     fixed = (
         sum(size.on_cuda for size in lora)
@@ -170,6 +173,12 @@ def plan(
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
     )
+
+
+def _check_context(model: Any, context: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and context > max(limit, CONTEXT):
+        raise InputError(f"context of {context} tokens: the model is made for {limit} at most")
 
 
 def parse_size(text: str) -> int:

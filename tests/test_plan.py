@@ -237,10 +237,11 @@ def test_sizes_that_are_none(text, model_dir, capsys):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["MODEL", "--context", "0"], "context must be at least 1"),
+        (["MODEL", "--context", "99999999999999"], "the model is made for"),
         (["MODEL", "--adapter", "nowhere"], "nowhere: no such folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
     ],
-    ids=["folder", "context", "adapter", "no-adapter"],
+    ids=["folder", "context", "long-context", "adapter", "no-adapter"],
 )
 def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
     given = [str(model_dir) if each == "MODEL" else each for each in arguments]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections import Counter
@@ -41,6 +42,7 @@ _WRAPPED = re.compile(
 )
 #: decoder layers that share keys and values, by hidden size and number of layers: E2B and E4B
 _SHARED = {(1536, 35): range(15, 35), (2560, 42): range(24, 42)}
+_NO_TYPE = "which the installed PEFT does not know"
 _WIDTHS = "of other widths: made for another model"
 #: the axis of a LoRA tensor that is as wide as its layer
 _AXES = {
@@ -333,6 +335,8 @@ def _notes(
         yield f"the file is cut off: {_text.size(header.missing)} of its tensors are missing"
     if not config:
         yield f"no {CONFIG} beside it, which PEFT needs"
+    elif not config.get("peft_type"):
+        yield f"{CONFIG} has no peft_type, which PEFT needs"
     if wrong := _other_ranks(config, ranks):
         yield (
             f"{CONFIG} says rank {config['r']}, but there are tensors of rank "
@@ -389,9 +393,14 @@ def _fit(
     wrapped = any(looked.inner(name) != name for name in targeted or ())
     renamed = False
     cut = _cut_off(header)
+    unknown = bool(config) and not _is_known(config.get("peft_type"))
     for own in keys:
         key = replace(own, layer=_name_here(own.layer, looked))
         fate = _fate(key, adapted, looked)
+        if unknown:
+            fate = _Fate(
+                "refused", f"{CONFIG} has peft_type {config.get('peft_type')!r}, {_NO_TYPE}"
+            )
         if fate.kind == "ignored" and key.layer != own.layer:  # text_model_adapter sees to it
             fate = fate._replace(kind="refused")
         if not fate.kind and (wrong := _other_ranks(config, _ranks(layers.get(own.layer, ())))):
@@ -421,6 +430,17 @@ def _fit(
     needs = ["clippable_linear"] if wrapped and needs_patch("clippable_linear") else []
     needs += ["text_model_adapter"] if renamed and needs_patch("text_model_adapter") else []
     return Fit(looked.name, looked.architecture, loads, tuple(needs), tuple(found))
+
+
+def _is_known(peft_type: Any) -> bool:
+    """Whether PEFT knows this type of adapter; taken for granted where it is not installed."""
+    if not isinstance(peft_type, str):
+        return False
+    if importlib.util.find_spec("peft") is None:
+        return True
+    from peft import PeftType
+
+    return peft_type in {str(each.value) for each in PeftType}
 
 
 def _name_here(layer: str, looked: Looked) -> str:

@@ -140,7 +140,8 @@ class _Private:
     def __init__(self, named: Iterable[str | os.PathLike[str]]) -> None:
         exact: dict[str, str] = {}
         for path in map(Path, named):
-            for form in {str(path), str(path.absolute()), str(path.resolve())}:
+            # Path.resolve raises where links lead in a circle.
+            for form in {str(path), str(path.absolute()), os.path.realpath(path)}:
                 if os.path.basename(form) != form:  # "." would be found everywhere
                     exact[form] = path.absolute().name
         for home in _homes():

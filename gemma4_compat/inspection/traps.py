@@ -246,6 +246,16 @@ def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
     yield Trap("decoder_layers", "note", text)
 
 
+def no_pattern(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.no_patterns and mapped.splits:
+        names = ", ".join(mapped.no_patterns)
+        text = (
+            f"{names}: in 4 or 8 bit from_pretrained stops with re.error: transformers takes the "
+            "names of what a map offloads for regular expressions, and this is none"
+        )
+        yield Trap("no_pattern", "error", text)
+
+
 def nothing_quantised(mapped: Mapped) -> Iterator[Trap]:
     if mapped.lost:
         text = (
@@ -314,6 +324,7 @@ TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     shared_kv,
     second_gpu,
     decoder_layers,
+    no_pattern,
     nothing_quantised,
     not_quantised,
     adapters,

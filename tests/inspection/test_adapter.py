@@ -532,3 +532,13 @@ def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
     assert f"{tmp_path}: no config.json" in capsys.readouterr().err
     with pytest.raises(InputError, match="not a safetensors file"):
         inspect_adapter(model_dir / "config.json")
+
+
+@pytest.mark.parametrize("peft_type", ["FOO", None])
+def test_types_that_peft_does_not_know(adapter_dir, model_dir, tmp_path, peft_type):
+    folder = changed(adapter_dir, tmp_path, peft_type=peft_type)
+    fit = inspect_adapter(folder, model_dir).fit
+    assert (fit.loads, fit.fits) == (0, False)
+    assert f"peft_type {peft_type!r}" in reasons(fit)
+    with pytest.raises((ValueError, KeyError)):
+        peft_loads(load_model(model_dir), folder)

@@ -570,3 +570,20 @@ def test_nothing_is_quantised(model_dir):
     unsaid = check_device_map(model_dir, {"": "cpu"})
     assert unsaid.ok
     assert [trap.name for trap in unsaid.traps if trap.level == "note"] == ["offload_flag"]
+
+
+@pytest.mark.parametrize("key", ["model.layers[0", "C:\\Users\\me\\model", "("])
+def test_keys_that_are_no_patterns(model_dir, tmp_path, key):
+    """transformers takes them for regular expressions where it quantises."""
+    found = check_device_map(model_dir, {key: "cpu", "": 0})
+    assert [unknown.key for unknown in found.unknown] == [key]
+    assert trap(found, "no_pattern").level == "error"
+    assert key in trap(found, "no_pattern").text
+    options = {"llm_int8_enable_fp32_cpu_offload": True, "offload_folder": str(tmp_path)}
+    with pytest.raises(re.error):
+        load_model(model_dir, "nf4", {key: "disk", "": "cpu"}, **options)
+    assert not trap_names(check_device_map(model_dir, {key: "cpu"})) & {"no_pattern"}
+
+
+def trap_names(found):
+    return {trap.name for trap in found.traps}

@@ -266,3 +266,12 @@ def test_errors_from_python(model_dir):
         build_report("nowhere")
     with pytest.raises(InputError, match="checked against a model"):
         build_report(device_map=MAP)
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(InputError, match="cannot be read"):
+        build_report(tmp_path / "a")
+    with pytest.raises(InputError, match="no such file or folder"):
+        build_report(adapter=tmp_path / "a")
