@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Plan:
     outside: int
     device_map: Mapping[str, int | str]
     further: tuple[Offload, ...]
+    #: where it does not fit: a context that does, if there is one
+    shorter: int | None = None
 
     @property
     def needed(self) -> int:
@@ -133,6 +135,8 @@ def plan(
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
     model = meta_model(model_dir, bnb_config(quant))
     _check_context(model, context)
+    if adapter is not None:
+        _check_adapter(adapter, model_dir)
     whole = sizes.tensor_sizes(model)
     fixed = (
         sum(size.on_cuda for size in lora)
@@ -156,7 +160,7 @@ def plan(
         config = bnb_config(quant, offload=True)
         model = meta_model(model_dir, config, device_map)
     placed = sizes.tensor_sizes(model)
-    return Plan(
+    found = Plan(
         model=str(model_dir),
         architecture=type(model).__name__,
         quant=quant,
@@ -173,6 +177,29 @@ def plan(
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
     )
+    if found.fits:
+        return found
+    room = gpu_bytes - found.needed + found.kv_cache + activations(model, context)
+    return replace(found, shorter=_fitting_context(model, context, room))
+
+
+def _fitting_context(model: Any, context: int, room: int) -> int | None:
+    """The longest of a half, a quarter, ... of this context for which there is room."""
+    while context > 1:
+        context //= 2
+        if kv_cache(model, context) + activations(model, context) <= room:
+            return context
+    return None
+
+
+def _check_adapter(adapter: str | os.PathLike[str], model_dir: Path) -> None:
+    from .inspection.adapter import inspect_adapter
+
+    fit = inspect_adapter(adapter, model_dir).fit
+    if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
+        return
+    command = f"gemma4-compat adapter {os.fspath(adapter)} --model {model_dir}"
+    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. {command} says why")
 
 
 def _check_context(model: Any, context: int) -> None:
@@ -353,8 +380,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.fits:
         yield plan.code
     else:
-        other = "" if plan.quant == "nf4" else " or --quant nf4"
-        yield f"Everything that can be offloaded is. A shorter --context{other} may help."
+        yield f"Everything that can be offloaded is. {_advice(plan)}"
     if plan.fits and plan.further:
         yield ""
         yield f"{'further on the CPU':<34}{'saves':>12}  costs"
@@ -362,6 +388,11 @@ def _lines(plan: Plan) -> Iterator[str]:
             each = len(more.modules) > 1 and more.part == parts.LAYERS
             label = f"each of {len(more.modules)} {more.part}, up to" if each else more.part
             yield f"{label:<34}{_size(more.saves):>12}  {more.costs}"
+
+
+def _advice(plan: Plan) -> str:
+    advice = "No --context fits." if plan.shorter is None else f"--context {plan.shorter} fits."
+    return advice if plan.quant == "nf4" else f"{advice} --quant nf4 may help."
 
 
 def _size(number: int) -> str:

@@ -58,6 +58,17 @@ def not_covered(mapped: Mapped) -> Iterator[Trap]:
         yield Trap("uncovered", "error", text)
 
 
+def quantised_already(mapped: Mapped) -> Iterator[Trap]:
+    quantised = mapped.source.quantization
+    if quantised is not None and not mapped.splits:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else None
+        text = (
+            f"the checkpoint is quantised already ({method or 'unknown'}), and is loaded as it is: "
+            "the sizes are those of the model that it was made from, quantised while loading"
+        )
+        yield Trap("quantised_already", "note", text)
+
+
 def refused(mapped: Mapped) -> Iterator[Trap]:
     if not mapped.splits:
         return
@@ -314,6 +325,7 @@ def adapters(mapped: Mapped) -> Iterator[Trap]:
 
 TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     not_covered,
+    quantised_already,
     refused,
     disk,
     no_such_gpu,

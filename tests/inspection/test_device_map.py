@@ -202,7 +202,8 @@ def test_uncovered_modules(model_dir, tmp_path):
 def test_uncovered_by_a_map_with_one_gpu(model_dir):
     found = check_device_map(model_dir, {"model.vision_tower": 0})
     assert "without a word" in trap(found, "uncovered").text
-    assert str(found).endswith("this map does not work")
+    assert str(found).endswith('this map does not work: add "": 0, or another device for the rest')
+    assert "loaded" not in str(found)  # there is no total of what is not placed
 
 
 def test_a_parameter_may_have_an_entry(model_dir):
@@ -587,3 +588,11 @@ def test_keys_that_are_no_patterns(model_dir, tmp_path, key):
 
 def trap_names(found):
     return {trap.name for trap in found.traps}
+
+
+def test_a_quantised_checkpoint_as_it_is(model_dir, tmp_path):
+    load_model(model_dir, "nf4").save_pretrained(tmp_path)
+    found = check_device_map(tmp_path, {"": 0})
+    assert trap(found, "quantised_already").level == "note"
+    assert "bitsandbytes" in trap(found, "quantised_already").text
+    assert "quantised_already" not in trap_names(check_device_map(model_dir, {"": 0}))
