@@ -130,7 +130,7 @@ class Mapped:
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
         #: by quantisation: linear layers that are not quantised for the map's sake
         self.kept: dict[str, list[str]] = {}
-        #: quantisations of which that leaves nothing
+        #: quantisations of which that leaves nothing, on a map without a GPU
         self.lost: list[str] = []
         # With the flag, what is on the CPU is not quantised on a map of the CPU alone, either.
         flagged = not gpus and getattr(quantization_config, OFFLOAD_FLAG, False)
@@ -144,7 +144,7 @@ class Mapped:
                 placed = meta_model(folder, config, patterns)
                 self.tensors[quant] = tensor_sizes(placed)
                 self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
-                if self.kept[quant] and not _quantised(placed):
+                if not gpus and self.kept[quant] and not _quantised(placed):
                     self.lost.append(quant)
 
     # -- names and devices
