@@ -277,12 +277,6 @@ def nothing_quantised(mapped: Mapped) -> Iterator[Trap]:
         if set(mapped.map.values()) == {"cpu"}:
             text += f". Leave {OFFLOAD_FLAG} out: without it the CPU has quantised layers"
         yield Trap("nothing_quantised", "warning", text)
-    elif set(mapped.map.values()) == {"cpu"} and mapped.quantization_config is None:
-        text = (
-            f"in 4 or 8 bit, leave {OFFLOAD_FLAG} out: with it transformers quantises no layer "
-            "that is on the CPU"
-        )
-        yield Trap("offload_flag", "note", text)
 
 
 def not_quantised(mapped: Mapped) -> Iterator[Trap]:
