@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, broken, drifted, fixed
 from .._text_model import is_text_model, tensor_names
 
 PATCH = Patch(
@@ -45,12 +45,20 @@ _OF_QUANTISED = (".weight.absmax", ".SCB")
 
 @PATCH.probe
 def text_model_has_no_renaming() -> Finding:
-    """Ask for the conversions of the model type."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    """Look for the model in the tables; asking for its conversions would fill a cache."""
+    import inspect
 
-    for name in ("gemma4_text", "Gemma4ForCausalLM"):
-        if get_checkpoint_conversion_mapping(name) is not None:
-            return fixed(f"transformers has weight conversions for {name}")
+    from transformers import conversion_mapping as tables
+
+    build = getattr(tables, "_build_checkpoint_conversion_mapping", None)
+    if build is None:
+        return drifted("transformers has no _build_checkpoint_conversion_mapping")
+    filled = tables._checkpoint_conversion_mapping_cache or ()
+    names = {*tables._MODEL_TO_CONVERSION_PATTERN, *filled}
+    for const in inspect.unwrap(build).__code__.co_consts:
+        names.update(const if isinstance(const, tuple) else (const,))
+    if found := {"gemma4_text", "Gemma4ForCausalLM"} & names:
+        return fixed(f"transformers has weight conversions for {min(found)}")
     return broken()
 
 
