@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from .model.sizes import TensorSize
 OUTSIDE = 2**29
 #: A prompt is reckoned to be read so many tokens at a time.
 PREFILL = 2048
+#: The tokens that a plan is for unless it is told otherwise.
+CONTEXT = 32768
 _COSTS = {
     parts.PLE: "nothing: looked up on the host",
     parts.VISION: "streamed for each image",
@@ -77,6 +79,8 @@ class Plan:
     outside: int
     device_map: Mapping[str, int | str]
     further: tuple[Offload, ...]
+    #: where it does not fit: a context that does, if there is one
+    shorter: int | None = None
 
     @property
     def needed(self) -> int:
@@ -104,7 +108,7 @@ def plan(
     gpu_bytes: int,
     *,
     quant: str = "nf4",
-    context: int = 32768,
+    context: int = CONTEXT,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
@@ -130,6 +134,9 @@ def plan(
     model_dir = Path(model_dir)
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
     model = meta_model(model_dir, bnb_config(quant))
+    _check_context(model, context)
+    if adapter is not None:
+        _check_adapter(adapter, model_dir)
     whole = sizes.tensor_sizes(model)
     fixed = (
         sum(size.on_cuda for size in lora)
@@ -153,7 +160,7 @@ def plan(
         config = bnb_config(quant, offload=True)
         model = meta_model(model_dir, config, device_map)
     placed = sizes.tensor_sizes(model)
-    return Plan(
+    found = Plan(
         model=str(model_dir),
         architecture=type(model).__name__,
         quant=quant,
@@ -170,6 +177,35 @@ def plan(
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
     )
+    if found.fits:
+        return found
+    room = gpu_bytes - found.needed + found.kv_cache + activations(model, context)
+    return replace(found, shorter=_fitting_context(model, context, room))
+
+
+def _fitting_context(model: Any, context: int, room: int) -> int | None:
+    """The longest of a half, a quarter, ... of this context for which there is room."""
+    while context > 1:
+        context //= 2
+        if kv_cache(model, context) + activations(model, context) <= room:
+            return context
+    return None
+
+
+def _check_adapter(adapter: str | os.PathLike[str], model_dir: Path) -> None:
+    from .inspection.adapter import inspect_adapter
+
+    fit = inspect_adapter(adapter, model_dir).fit
+    if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
+        return
+    command = f"gemma4-compat adapter {os.fspath(adapter)} --model {model_dir}"
+    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. {command} says why")
+
+
+def _check_context(model: Any, context: int) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and context > max(limit, CONTEXT):
+        raise InputError(f"context of {context} tokens: the model is made for {limit} at most")
 
 
 def parse_size(text: str) -> int:
@@ -350,8 +386,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     if plan.fits:
         yield plan.code
     else:
-        other = "" if plan.quant == "nf4" else " or --quant nf4"
-        yield f"Everything that can be offloaded is. A shorter --context{other} may help."
+        yield f"Everything that can be offloaded is. {_advice(plan)}"
     if plan.fits and plan.further:
         yield ""
         yield f"{'further on the CPU':<34}{'saves':>12}  costs"
@@ -359,6 +394,11 @@ def _lines(plan: Plan) -> Iterator[str]:
             each = len(more.modules) > 1 and more.part == parts.LAYERS
             label = f"each of {len(more.modules)} {more.part}, up to" if each else more.part
             yield f"{label:<34}{_size(more.saves):>12}  {more.costs}"
+
+
+def _advice(plan: Plan) -> str:
+    advice = "No --context fits." if plan.shorter is None else f"--context {plan.shorter} fits."
+    return advice if plan.quant == "nf4" else f"{advice} --quant nf4 may help."
 
 
 def _size(number: int) -> str:

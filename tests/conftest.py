@@ -210,6 +210,40 @@ def e4b_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def moe_dir(tmp_path_factory):
+    """26B-A4B in small, its text model alone, bfloat16."""
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=512,
+        vocab_size_per_layer_input=512,
+        hidden_size=128,
+        hidden_size_per_layer_input=0,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        global_head_dim=128,
+        enable_moe_block=True,
+        num_experts=32,  # the router is quantised too, and packed in blocks of 32 rows
+        top_k_experts=2,
+        moe_intermediate_size=48,
+    )
+    path = tmp_path_factory.mktemp("moe")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Gemma4ForCausalLM(config)
+    for layer in model.model.layers:
+        for parameter in layer.experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory):
     """A tiny Llama; also the base of an adapter for another model."""
     import torch

@@ -471,10 +471,14 @@ def test_blocked_where_a_required_patch_is_off(libraries):
             dependants.setdefault(required, set()).add(name)
     for required, names in dependants.items():
         found = worker("switched_off", **{ENVIRONMENT[required]: "0"})["states"]
-        reason = f"needs {required}, which is disabled by {ENVIRONMENT[required]}=0"
+        switched_off = f"needs {required}, which is disabled by {ENVIRONMENT[required]}=0"
+        due = dict.fromkeys(names, switched_off)
+        for name in names:  # and what requires those
+            further = dependants.get(name, set()) - due.keys()
+            due.update(dict.fromkeys(further, f"needs {name}, which is blocked"))
         for name in found.keys() - {required}:
-            blocked = name in names and usual[name][0] == "applied"
-            assert found[name] == (["blocked", reason] if blocked else usual[name])
+            blocked = name in due and usual[name][0] == "applied"
+            assert found[name] == (["blocked", due[name]] if blocked else usual[name])
 
 
 def test_unaffected_patches_change_nothing(libraries):

@@ -126,6 +126,27 @@ def test_does_not_fit(e2b_dir, capsys):
     assert printed.err == ""
 
 
+def test_a_shorter_context_that_fits(e2b_dir):
+    """What is advised is planned, and fits; where none does, it is said."""
+    found = plan(e2b_dir, 3 * GIB // 2, context=131072)
+    assert not found.fits
+    assert f"--context {found.shorter} fits." in str(found)
+    assert plan(e2b_dir, 3 * GIB // 2, context=found.shorter).fits
+    assert not plan(e2b_dir, 3 * GIB // 2, context=2 * found.shorter).fits
+    none = plan(e2b_dir, GIB // 2, context=131072)
+    assert none.shorter is None
+    assert "No --context fits." in str(none)
+    assert plan(e2b_dir, 80 * GIB, context=131072).shorter is None
+
+
+def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
+    assert main(["plan", str(e2b_dir), "--gpu", "12GiB", "--adapter", str(adapter_dir)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "does NOT fit: loading it stops with an error" in printed.err
+    assert f"gemma4-compat adapter {adapter_dir} --model {e2b_dir} says why" in printed.err
+
+
 # -- the code -------------------------------------------------------------------------------------
 
 
@@ -237,10 +258,11 @@ def test_sizes_that_are_none(text, model_dir, capsys):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["MODEL", "--context", "0"], "context must be at least 1"),
+        (["MODEL", "--context", "99999999999999"], "the model is made for"),
         (["MODEL", "--adapter", "nowhere"], "nowhere: no such folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
     ],
-    ids=["folder", "context", "adapter", "no-adapter"],
+    ids=["folder", "context", "long-context", "adapter", "no-adapter"],
 )
 def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
     given = [str(model_dir) if each == "MODEL" else each for each in arguments]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections import Counter
@@ -19,7 +20,7 @@ from ..errors import InputError
 from ..model.files import Entry, Header, read_adapter_config, read_header
 from ..model.parts import TOWERS, is_shared_kv, tower_of
 from . import _text
-from .targets import Looked, look_at, lora_parameters, matching, wrappers_need_patch
+from .targets import Looked, look_at, lora_parameters, matching, needs_patch
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -41,6 +42,7 @@ _WRAPPED = re.compile(
 )
 #: decoder layers that share keys and values, by hidden size and number of layers: E2B and E4B
 _SHARED = {(1536, 35): range(15, 35), (2560, 42): range(24, 42)}
+_NO_TYPE = "which the installed PEFT does not know"
 _WIDTHS = "of other widths: made for another model"
 #: the axis of a LoRA tensor that is as wide as its layer
 _AXES = {
@@ -50,10 +52,14 @@ _AXES = {
     "lora_embedding_A": (1, "num_embeddings"),
     "lora_embedding_B": (0, "embedding_dim"),
 }
-#: where a class calls its decoder layers otherwise
-_CALLED = (
-    (r"^model\.(?=layers\.|embed_tokens|norm)", "model.language_model."),
+#: where the text model alone, and the multimodal model, call their decoder layers otherwise
+_OTHER_CLASS = (
+    (r"^model\.(?=layers\.|embed_tokens|norm|per_layer)", "model.language_model."),
     (r"^model\.language_model\.", "model."),
+)
+#: and where other classes do
+_CALLED = (
+    *_OTHER_CLASS,
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.model\.", "model."),
     (r"^language_model\.", "model."),
@@ -329,6 +335,8 @@ def _notes(
         yield f"the file is cut off: {_text.size(header.missing)} of its tensors are missing"
     if not config:
         yield f"no {CONFIG} beside it, which PEFT needs"
+    elif not config.get("peft_type"):
+        yield f"{CONFIG} has no peft_type, which PEFT needs"
     if wrong := _other_ranks(config, ranks):
         yield (
             f"{CONFIG} says rank {config['r']}, but there are tensors of rank "
@@ -383,10 +391,19 @@ def _fit(
 
     loads = 0
     wrapped = any(looked.inner(name) != name for name in targeted or ())
+    renamed = False
     cut = _cut_off(header)
-    for key in keys:
+    unknown = bool(config) and not _is_known(config.get("peft_type"))
+    for own in keys:
+        key = replace(own, layer=_name_here(own.layer, looked))
         fate = _fate(key, adapted, looked)
-        if not fate.kind and (wrong := _other_ranks(config, _ranks(layers.get(key.layer, ())))):
+        if unknown:
+            fate = _Fate(
+                "refused", f"{CONFIG} has peft_type {config.get('peft_type')!r}, {_NO_TYPE}"
+            )
+        if fate.kind == "ignored" and key.layer != own.layer:  # text_model_adapter sees to it
+            fate = fate._replace(kind="refused")
+        if not fate.kind and (wrong := _other_ranks(config, _ranks(layers.get(own.layer, ())))):
             told = f"of another rank than {config['r']}, which {CONFIG} says"
             fate = _Fate("refused", told, detail=str(wrong[0]))
         if not fate.kind and key.entry.name in cut:
@@ -396,21 +413,44 @@ def _fit(
             add(fate.kind, fate.reason, f"{key.entry.name}{detail}", fate.harmless)
         else:
             loads += 1
+            renamed = renamed or key.layer != own.layer
             wrapped = wrapped or (bool(key.method) and looked.inner(key.layer) != key.layer)
     rank = config.get("r") or 1
     for layer, name in inside.items() if config.get("peft_type") == "LORA" else ():
         if lora_parameters(looked.modules[layer], rank) is None:
             told = f"target_modules names {type(looked.modules[name]).__name__}, not supported"
             add("refused", told, name)
-    filled = {looked.inner(layer) for layer in layers}
+    filled = {looked.inner(_name_here(layer, looked)) for layer in layers}
     for layer in inside:
         if layer not in filled:
             told = f"{tower_of(layer)}: target_modules names them, the file has nothing for them"
             add("missing", told, layer, harmless=True)
     order = ("refused", "ignored", "missing")
     found = sorted(groups.values(), key=lambda group: (order.index(group.kind), -group.count))
-    needs = ("clippable_linear",) if wrapped and wrappers_need_patch() else ()
-    return Fit(looked.name, looked.architecture, loads, needs, tuple(found))
+    needs = ["clippable_linear"] if wrapped and needs_patch("clippable_linear") else []
+    needs += ["text_model_adapter"] if renamed and needs_patch("text_model_adapter") else []
+    return Fit(looked.name, looked.architecture, loads, tuple(needs), tuple(found))
+
+
+def _is_known(peft_type: Any) -> bool:
+    """Whether PEFT knows this type of adapter; taken for granted where it is not installed."""
+    if not isinstance(peft_type, str):
+        return False
+    if importlib.util.find_spec("peft") is None:
+        return True
+    from peft import PeftType
+
+    return peft_type in {str(each.value) for each in PeftType}
+
+
+def _name_here(layer: str, looked: Looked) -> str:
+    """The name in this model of a layer that the text model, or the multimodal one, has too."""
+    if layer not in looked.modules and looked.model.config.model_type.startswith("gemma4"):
+        for pattern, called in _OTHER_CLASS:
+            other = re.sub(pattern, called, layer)
+            if other != layer and other in looked.modules:
+                return other
+    return layer
 
 
 def _targeted(config: Mapping[str, Any], looked: Looked) -> list[str] | None:

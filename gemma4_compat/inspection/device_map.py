@@ -206,9 +206,10 @@ def _lines(check: DeviceMapCheck) -> Iterator[str]:
     for entry in _folded(check.entries):
         name = entry.name or ('"" (the rest)' if len(check.entries) > 1 else '""')
         rows.append([name, entry.device, *_cells(entry.bytes, quants)])
-    rows.append([""] * (2 + len(quants)))
-    rows += [["loaded", d.device, *_cells(d.bytes, quants)] for d in check.devices]
-    if any(check.saves.values()):
+    if not check.uncovered:  # else there is no total
+        rows.append([""] * (2 + len(quants)))
+        rows += [["loaded", d.device, *_cells(d.bytes, quants)] for d in check.devices]
+    if any(check.saves.values()) and not check.uncovered:
         rows.append(["saved on the GPU", "", *_cells(check.saves, quants)])
     yield table(rows, ["entry", "on", *quants], right=range(2, 2 + len(quants)))
     told = list(_told(check))
@@ -257,7 +258,9 @@ def _told(check: DeviceMapCheck) -> Iterator[str]:
 
 def _verdict(check: DeviceMapCheck) -> str:
     levels = {trap.level for trap in check.traps}
-    if "error" in levels or check.uncovered:
+    if check.uncovered:
+        return 'this map does not work: add "": 0, or another device for the rest'
+    if "error" in levels:
         return "this map does not work"
     if not check.ok:
         return "this map works, but not as it seems: see above"

@@ -9,6 +9,7 @@ from typing import Any
 from ..model.hooks import offload_hook, placed_model
 from ..model.parts import PARTS, is_under, part_of
 from ._text import plural
+from .mapped import OFFLOAD_FLAG
 from .placement import (
     DISK,
     AdapterPlacement,
@@ -203,6 +204,25 @@ class Loaded:
         for name, device, there in self._undone():
             text = f'the device map has "{name}" on {device}, but it is on {there}: {again}'
             yield Problem(text, (name,), "peft_redispatch")
+
+    def not_quantised(self, asked: str | None) -> Iterator[Problem]:
+        """Where 4 or 8 bit were asked for, and no linear layer has them."""
+        bits = (asked or "").partition(" ")[0]
+        if bits not in ("4-bit", "8-bit"):
+            return
+        kinds = {path: _linear_kind(self.modules[path]) for path in {e.module for e in self.own()}}
+        linear = tuple(sorted(_base_name(path) for path, kind in kinds.items() if kind is not None))
+        if not linear or bits in kinds.values():
+            return
+        text = f"{bits} was asked for, and not one of {plural(len(linear), 'linear layer')} is"
+        config = getattr(self.base.config, "quantization_config", None)
+        told = config if isinstance(config, dict) else vars(config)
+        if told.get(OFFLOAD_FLAG):
+            text += (
+                f": with {OFFLOAD_FLAG}=True transformers quantises nothing that the device map "
+                "puts on the CPU or the disk. Load it without that, or with a map that has a GPU"
+            )
+        yield Problem(text, linear)
 
     def _undone(self) -> Iterator[tuple[str, str, str]]:
         """Entries of the device map that no longer hold: PEFT's redispatch leaves such."""

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from ..model.files import existing_folder, read_config
 from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
 from ..model.parts import decoder_layers, is_under
 from ..model.sizes import TensorSize, tensor_sizes
+
+#: of a BitsAndBytesConfig: without it transformers refuses a map that names the CPU beside a GPU
+OFFLOAD_FLAG = "llm_int8_enable_fp32_cpu_offload"
 
 
 @dataclass(frozen=True)
@@ -119,20 +123,29 @@ class Mapped:
         self.offloads = {"cpu", "disk"} & devices if gpus else {"disk"} & devices
         #: transformers refuses a quantised model on such a map without the offload flag
         self.splits = bool({"cpu", "disk"} & devices) and devices != {"cpu"}
+        #: entries that transformers cannot take for patterns, as it does where it quantises
+        self.no_patterns = [key for key in given if not _is_pattern(key)]
+        patterns = {key: given[key] for key in given if key not in self.no_patterns}
         self.tensors: dict[str, tuple[TensorSize, ...]] = {}
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
         #: by quantisation: linear layers that are not quantised for the map's sake
         self.kept: dict[str, list[str]] = {}
+        #: quantisations of which that leaves nothing, on a map without a GPU
+        self.lost: list[str] = []
+        # With the flag, what is on the CPU is not quantised on a map of the CPU alone, either.
+        flagged = not gpus and getattr(quantization_config, OFFLOAD_FLAG, False)
         for quant in quants:
             model = self.model
             if quant != "bf16":
                 model = meta_model(folder, bnb_config(quant))
             self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
-            if self.splits and quant != "bf16":
+            if (self.splits or flagged) and quant != "bf16":
                 config = bnb_config(quant, offload=True)
-                placed = meta_model(folder, config, given)
+                placed = meta_model(folder, config, patterns)
                 self.tensors[quant] = tensor_sizes(placed)
                 self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
+                if not gpus and self.kept[quant] and not _quantised(placed):
+                    self.lost.append(quant)
 
     # -- names and devices
 
@@ -218,6 +231,14 @@ class Mapped:
             here = [t.on_cuda for t in self.tensors[quant] if self.holds(t) not in OFFLOADED]
             saved[quant] = sum(t.on_cuda for t in self.whole[quant]) - sum(here)
         return saved
+
+
+def _is_pattern(key: str) -> bool:
+    try:
+        re.compile(key)
+    except re.error:
+        return False
+    return True
 
 
 def _quants() -> list[str]:

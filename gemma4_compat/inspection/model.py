@@ -15,7 +15,8 @@ def inspect_model(model: Any) -> ModelInspection:
 
     Works for plain models and ``PeftModel``, whole or split over devices, quantised or not.
     Damaged is what has lost its values: 4-bit layers whose quant state is on meta, and tensors of
-    the model or of an adapter that are on meta with nothing to bring them in.
+    the model or of an adapter that are on meta with nothing to bring them in.  A problem is also a
+    model for which 4 or 8 bit were asked, and of which no linear layer is quantised.
 
     The placement is that of the base model's ``from_pretrained``.  A ``device_map`` given to
     ``PeftModel.from_pretrained`` is ignored, as an adapter has no placement of its own: its tensors
@@ -36,17 +37,18 @@ def inspect_model(model: Any) -> ModelInspection:
     loaded = Loaded(model)
     base = loaded.base
     adapters = tuple(loaded.adapters())
+    quantisation = _quantisation(base)
     return ModelInspection(
         model=type(model).__name__,
         base=type(base).__name__,
-        quantisation=_quantisation(base),
+        quantisation=quantisation,
         device_map=_device_map(model),
         input_device=_input_device(model),
         decoding=how_it_decodes(base),
         parts=tuple(loaded.parts()),
         offloaded=tuple(loaded.offloaded()),
         adapters=adapters,
-        problems=tuple(loaded.problems(adapters)),
+        problems=(*loaded.problems(adapters), *loaded.not_quantised(quantisation)),
         notes=tuple(loaded.notes()),
     )
 

@@ -30,7 +30,7 @@ REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
 _OPTIONAL = ("huggingface_hub", "trl")
 #: account names that say nothing about anybody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
     # The last component stays.  URLs, "4/8-bit" and the like are no paths.
     re.compile(
@@ -140,7 +140,8 @@ class _Private:
     def __init__(self, named: Iterable[str | os.PathLike[str]]) -> None:
         exact: dict[str, str] = {}
         for path in map(Path, named):
-            for form in {str(path), str(path.absolute()), str(path.resolve())}:
+            # Path.resolve raises where links lead in a circle.
+            for form in {str(path), str(path.absolute()), os.path.realpath(path)}:
                 if os.path.basename(form) != form:  # "." would be found everywhere
                     exact[form] = path.absolute().name
         for home in _homes():
@@ -292,11 +293,17 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _switches() -> dict[str, str]:
-    found = {
-        name: os.environ[name] for name in sorted(os.environ) if name.startswith("GEMMA4_COMPAT")
-    }
+    """The values of our own switches; of other variables that there is one."""
+    from .. import status
+
+    ours = {"GEMMA4_COMPAT", "GEMMA4_COMPAT_STRICT"}
+    ours |= {f"GEMMA4_COMPAT_{each.name.upper()}" for each in status()}
     known = re.compile(r"[01]|on|off|true|false|yes|no|auto|force|", re.IGNORECASE)
-    return {name: v if known.fullmatch(v) else "(another value)" for name, v in found.items()}
+    return {
+        name: os.environ[name] if name in ours and known.fullmatch(os.environ[name]) else "(set)"
+        for name in sorted(os.environ)
+        if name.startswith("GEMMA4_COMPAT")
+    }
 
 
 # -- the model ------------------------------------------------------------------------------------

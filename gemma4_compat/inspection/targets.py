@@ -20,7 +20,15 @@ from ..engine.status import State
 from ..errors import InputError
 from ..model.files import existing_folder
 from ..model.meta import checkpoint_model
-from ..model.parts import TOWERS, is_clippable, is_shared_kv, is_under, shared_layers, tower_of
+from ..model.parts import (
+    TOWERS,
+    experts_without_adapter,
+    is_clippable,
+    is_shared_kv,
+    is_under,
+    shared_layers,
+    tower_of,
+)
 from . import _text
 
 ALL_LINEAR = "all-linear"
@@ -114,7 +122,7 @@ def scan_targets(
         raise InputError("no target modules are named")
     looked = look_at(model)
     matched = matching(looked, SimpleNamespace(target_modules=targets))
-    needed = wrappers_need_patch()
+    needed = needs_patch("clippable_linear")
     layers: dict[str, Any] = {}
     counted: Counter[tuple[str, str, str]] = Counter()
     parameters = 0
@@ -257,11 +265,11 @@ def _plain_match(targets: str | Iterable[str], name: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def wrappers_need_patch() -> bool:
-    """Whether PEFT, as installed, refuses ``Gemma4ClippableLinear``."""
+def needs_patch(name: str) -> bool:
+    """Whether the libraries, as installed, do not have what this patch is for."""
     from .. import status
 
-    return status()["clippable_linear"].state is not State.FIXED
+    return status()[name].state is not State.FIXED
 
 
 def lora_parameters(module: Any, rank: int) -> int | None:
@@ -297,6 +305,15 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
         yield (
             f"{_text.plural(len(shared), 'module')} in layers that share keys and values: "
             "transformers >= 5.5.2 has none there, and drops their adapters"
+        )
+    experts = experts_without_adapter(looked.modules, matched)
+    if experts:
+        names = sorted({".".join(name.split(".")[-2:]) for name in experts})
+        layers = len({name.rpartition(".")[0] for name in experts})
+        yield (
+            f"the experts of {_text.plural(layers, 'layer')} get no adapter: target_modules does "
+            "not reach parameters that hold all experts of a layer. In PEFT's config, "
+            f"target_parameters={names} does"
         )
     if looked.quantised not in (None, "bitsandbytes"):
         yield f"quantised by {looked.quantised}: the classes are those of the unquantised model"

@@ -12,7 +12,7 @@ from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, device_order, differs
 from ..model.sizes import bytes_under
 from ._text import plural, size
-from .mapped import Mapped
+from .mapped import OFFLOAD_FLAG, Mapped
 
 LEVELS = ("error", "warning", "handled", "note")
 _IN_PLACE = (State.APPLIED, State.ARMED)
@@ -58,10 +58,21 @@ def not_covered(mapped: Mapped) -> Iterator[Trap]:
         yield Trap("uncovered", "error", text)
 
 
+def quantised_already(mapped: Mapped) -> Iterator[Trap]:
+    quantised = mapped.source.quantization
+    if quantised is not None and not mapped.splits:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else None
+        text = (
+            f"the checkpoint is quantised already ({method or 'unknown'}), and is loaded as it is: "
+            "the sizes are those of the model that it was made from, quantised while loading"
+        )
+        yield Trap("quantised_already", "note", text)
+
+
 def refused(mapped: Mapped) -> Iterator[Trap]:
     if not mapped.splits:
         return
-    flag = "llm_int8_enable_fp32_cpu_offload"
+    flag = OFFLOAD_FLAG
     quantised, config = mapped.source.quantization, mapped.quantization_config
     if quantised is not None:
         # Its own config counts, whatever else is given.
@@ -246,7 +257,31 @@ def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
     yield Trap("decoder_layers", "note", text)
 
 
+def no_pattern(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.no_patterns and mapped.splits:
+        names = ", ".join(mapped.no_patterns)
+        text = (
+            f"{names}: in 4 or 8 bit from_pretrained stops with re.error: transformers takes the "
+            "names of what a map offloads for regular expressions, and this is none"
+        )
+        yield Trap("no_pattern", "error", text)
+
+
+def nothing_quantised(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.lost:
+        text = (
+            f"{', '.join(mapped.lost)}: not one linear layer is quantised. With "
+            f"{OFFLOAD_FLAG}=True transformers quantises nothing that the map puts on the CPU or "
+            "the disk, and this map has nothing else"
+        )
+        if set(mapped.map.values()) == {"cpu"}:
+            text += f". Leave {OFFLOAD_FLAG} out: without it the CPU has quantised layers"
+        yield Trap("nothing_quantised", "warning", text)
+
+
 def not_quantised(mapped: Mapped) -> Iterator[Trap]:
+    if mapped.lost:
+        return
     meant: dict[str, tuple[int, int]] = {}
     for quant, names in mapped.kept.items():
         for offloaded in (True, False):
@@ -284,6 +319,7 @@ def adapters(mapped: Mapped) -> Iterator[Trap]:
 
 TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     not_covered,
+    quantised_already,
     refused,
     disk,
     no_such_gpu,
@@ -294,6 +330,8 @@ TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     shared_kv,
     second_gpu,
     decoder_layers,
+    no_pattern,
+    nothing_quantised,
     not_quantised,
     adapters,
 )

@@ -378,7 +378,7 @@ def _shards(index: Path) -> dict[str, list[str]]:
         if not isinstance(shard, str):
             raise InputError(f"{index}: weight_map cannot place {tensor} in {_shown(shard)}")
         # Links inside the folder are followed: the Hub's cache consists of them.
-        if Path(shard).is_absolute() or ".." in Path(shard).parts:
+        if Path(shard).anchor or ".." in Path(shard).parts:  # "C:x" of Windows has an anchor too
             raise InputError(f"{index}: names a shard outside of its folder: {shard}")
         shards.setdefault(shard, []).append(tensor)
     return dict(sorted(shards.items()))

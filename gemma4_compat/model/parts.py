@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
@@ -74,3 +74,19 @@ def is_clippable(module: Any) -> bool:
     return "linear" in module._modules and any(
         cls.__name__.endswith(_WRAPPER) for cls in type(module).__mro__
     )
+
+
+def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the parameters that hold all experts of a layer, among these modules."""
+    for name, module in modules.items():
+        if type(module).__name__.endswith("Experts"):
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.dim() == 3:
+                    yield f"{name}.{own}"
+
+
+def experts_without_adapter(modules: Mapping[str, Any], adapted: Iterable[str]) -> list[str]:
+    """Fused experts beside a dense MLP that has an adapter; ``adapted`` are names of modules."""
+    projections = (name for name in adapted if name.endswith(("gate_proj", "up_proj", "down_proj")))
+    beside = {name.rpartition(".mlp.")[0] for name in projections}
+    return [name for name in fused_experts(modules) if name.split(".experts.")[0] in beside]

@@ -289,19 +289,42 @@ def test_trained_on_the_text_only_class(model_dir, tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"])
     peft.get_peft_model(text_only(model_dir), config).save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
-    assert (found.fit.loads, 12) == peft_loads(load_model(model_dir), tmp_path) == (0, 12)
-    assert not found.fit.fits
-    assert "model.layers.* is model.language_model.layers.* here" in reasons(found.fit)
-    assert found.fit.verdict == "does NOT fit: nothing of it would load"
+    assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path) == (12, 0)
+    assert found.fit.fits
+    assert found.fit.needs == ("clippable_linear", "text_model_adapter")
+    assert counts(found.fit, "missing") > 0  # the towers' layers
+    assert "fits, with the patch clippable_linear, text_model_adapter" in str(found)
 
 
 def test_for_the_text_only_class(language_adapter_dir, model_dir, tmp_path):
     """The other way round: an adapter of the whole model, for its text-only class."""
     model = text_only(model_dir)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    folder = changed(language_adapter_dir, tmp_path, target_modules=names)
+    fit = inspect_adapter(folder, model).fit
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, folder)
+    assert fit.fits
+    assert fit.needs == ("text_model_adapter",)
+
+
+def test_for_the_text_only_class_with_other_targets(language_adapter_dir, model_dir, tmp_path):
+    model = text_only(model_dir)
     folder = changed(language_adapter_dir, tmp_path, target_modules=["q_proj", "k_proj"])
     fit = inspect_adapter(folder, model).fit
-    assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, folder) == (0, 72)
-    assert "model.language_model.layers.* is model.layers.* here" in reasons(fit)
+    assert not fit.fits
+    assert "refused 54: target_modules does not name these layers" in reasons(fit)
+    with pytest.raises(ValueError, match="target_modules do not match model"):
+        peft_loads(model, folder)
+
+
+def test_broad_adapter_for_the_text_only_class(adapter_dir, model_dir):
+    model = text_only(model_dir)
+    fit = inspect_adapter(adapter_dir, model).fit
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, adapter_dir)
+    assert {group.reason for group in fit.groups if group.kind == "ignored"} == {
+        "the model has no vision tower", "the model has no audio tower",
+    }  # fmt: skip
+    assert fit.verdict == "fits only in PART"
 
 
 def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
@@ -381,8 +404,10 @@ def test_llama(model_dir, llama_dir, tmp_path):
     found = inspect_adapter(tmp_path, model_dir)
     assert found.base_model == str(llama_dir)
     assert not found.fit.fits
-    assert (found.fit.loads, 8) == peft_loads(load_model(model_dir), tmp_path)
-    assert "for another model: other names and widths" in reasons(found.fit)
+    assert (found.fit.loads, counts(found.fit, "refused")) == (0, 8)
+    assert "of other widths: made for another model" in reasons(found.fit)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft_loads(load_model(model_dir), tmp_path)
     assert inspect_adapter(tmp_path, llama_dir).fit.fits
 
 
@@ -507,3 +532,13 @@ def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
     assert f"{tmp_path}: no config.json" in capsys.readouterr().err
     with pytest.raises(InputError, match="not a safetensors file"):
         inspect_adapter(model_dir / "config.json")
+
+
+@pytest.mark.parametrize("peft_type", ["FOO", None])
+def test_types_that_peft_does_not_know(adapter_dir, model_dir, tmp_path, peft_type):
+    folder = changed(adapter_dir, tmp_path, peft_type=peft_type)
+    fit = inspect_adapter(folder, model_dir).fit
+    assert (fit.loads, fit.fits) == (0, False)
+    assert f"peft_type {peft_type!r}" in reasons(fit)
+    with pytest.raises((ValueError, KeyError)):
+        peft_loads(load_model(model_dir), folder)

@@ -202,7 +202,8 @@ def test_uncovered_modules(model_dir, tmp_path):
 def test_uncovered_by_a_map_with_one_gpu(model_dir):
     found = check_device_map(model_dir, {"model.vision_tower": 0})
     assert "without a word" in trap(found, "uncovered").text
-    assert str(found).endswith("this map does not work")
+    assert str(found).endswith('this map does not work: add "": 0, or another device for the rest')
+    assert "loaded" not in str(found)  # there is no total of what is not placed
 
 
 def test_a_parameter_may_have_an_entry(model_dir):
@@ -552,3 +553,43 @@ def test_json(model_dir, capsys):
     }  # fmt: skip
     assert found["ok"] is False
     assert found["unknown"][0]["closest"] == "model.embed_vision"
+
+
+def test_nothing_is_quantised(model_dir):
+    """As loaded: with the flag all of the model stays in bfloat16 on the CPU."""
+    config = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
+    found = check_device_map(model_dir, {"": "cpu"}, quantization_config=config)
+    assert not found.ok
+    (trap,) = [trap for trap in found.traps if trap.level == "warning"]
+    assert trap.name == "nothing_quantised"
+    assert "not one linear layer is quantised" in trap.text
+    (on_cpu,) = found.devices
+    assert on_cpu.bytes["nf4"] == on_cpu.bytes["int8"] == on_cpu.bytes["bf16"]
+    without = check_device_map(model_dir, {"": "cpu"}, quantization_config=quantization("nf4"))
+    assert without.ok
+    assert without.devices[0].bytes["nf4"] < on_cpu.bytes["nf4"]
+
+
+@pytest.mark.parametrize("key", ["model.layers[0", "C:\\Users\\me\\model", "("])
+def test_keys_that_are_no_patterns(model_dir, tmp_path, key):
+    """transformers takes them for regular expressions where it quantises."""
+    found = check_device_map(model_dir, {key: "cpu", "": 0})
+    assert [unknown.key for unknown in found.unknown] == [key]
+    assert trap(found, "no_pattern").level == "error"
+    assert key in trap(found, "no_pattern").text
+    options = {"llm_int8_enable_fp32_cpu_offload": True, "offload_folder": str(tmp_path)}
+    with pytest.raises(re.error):
+        load_model(model_dir, "nf4", {key: "disk", "": "cpu"}, **options)
+    assert not trap_names(check_device_map(model_dir, {key: "cpu"})) & {"no_pattern"}
+
+
+def trap_names(found):
+    return {trap.name for trap in found.traps}
+
+
+def test_a_quantised_checkpoint_as_it_is(model_dir, tmp_path):
+    load_model(model_dir, "nf4").save_pretrained(tmp_path)
+    found = check_device_map(tmp_path, {"": 0})
+    assert trap(found, "quantised_already").level == "note"
+    assert "bitsandbytes" in trap(found, "quantised_already").text
+    assert "quantised_already" not in trap_names(check_device_map(model_dir, {"": 0}))

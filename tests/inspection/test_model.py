@@ -16,7 +16,7 @@ from gemma4_compat.inspection.placement import DISK, Offloaded
 from gemma4_compat.model import meta, parts
 from gemma4_compat.model.hooks import offload_hook
 from gemma4_compat.tiny import TOWERS
-from tests.support import adapter_parameters, load_model, offloaded, split
+from tests.support import adapter_parameters, load_model, offloaded, quantization, split
 from tests.test_sizes import held
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -399,3 +399,25 @@ def test_on_a_gpu(model_dir, adapter_dir):
     assert {d for by in found.adapters[0].parts.values() for d in by} == {"cuda:0"}
     rounding = 512 * sum(1 for _ in [*model.parameters(), *model.buffers()]) * 6
     assert abs(torch.cuda.memory_allocated() - before - found.bytes["cuda:0"]) < rounding
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_asked_for_and_not_quantised(model_dir, kind):
+    """With this flag transformers keeps what is on the CPU, which is all, as it is."""
+    from transformers import Gemma4ForConditionalGeneration
+
+    flag = "llm_int8_enable_fp32_cpu_offload"
+    model = Gemma4ForConditionalGeneration.from_pretrained(
+        model_dir, quantization_config=quantization(kind, **{flag: True}), device_map={"": "cpu"}
+    )
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert {type(module) for module in linear} == {torch.nn.Linear}
+    linear.remove(model.lm_head)  # tied to the embeddings
+    found = inspect_model(model)
+    assert not found.ok
+    (problem,) = found.problems
+    bits = "4-bit" if kind == "nf4" else "8-bit"
+    assert f"{bits} was asked for, and not one of {len(linear)} linear layers is" in problem.text
+    assert flag in problem.text
+    assert "fine" not in str(found).split()
+    assert inspect_model(load_model(model_dir, kind)).ok

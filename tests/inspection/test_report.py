@@ -68,10 +68,26 @@ def test_a_gpu_is_named():
 def test_switches(monkeypatch):
     monkeypatch.setenv("GEMMA4_COMPAT_PEFT_REDISPATCH", "force")
     monkeypatch.setenv("GEMMA4_COMPAT_NOTE", "my secret plans")
+    monkeypatch.setenv("GEMMA4_COMPAT_OPENAI_KEY", "1")
+    monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "0")
     found = build_report()
     assert found.switches["GEMMA4_COMPAT_PEFT_REDISPATCH"] == "force"
-    assert found.switches["GEMMA4_COMPAT_NOTE"] == "(another value)"
+    assert found.switches["GEMMA4_COMPAT_NOTE"] == "(set)"
+    assert found.switches["GEMMA4_COMPAT_OPENAI_KEY"] == "(set)"
+    assert found.switches["GEMMA4_COMPAT_STRICT"] == "0"
     assert "secret plans" not in str(found)
+
+
+@pytest.mark.parametrize("name", ["OPENAI_KEY", "WANDB_PASS", "HTTP_AUTH", "SENTRY_DSN"])
+def test_values_of_variables_named_like_secrets(model_dir, tmp_path, monkeypatch, name):
+    """Wherever they come from: here the name of the model's folder."""
+    value = "sk-0123456789abcdef"
+    monkeypatch.setenv(name, value)
+    folder = tmp_path / f"model-{value}"
+    shutil.copytree(model_dir, folder)
+    found = build_report(folder)
+    assert value not in str(found)
+    assert value not in json.dumps(found.as_dict())
 
 
 def test_model_map_and_adapter(model_dir, adapter_dir):
@@ -266,3 +282,12 @@ def test_errors_from_python(model_dir):
         build_report("nowhere")
     with pytest.raises(InputError, match="checked against a model"):
         build_report(device_map=MAP)
+
+
+def test_links_in_a_circle(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(InputError, match="cannot be read"):
+        build_report(tmp_path / "a")
+    with pytest.raises(InputError, match="no such file or folder"):
+        build_report(adapter=tmp_path / "a")

@@ -1,0 +1,84 @@
+"""Targets such as ``gate_proj`` and ``all-linear`` miss the experts of 26B-A4B, without a word.
+
+A layer of 26B-A4B has a dense MLP, whose ``gate_proj``, ``up_proj`` and ``down_proj`` are
+``nn.Linear`` modules, and beside it 128 experts.  ``Gemma4TextExperts`` holds all experts of a
+layer in two three-dimensional parameters.  ``target_modules`` matches modules, so it matches the
+dense MLP alone: nine tenths of the model get no adapter.
+
+There is nothing to repair: PEFT adapts such parameters where ``target_parameters`` names them.  The
+notice gives those names.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted
+from ...model.parts import experts_without_adapter
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="fused_experts_targets",
+    symptom=(
+        "LoRA on gate_proj, up_proj and down_proj, or on all-linear, of 26B-A4B trains none of the "
+        "experts, without a word"
+    ),
+    affects=(("transformers>=5.5", "peft>=0.18"),),
+    changes=(
+        "Adding or loading an adapter on the MLP of a Gemma 4 model with fused experts warns where "
+        "the experts get none, with the target_parameters that reach them.  The adapter does not "
+        "change."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+
+@PATCH.probe
+def layers_can_be_asked() -> Finding:
+    """Whether an adapter is on a layer is asked of PEFT's layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not hasattr(BaseTunerLayer, "adapter_layer_names"):
+        return drifted("BaseTunerLayer has no adapter_layer_names")
+    return broken()
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Any) -> Any:
+    @wraps(original)
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, model, adapter_name, *args, **kwargs)
+        model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+        if model_type.startswith("gemma4"):
+            _warn(model, adapter_name)
+        return result
+
+    return inject_adapter
+
+
+def _warn(model: Any, adapter_name: str) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules, adapted, reached = {}, [], set()
+    for name, module in model.named_modules():
+        own = name.replace(".base_layer", "")
+        modules[own] = module  # at last what the adapters are on
+        if isinstance(module, BaseTunerLayer) and _has(module, adapter_name):
+            adapted.append(own)
+            reached.add(f"{own}.{getattr(module, 'parameter_name', '')}")
+    missed = [n for n in experts_without_adapter(modules, adapted) if n not in reached]
+    if missed:
+        targets = sorted({".".join(name.split(".")[-2:]) for name in missed})
+        logger.warning(
+            "the adapter %r is on the dense MLP, but on none of the experts of %d layers: "
+            "target_modules does not reach parameters that hold all experts of a layer.  To train "
+            "the experts too, add target_parameters=%r to the adapter's config.",
+            adapter_name, len({name.rpartition(".")[0] for name in missed}), targets,
+        )  # fmt: skip
+
+
+def _has(layer: Any, adapter_name: str) -> bool:
+    return any(adapter_name in getattr(layer, held, ()) for held in layer.adapter_layer_names)

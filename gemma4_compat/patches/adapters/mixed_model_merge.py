@@ -1,0 +1,78 @@
+"""``PeftMixedModel.merge_and_unload`` loses the adapters of offloaded layers.
+
+Other models of PEFT bring an offloaded weight in before they merge an adapter into it, and store
+the merged weight afterwards.  ``MixedModel`` has a loop of its own for layers that hold several
+adapters, one around the other, and does neither.  The adapters are added to a weight on meta, which
+holds nothing.  The model comes out without them on these layers.  Nothing is raised.
+
+The fix brings the weight in for each merge, and stores it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.hooks import offload_hook
+from .._adapter_layer import base_layer
+from .._code import mentions
+from .._offload import onloaded
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="mixed_model_merge",
+    symptom=(
+        "PeftMixedModel.merge_and_unload on a split model: the adapters of offloaded layers are "
+        "lost, without a word"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    # Without it the adapters of offloaded layers have no values to merge.
+    requires=("peft_redispatch",),
+    changes=(
+        "PeftMixedModel.merge_and_unload merges the adapters of offloaded layers, too, nested "
+        "ones each."
+    ),
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+
+@PATCH.probe
+def weights_are_not_brought_in() -> Finding:
+    """Look whether MixedModel brings weights in like the other models."""
+    import inspect
+
+    from peft.tuners.mixed.model import MixedModel
+
+    code = getattr(inspect.unwrap(MixedModel._unload_and_optionally_merge), "__code__", None)
+    if code is None:
+        return drifted("MixedModel._unload_and_optionally_merge is not a plain function")
+    if mentions(code, "onload_layer"):
+        return fixed("MixedModel brings offloaded weights in itself")
+    return broken()
+
+
+@PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Any) -> Any:
+    @wraps(original)
+    def _unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for layer in self.model.modules():
+                base = base_layer(layer)
+                if base is not layer and offload_hook(base) is not None and hasattr(layer, "merge"):
+                    stack.enter_context(shadowed(layer, merge=_merging(layer, base)))
+            return original(self, *args, **kwargs)
+
+    return _unload_and_optionally_merge
+
+
+def _merging(layer: Any, base: Any) -> Any:
+    merge = layer.merge
+
+    @wraps(merge)
+    def merge_with_weights(*args: Any, **kwargs: Any) -> None:
+        with onloaded(base, keep_changes=True):
+            merge(*args, **kwargs)
+
+    return merge_with_weights

@@ -1,0 +1,194 @@
+"""An adapter of the text model does not load into the multimodal one, nor the other way round.
+
+``model.layers.0`` of ``Gemma4ForCausalLM`` is ``model.language_model.layers.0`` of
+``Gemma4ForConditionalGeneration``.  The names of modules in ``target_modules`` (``q_proj``) fit
+both, so PEFT puts adapters on the layers.  The names of the tensors in the file are whole paths,
+which fit one alone: not one of them is loaded.  The adapters keep their initial values.  PEFT warns
+of missing keys, transformers logs them, and neither raises.
+
+The fix loads the tensors under the names of this model.  A multimodal adapter's tensors for vision
+and audio have no place in the text model; a warning says so.  What would load in part, or with
+another rank or scale, is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._code import mentions
+from .._shadow import shadowed
+from .._text_model import is_gemma4, name_here, name_there, tensor_names
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="text_model_adapter",
+    symptom=(
+        "an adapter of Gemma4ForCausalLM loaded into Gemma4ForConditionalGeneration, or the other "
+        "way round, has no effect: 'Found missing adapter keys', and no tensor is loaded"
+    ),
+    affects=(("transformers>=5.5", "peft>=0.18"),),
+    changes=(
+        "PEFT, and transformers' own load_adapter, load an adapter of Gemma 4's text model into "
+        "the multimodal model, and the text part of a multimodal adapter into the text model.  "
+        "Where the adapter does not fit as a whole, they raise ValueError."
+    ),
+    ends="not fixed upstream as of peft 0.21.2 and transformers 5.23.0",
+)
+
+_PEFT = "base_model.model."
+
+
+@PATCH.probe
+def names_are_taken_as_they_are() -> Finding:
+    """PEFT would have to name the part to know the two models apart."""
+    from peft.utils import save_and_load
+
+    if mentions(save_and_load.__spec__.loader.get_code(save_and_load.__name__), "language_model"):
+        return fixed("PEFT translates the names itself")
+    return broken()
+
+
+@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def set_peft_model_state_dict(
+        model: Any,
+        peft_model_state_dict: Any,
+        adapter_name: str = "default",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        names = _other_names(base, peft_model_state_dict)
+        if not names:
+            return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
+        _refuse_other_values(base, model.peft_config[adapter_name])
+        state = {names.get(name, name): value for name, value in peft_model_state_dict.items()}
+        result = original(model, state, adapter_name, *args, **kwargs)
+        _tell_left_out(base, result.unexpected_keys)
+        return result
+
+    return set_peft_model_state_dict
+
+
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+def load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(
+        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_gemma4(self):
+            return original(self, peft_model_id, adapter_name, *args, **kwargs)
+        load = self._load_pretrained_model
+
+        @wraps(load)
+        def load_pretrained_model(
+            *positional: Any, state_dict: Any, checkpoint_files: Any, **options: Any
+        ) -> Any:
+            names = _other_names(self, tensor_names(state_dict, checkpoint_files))
+            options |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
+            if not names:
+                return load(*positional, **options)
+            _refuse_other_values(self, self.peft_config[adapter_name or "default"])
+            config = options.pop("load_config")
+            mapping = [*(config.weight_mapping or ()), _renaming(self)]
+            config = replace(config, weight_mapping=mapping)
+            result = load(*positional, load_config=config, **options)
+            _tell_left_out(self, result[0].unexpected_keys)
+            return result
+
+        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+            return original(self, peft_model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
+
+
+def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
+    """The tensors that are named as in the other model, with their names in this one.
+
+    Raises:
+        ValueError: the adapter has tensors under both names.
+    """
+    if not is_gemma4(base):
+        return {}
+    names, found = set(names), {}
+    for name in names:
+        prefix = _PEFT if name.startswith(_PEFT) else ""
+        here = f"{prefix}{name_here(base, name.removeprefix(prefix))}"
+        if here in names and here != name:
+            raise ValueError(f"the adapter has both {name} and {here}, which are the same layer's")
+        if here != name:
+            found[name] = here
+    return found
+
+
+def _renaming(model: Any) -> Any:
+    """The renaming of ``_other_names`` for transformers, which takes "base_model." off before."""
+    from transformers.core_model_loading import WeightRenaming
+
+    inside = getattr(model.model, "language_model", None)
+    if inside is None:
+        return WeightRenaming(r"^model\.language_model\.", "model.")
+    parts = [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
+    return WeightRenaming(rf"^model\.(?={'|'.join(parts)})", "model.language_model.")
+
+
+def _refuse_other_values(base: Any, config: Any) -> None:
+    """Refuse a config that gives a layer another rank or alpha under its name in this model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import get_pattern_key
+
+    layers = [name for name, each in base.named_modules() if isinstance(each, BaseTunerLayer)]
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        values: Mapping[str, Any] = getattr(config, pattern, None) or {}
+        for name in layers:
+            here, there = (
+                values.get(get_pattern_key(list(values), each))
+                for each in (name, name_there(base, name))
+            )
+            if here != there:
+                raise ValueError(
+                    f"the adapter was made for another class of the model than "
+                    f"{type(base).__name__}, and its {pattern} names layers as that class does: "
+                    f"{name} would get {here} instead of {there}.  Load the adapter into the class "
+                    f"that it was made for, or rename the layers in {pattern} of its "
+                    "adapter_config.json"
+                )
+
+
+def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
+    """Warn of tensors for parts that this model lacks; refuse others that were not loaded."""
+    modules = dict(base.named_modules())
+    absent = []
+    for name in sorted(unexpected):
+        found = [each for each in _above(name.removeprefix(_PEFT)) if each in modules]
+        if not found:  # shared by all layers
+            continue
+        layer = found[-1]
+        # A module without others inside is a layer: it exists, and has no adapter.
+        if not any(True for _ in modules[layer].children()):
+            raise ValueError(
+                f"the adapter was made for another class of the model than {type(base).__name__}: "
+                f"its target_modules do not match {layer} here, for which its file has tensors.  "
+                "Load the adapter into the class that it was made for, or change target_modules "
+                "in its adapter_config.json"
+            )
+        absent.append(name)
+    if absent:
+        logger.warning(
+            "%d tensors of the adapter are for parts that %s does not have, such as %s: they are "
+            "left out.  The others are loaded.",
+            len(absent), type(base).__name__, absent[0],
+        )  # fmt: skip
+
+
+def _above(name: str) -> Iterable[str]:
+    """The names of the modules that a tensor may be in, from the outermost on."""
+    steps = name.split(".")
+    return (".".join(steps[:end]) for end in range(1, len(steps)))
