@@ -34,13 +34,9 @@ def prefill(model: Any, length: int = 2048) -> float:
 
 def block_bytes(model: Any) -> list[int]:
     """Bytes of each streamed layer, on the host as on the GPU."""
-    from gemma4_compat.model.hooks import offload_hook
-    from gemma4_compat.patches._streaming import part_of
+    from gemma4_compat.patches._streaming import streamed_layers
 
-    hooks = (offload_hook(module) for module in model.modules())
-    parts = (part_of(hook) for hook in hooks if hook is not None)
-    blocks = {part.layer for part in parts if part is not None and part.layer.host is not None}
-    return [layer.host.nbytes for layer in blocks]
+    return [layer.host.nbytes for layer in streamed_layers(model)]
 
 
 def logits(model: Any, way: str) -> Any:

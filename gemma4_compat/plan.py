@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -120,7 +121,8 @@ def plan(
         model_dir: folder with the model's ``config.json``; no weights are read.
         gpu_bytes: memory of the GPU.
         quant: "nf4" (with double quantisation), "int8" or "bf16".  What a map puts on the CPU
-            stays in bfloat16.
+            stays in bfloat16; with "nf4" decoder layers there are in 4 bits too, as the code loads
+            the model on the CPU and dispatches it then.
         context: tokens, of prompt and answer together.
         adapter: folder of a PEFT adapter; it counts in float32, which PEFT loads it in.
 
@@ -148,7 +150,8 @@ def plan(
     steps = list(_steps(model))
     offloaded: list[str] = []
     taken = 0
-    while _resident(whole, offloaded) + _streamed(whole, model, offloaded) + fixed > gpu_bytes:
+    streamed = _brought_in(model, whole, quant)
+    while _resident(whole, offloaded) + _streamed(streamed, offloaded) + fixed > gpu_bytes:
         if taken == len(steps):
             break
         offloaded += steps[taken][1]
@@ -156,9 +159,11 @@ def plan(
 
     device_map: dict[str, int | str] = {**dict.fromkeys(offloaded, "cpu"), "": 0}
     if offloaded and quant != "bf16":
-        # transformers leaves what is offloaded unquantised.
-        config = bnb_config(quant, offload=True)
-        model = meta_model(model_dir, config, device_map)
+        if _is_dispatched(quant, offloaded):
+            config = bnb_config(quant, llm_int8_skip_modules=_unquantised(offloaded))
+            model = meta_model(model_dir, config)
+        else:  # transformers leaves what is offloaded unquantised
+            model = meta_model(model_dir, bnb_config(quant, offload=True), device_map)
     placed = sizes.tensor_sizes(model)
     found = Plan(
         model=str(model_dir),
@@ -172,7 +177,7 @@ def plan(
         weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
         weights_whole=_resident(whole, ()) + sum(size.on_cuda for size in lora),
         kv_cache=kv_cache(model, context),
-        activations=activations(model, context) + _streamed(whole, model, offloaded),
+        activations=activations(model, context) + _streamed(streamed, offloaded),
         outside=OUTSIDE,
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
@@ -267,13 +272,28 @@ def _is_decoder(name: str, end: str) -> bool:
     return name.endswith(f".{end}") and parts.part_of(name) == parts.LAYERS
 
 
-def _streamed(whole: Iterable[TensorSize], model: Any, offloaded: Iterable[str]) -> int:
-    """The largest weight that is brought in for a forward, in bfloat16."""
+def _brought_in(model: Any, whole: Iterable[TensorSize], quant: str) -> dict[str, int]:
+    """What each weight takes of the GPU for a forward, where it is offloaded."""
+    found = {name: 2 * parameter.numel() for name, parameter in model.named_parameters()}
+    if quant == "nf4":
+        found = {n: size for n, size in found.items() if parts.part_of(n) != parts.LAYERS}
+        found |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
+    return found
+
+
+def _streamed(brought_in: Mapping[str, int], offloaded: Iterable[str]) -> int:
+    """The most that offloaded weights take at once: three layers, or one tensor."""
     streamed = [name for name in offloaded if parts.part_of(name) != parts.PLE]
-    return max(
-        (p.numel() * 2 for n, p in model.named_parameters() if parts.is_under(n, streamed)),
-        default=0,
-    )
+    layers: Counter[str] = Counter()
+    largest = 0
+    for name, size in brought_in.items():
+        if parts.is_under(name, streamed):
+            layer = re.match(r"(.*\blayers\.\d+)\.", name)
+            if layer is None:
+                largest = max(largest, size)
+            else:
+                layers[layer[1]] += size
+    return max(largest, sum(size for _, size in layers.most_common(3)))
 
 
 # -- the map --------------------------------------------------------------------------------------
@@ -294,6 +314,16 @@ def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
     # From the last one on: these are the largest where they share keys and values, and a name
     # such as layers.3 then never stands alone, which transformers < 5.23 reads as layers.30 too.
     yield from ((parts.LAYERS, [name]) for name in reversed(layers))
+
+
+def _is_dispatched(quant: str, offloaded: Iterable[str]) -> bool:
+    """Whether the model is loaded on the CPU first: only so are decoder layers there in 4 bits."""
+    return quant == "nf4" and any(parts.part_of(name) == parts.LAYERS for name in offloaded)
+
+
+def _unquantised(offloaded: Iterable[str]) -> list[str]:
+    """What is not in 4 bits in a model that is loaded on the CPU and dispatched."""
+    return ["lm_head", *(name for name in offloaded if parts.part_of(name) != parts.LAYERS)]
 
 
 def _resident(placed: Iterable[TensorSize], offloaded: Iterable[str]) -> int:
@@ -327,38 +357,52 @@ def _further(
 
 
 def _code(plan: Plan) -> str:
+    offloaded = [name for name, device in plan.device_map.items() if device == "cpu"]
+    dispatched = _is_dispatched(plan.quant, offloaded)
+    options: dict[str, Any] = {}
+    if plan.quant != "bf16":
+        options = bnb_options(plan.quant, offload=bool(offloaded) and not dispatched)
+        if dispatched:
+            options["llm_int8_skip_modules"] = _unquantised(offloaded)
     lines = ["import gemma4_compat", "import torch"]
+    if dispatched:
+        lines.append("from accelerate import dispatch_model")
     if plan.adapter_dir is not None:
         lines.append("from peft import PeftModel")
-    quantised = plan.quant != "bf16"
-    names = f"BitsAndBytesConfig, {plan.architecture}" if quantised else plan.architecture
+    names = f"BitsAndBytesConfig, {plan.architecture}" if options else plan.architecture
     lines += [f"from transformers import {names}", "", "device_map = {"]
     lines += [f'    "{name}": {_quoted(device)},' for name, device in plan.device_map.items()]
     lines.append("}")
-    if quantised:
+    if options:
         lines.append("quantization = BitsAndBytesConfig(")
-        offload = "cpu" in plan.device_map.values()
-        for key, value in bnb_options(plan.quant, offload=offload).items():
-            lines.append(f"    {key}={_quoted(value)},")
+        lines += [f"    {key}={_quoted(value)}," for key, value in options.items()]
         lines.append(")")
     lines += [
         f"model = {plan.architecture}.from_pretrained(",
         f"    {_quoted(plan.model)},",
         "    dtype=torch.bfloat16,",
-        "    device_map=device_map,",
-        *(["    quantization_config=quantization,"] if quantised else []),
+        '    device_map={"": "cpu"},' if dispatched else "    device_map=device_map,",
+        *(["    quantization_config=quantization,"] if options else []),
         ")",
     ]
+    if dispatched:
+        lines += [
+            "# A device_map for from_pretrained would leave layers on the CPU in bfloat16.",
+            "skip_keys = model._skip_keys_device_placement",
+            "model = dispatch_model(model, device_map, skip_keys=skip_keys)",
+        ]
     if plan.adapter_dir is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
-    if not any(parts.part_of(name) == parts.LAYERS for name in plan.device_map):
+    if plan.quant != "int8":
         lines.append('# several times as fast: model.generate(..., cache_implementation="static")')
     return "\n".join(lines)
 
 
 def _quoted(value: Any) -> str:
     # A JSON string is a Python string too, in the double quotes of most code.
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if isinstance(value, (str, list)):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -56,7 +56,9 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
     fixed = kv_cache(model, 8192) + activations(model, 8192) + OUTSIDE
-    parameters = dict(meta.meta_model(e2b_dir).named_parameters())
+    weights = {n: 2 * p.numel() for n, p in meta.meta_model(e2b_dir).named_parameters()}
+    weights = {n: size for n, size in weights.items() if parts.part_of(n) != parts.LAYERS}
+    weights |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
     layers = [f"model.language_model.layers.{index}" for index in reversed(range(35))]
     order = [PLE, *TOWERS, *layers]
     for tenths in (26, 19):
@@ -66,23 +68,46 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
         assert names == order[: len(names)]
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
         fewer = names[: -2 if names[-1] in TOWERS else -1]
-        kept = sum(s.on_cuda for s in whole if not parts.is_under(s.name, fewer))
-        streamed = [p.numel() for n, p in parameters.items() if parts.is_under(n, fewer[1:])]
-        assert kept + fixed + 2 * max(streamed, default=0) > found.gpu
+        kept = sum(s.on_cuda for s in whole if s.buffer or not parts.is_under(s.name, fewer))
+        assert kept + fixed + streamed(weights, fewer[1:]) > found.gpu
     assert len(names) > len(order) - 35  # the last one reaches the layers
 
 
-def test_what_is_offloaded_is_counted_as_bfloat16(model_dir):
-    plain = {s.name: s.bytes for s in sizes.tensor_sizes(meta.meta_model(model_dir))}
-    fixed = plan(model_dir, 100 * GIB, context=16)
-    # Room for all but a little: vision goes.
-    room = fixed.needed - fixed.weights // 3
-    found = plan(model_dir, room, context=16)
+def streamed(weights, names):
+    """Bytes of what offloaded modules take of the GPU: three layers, or a tensor of its own."""
+    layers, others = {}, [0]
+    for name, size in weights.items():
+        if not parts.is_under(name, names):
+            continue
+        before, dot, after = name.rpartition("layers.")
+        if dot:
+            layer = before + after.partition(".")[0]
+            layers[layer] = layers.get(layer, 0) + size
+        else:
+            others.append(size)
+    return max(max(others), sum(sorted(layers.values())[-3:]))
+
+
+def test_offloaded_towers_are_in_bfloat16(e2b_dir):
+    plain = {s.name: s.bytes for s in sizes.tensor_sizes(meta.meta_model(e2b_dir))}
+    found = plan(e2b_dir, 28 * GIB // 10, context=8192)
     names = on_cpu(found)
     assert "model.vision_tower" in names
-    buffers = {n for n, _ in meta.meta_model(model_dir).named_buffers()}
+    assert not [name for name in names if parts.part_of(name) == parts.LAYERS]
+    buffers = {n for n, _ in meta.meta_model(e2b_dir).named_buffers()}
     expected = sum(b for n, b in plain.items() if n not in buffers and parts.is_under(n, names))
     assert sum(part.cpu for part in found.parts) == expected
+
+
+def test_offloaded_layers_are_in_4_bits(e2b_dir):
+    found = plan(e2b_dir, 19 * GIB // 10, context=8192)
+    whole = sizes.tensor_sizes(meta.meta_model(e2b_dir, meta.bnb_config("nf4")))
+    names = [name for name in on_cpu(found) if parts.part_of(name) == parts.LAYERS]
+    expected = sum(s.bytes for s in whole if not s.buffer and parts.is_under(s.name, names))
+    (cpu,) = (part.cpu for part in found.parts if part.name == parts.LAYERS)
+    assert cpu == expected > 0
+    bf16 = plan(e2b_dir, 5 * GIB, quant="bf16", context=8192)
+    assert max(part.cpu for part in bf16.parts if part.name == parts.LAYERS) > 2 * cpu / len(names)
 
 
 @pytest.mark.parametrize("quant", meta.QUANTS)
@@ -160,6 +185,10 @@ def test_pasted_code_loads(model_dir, quant, offloaded):
     found = plan(model_dir, room.needed - less, quant=quant, context=16)
     assert len({parts.part_of(name) for name in on_cpu(found)}) >= offloaded
     model = pasted(found)
+    layer = model.model.language_model.layers[-1].mlp.up_proj
+    assert type(layer).__name__ == {"nf4": "Linear4bit"}.get(quant, type(layer).__name__)
+    held = sum(s.bytes for s in sizes.tensor_sizes(model) if not s.buffer)
+    assert held >= sum(part.cpu for part in found.parts)
     with torch.no_grad():
         assert model(**text_inputs(model.config)).logits.isfinite().all()
     assert set(found.device_map) <= {name for name, _ in model.named_modules()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..model.hooks import input_device
 from ..patches.generation.captured_decoding import how_it_decodes
+from ..patches.offloading import host_embedding, offload_streaming
 from .loaded import Loaded, device_text, mapped_model
 from .placement import ModelInspection
 
@@ -45,6 +46,7 @@ def inspect_model(model: Any) -> ModelInspection:
         device_map=_device_map(model),
         input_device=_input_device(model),
         decoding=how_it_decodes(base),
+        page_locked=host_embedding.page_locked(base) + offload_streaming.page_locked(base),
         parts=tuple(loaded.parts()),
         offloaded=tuple(loaded.offloaded()),
         adapters=adapters,

@@ -74,6 +74,7 @@ class ModelInspection:
     device_map: Mapping[str, str] | None
     input_device: str | None
     decoding: str | None
+    page_locked: int
     parts: tuple[PartPlacement, ...]
     offloaded: tuple[Offloaded, ...]
     adapters: tuple[AdapterPlacement, ...]
@@ -192,6 +193,8 @@ def _told(found: ModelInspection) -> Iterator[tuple[str, str]]:
         yield "offload", f"{what} resting on {where} (accelerate's hooks)"
     if found.decoding is not None:
         yield "decoding", found.decoding
+    if found.page_locked:
+        yield "locked", f"{size(found.page_locked)} of host memory are page-locked, for the GPU"
     for note in found.notes:
         yield "note", note
     if found.ok:

@@ -99,6 +99,13 @@ def first_layers(modules: Iterable[Any]) -> list[Layer]:
     return list(found.values())
 
 
+def streamed_layers(model: Any) -> set[Layer]:
+    """The layers of a model that are sent in blocks; before the first forward there are none."""
+    hooks = (offload_hook(module) for module in model.modules())
+    parts = (part_of(hook) for hook in hooks if hook is not None)
+    return {part.layer for part in parts if part is not None and part.layer.host is not None}
+
+
 @contextmanager
 def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
     """A block that captures a CUDA graph, and calls the result when the capture has begun.
@@ -117,14 +124,6 @@ def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
     finally:
         for layer in first:
             layer.dispatch.forget()
-
-
-def page_locked(model: Any) -> int:
-    """Bytes of host memory that are page-locked for the decoder layers of a model."""
-    hooks = (offload_hook(module) for module in model.modules())
-    parts = (part_of(hook) for hook in hooks if hook is not None)
-    layers = {part.layer for part in parts if part is not None and part.layer.page_locked}
-    return sum(int(layer.host.nbytes) for layer in layers)
 
 
 class Dispatch(NotCopied):

@@ -345,7 +345,8 @@ def test_json(model_dir):
     found = inspect_model(load_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
-        "model", "base", "quantisation", "device_map", "input_device", "decoding", "parts",
+        "model", "base", "quantisation", "device_map", "input_device", "decoding", "page_locked",
+        "parts",
         "offloaded", "adapters", "problems", "notes", "bytes", "ok",
     }  # fmt: skip
     assert plain["bytes"] == found.bytes

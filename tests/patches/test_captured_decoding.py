@@ -21,6 +21,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat.patches import _cuda_graph, _decode_graphs, _page_locked, _streaming
 from gemma4_compat.patches._cache_memory import layers_of
+from gemma4_compat.patches.offloading.offload_streaming import page_locked
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -775,8 +776,11 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
     fill(model, empty_cache(model))
     assert "is offloaded, and its host memory is not page-locked" in obstacle(model)
     (first,) = _streaming.first_layers(model.modules())
+    assert page_locked(model) == 0
     for layer in first.dispatch.layers.values():
         layer.page_locked = True
+    held = sum(tensor.nbytes for tensor in first.dispatch.tensors.values())
+    assert page_locked(model) >= held > 0
     assert obstacle(model) is None
     version = _decode_graphs.Version(model, ())
     assert version.first_layers == [first]

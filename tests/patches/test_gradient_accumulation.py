@@ -201,7 +201,7 @@ def assert_equal(found, expected):
 
 @MODELS
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "adapter"])
-@pytest.mark.regression("gradient_accumulation", DIFFERENT)
+@pytest.mark.regression("gradient_accumulation", DIFFERENT, behind="gradient_accumulation_loss")
 def test_two_micro_batches(make, with_adapter, model_dir, tmp_path):
     def model():
         return adapted(make(model_dir)) if with_adapter else make(model_dir)
@@ -213,7 +213,7 @@ def test_two_micro_batches(make, with_adapter, model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["image", "audio"])
-@pytest.mark.regression("gradient_accumulation", DIFFERENT)
+@pytest.mark.regression("gradient_accumulation", DIFFERENT, behind="gradient_accumulation_loss")
 def test_images_and_sound(kind, model_dir, tmp_path):
     """The number passes through the towers as well."""
     data = rows(kind, gemma4(model_dir).config)
@@ -230,7 +230,6 @@ def test_checkpointing(model_dir, tmp_path):
     assert_equal(gradients(model, tmp_path, rows(), micro_batches=2, **options), expected)
 
 
-@pytest.mark.regression("gradient_accumulation", DIFFERENT)
 def test_quantised_and_split(model_dir, tmp_path):
     """Half the work is in bfloat16 here: compared is one batch, on one device and not split.
 
@@ -394,7 +393,7 @@ def test_a_trainer_that_ignores_the_number(cls, model_dir, tmp_path, caplog):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.regression("gradient_accumulation", DIFFERENT)
+@pytest.mark.regression("gradient_accumulation", DIFFERENT, behind="gradient_accumulation_loss")
 def test_a_trainer_that_passes_the_number_on(model_dir, tmp_path):
     _, expected = by_hand(gemma4(model_dir), rows())
     options = {"micro_batches": 2, "cls": PassesOn}

@@ -27,7 +27,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
 from .._not_copied import NotCopied, attached
-from .._page_locked import in_place_of
+from .._page_locked import in_place_of, nbytes_in_place
 from .._seen import Seen
 
 PATCH = Patch(
@@ -112,6 +112,12 @@ def align_devices_hook_post_forward(original: Any) -> Any:
         return original(self, module, output)
 
     return post_forward
+
+
+def page_locked(model: Any) -> int:
+    """Bytes of a model's offloaded embeddings that are page-locked for a GPU to read."""
+    hooks = (offload_hook(module) for module in model.modules())
+    return sum(nbytes_in_place(hook) for hook in hooks if hook is not None)
 
 
 class _PutBack:

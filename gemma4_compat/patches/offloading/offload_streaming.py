@@ -25,7 +25,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._shadow import shadowed
-from .._streaming import add, part_of
+from .._streaming import add, part_of, streamed_layers
 
 PATCH = Patch(
     name="offload_streaming",
@@ -90,3 +90,8 @@ def align_devices_hook_post_forward(original: Any) -> Any:
             return original(self, module, output)
 
     return post_forward
+
+
+def page_locked(model: Any) -> int:
+    """Bytes of a model's offloaded decoder layers that are page-locked for a GPU to copy."""
+    return sum(int(layer.host.nbytes) for layer in streamed_layers(model) if layer.page_locked)

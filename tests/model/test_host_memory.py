@@ -1,0 +1,51 @@
+"""How much memory may be page-locked."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+import gemma4_compat
+from gemma4_compat.model import host_memory
+from gemma4_compat.model.host_memory import page_locked_limit
+from gemma4_compat.patches import _page_locked
+
+
+@pytest.fixture(autouse=True)
+def default_limit():
+    yield
+    gemma4_compat.limit_page_locked(None)
+
+
+def test_half_of_the_machine(monkeypatch, tmp_path):
+    total = psutil.virtual_memory().total
+    monkeypatch.setattr(host_memory, "_CONTAINER", tmp_path / "memory.max")
+    assert page_locked_limit() == total // 2
+    (tmp_path / "memory.max").write_text("max\n")
+    assert page_locked_limit() == total // 2
+
+
+def test_half_of_the_container(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "_CONTAINER", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text(f"{2**28}\n")
+    assert page_locked_limit() == 2**27
+
+
+def test_a_limit_of_the_users():
+    gemma4_compat.limit_page_locked(2**20)
+    assert page_locked_limit() == 2**20
+    gemma4_compat.limit_page_locked(0)
+    assert page_locked_limit() == 0
+    with pytest.raises(ValueError, match="0 or more, not -1"):
+        gemma4_compat.limit_page_locked(-1)
+    assert page_locked_limit() == 0
+
+
+def test_what_is_page_locked_is_counted():
+    before = _page_locked._locked
+    gemma4_compat.limit_page_locked(before + 100)
+    assert _page_locked._take(60)
+    assert not _page_locked._take(60)
+    assert _page_locked._take(40)
+    assert _page_locked._take(-100)
+    assert _page_locked._locked == before
