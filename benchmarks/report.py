@@ -209,6 +209,8 @@ def markdown(results: Results) -> str:
     lines += _table(header, [row.cells(bars) for row in measured])
     if device:
         lines += ["![VRAM against decode speed](plot.svg)", ""]
+    lines += ["Captured decode steps: [DECODING.md](DECODING.md).", ""]
+    lines += ["Decoder layers on the CPU: [STREAMING.md](STREAMING.md).", ""]
     lines += ["## Every case", "", "Median (least to most).", ""]
     body, ends = [], []
     for name, case in CASES.items():
