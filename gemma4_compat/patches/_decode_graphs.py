@@ -137,7 +137,6 @@ class Version:
         self.snapshot = Snapshot(modules.values(), configs)
         self.warm: set[Any] = set()  # kinds of steps that ran
         self.device, self.obstacle = _device_or_obstacle(model, modules)
-        self.first_layers = first_layers(modules.values())  # that are streamed
 
     def change(self, environment: Any) -> str | None:
         """What is not as it was; ``None`` if nothing changed."""
@@ -198,7 +197,8 @@ class Decoder:
             if kind not in version.warm:
                 version.warm.add(kind)
                 return self.model(**inputs)
-            with captured(version.first_layers) as send_ahead:
+            first = first_layers(_modules_of_a_step(self.model).values())
+            with captured(first) as send_ahead:
 
                 def model(**kwargs: Any) -> Any:
                     send_ahead()

@@ -134,6 +134,7 @@ class Dispatch(NotCopied):
         self.layers: dict[str, Layer] = {}
         self.current: Layer | None = None
         self.sent: list[Layer] = []  # that are on their device, or on their way
+        self.ahead = True  # there is room for layers that are sent ahead
 
     def add(self, hook: Any, module: Any) -> None:
         """Note an offloaded module, if it is in a layer: ``layers.3`` of ``layers.3.mlp.norm``."""
@@ -162,16 +163,25 @@ class Dispatch(NotCopied):
         if layer is self.current:
             return
         self.current = layer
-        self.send([layer] if torch.is_grad_enabled() else layer.with_following())
+        alone = torch.is_grad_enabled() or not self.ahead
+        self.send([layer] if alone else layer.with_following())
 
     def send(self, wanted: list[Layer]) -> None:
         """Have these layers on their device or on their way, and no others."""
+        import torch
+
         for layer in self.sent:
             if layer not in wanted:
                 layer.release()
         self.sent = wanted
         for layer in wanted:
-            layer.send()
+            try:
+                layer.send()
+            except torch.cuda.OutOfMemoryError:
+                if layer is self.current or _is_capturing(layer.device):
+                    raise
+                self.ahead = False
+                return
             if layer is self.current:
                 layer.wait()
 
@@ -274,10 +284,10 @@ class Layer(NotCopied):
             return
         # Sent ahead in inference mode, it may still be needed by a forward that records a graph.
         with torch.inference_mode(mode=False), torch.no_grad():
-            block = torch.empty_like(self.host, device=self.device)
+            block = _empty_like(self.host, self.device)
             if self.device.type == "cuda":
                 # Another thread may be copying while this one captures a CUDA graph.
-                copying = _copying_stream(self.device, torch.cuda.is_current_stream_capturing())
+                copying = _copying_stream(self.device, _is_capturing(self.device))
                 # Until then this memory belongs to what was computed with it before.
                 self.owner = torch.cuda.current_stream(self.device)
                 copying.wait_stream(self.owner)
@@ -378,12 +388,19 @@ class Part(NotCopied):
 
     def place(self, hook: Any, module: Any) -> bool:
         """Give the module its parameters on the device; ``False`` if that is not for us to do."""
+        import torch
+
         if not self.layer.laid_out:
             self.layer.lay_out()
         self.put_back(module)  # after a forward that raised
         if not self.pieces or not self.is_unchanged(hook, module):
             return False
-        self.layer.dispatch.enter(self.layer)
+        try:
+            self.layer.dispatch.enter(self.layer)
+        except torch.cuda.OutOfMemoryError:  # there may be room for single tensors
+            self.layer.dispatch.clear()
+            self.layer.drop()
+            return False
         for name, pieces in self.pieces.items():
             tensors = {
                 where: piece.seen_in(self.layer.on_device) for where, piece in pieces.items()
@@ -463,6 +480,18 @@ def _say_pageable() -> None:
         "it or the limit is reached.  They come to the GPU more slowly, and decode steps are not "
         "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
+
+
+def _is_capturing(device: Any) -> bool:
+    import torch
+
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+def _empty_like(host: Any, device: Any) -> Any:
+    import torch
+
+    return torch.empty_like(host, device=device)
 
 
 @cache

@@ -107,6 +107,29 @@ def test_other_layers(model_dir, kind):
     assert on_device(model) == left_over(model)
 
 
+@pytest.mark.parametrize("kind", [None, "nf4-nested", "int8"])
+@pytest.mark.parametrize("room", [2, 1, 0], ids="room for {} layers".format)
+@pytest.mark.usefixtures("cpu_streams")
+def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
+    """First none is sent ahead, then accelerate brings tensor by tensor."""
+    expected = logits(load_model(model_dir, kind))
+    model = offloaded(load_model(model_dir, kind))
+    empty_like = _streaming._empty_like
+
+    def limited(host, device):
+        if sum(bool(layer.on_device) for layer in layers_of(model).layers.values()) >= room:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return empty_like(host, device)
+
+    monkeypatch.setattr(_streaming, "_empty_like", limited)
+    for _ in range(2):
+        assert_same(logits(model), expected)
+    assert not layers_of(model).ahead or room == 0
+    parts = layers_of(model).layers[FIRST.rstrip(".")].parts
+    assert any(part.pieces for part in parts) == (room > 0)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 @KINDS
 @pytest.mark.usefixtures("cpu_streams")
 def test_generate(model_dir, kind):
