@@ -84,7 +84,7 @@ def _model(trainer: Any) -> Any:
 
 def _losses_without_the_number(trainer: Any) -> list[str]:
     """Whose ``compute_loss``, other than Trainer's, does not use the number."""
-    from transformers import Trainer
+    from transformers.trainer import Trainer
 
     mro = type(trainer).__mro__
     classes = mro[: mro.index(Trainer)]

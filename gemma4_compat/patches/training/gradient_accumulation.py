@@ -50,7 +50,7 @@ _FLAG = "accepts_loss_kwargs"
 @PATCH.probe
 def trainer_asks_the_model() -> Finding:
     """Look whether Trainer still asks the class; the class is imported later, if at all."""
-    from transformers import Trainer
+    from transformers.trainer import Trainer
 
     names = unwrap(Trainer.__init__).__code__.co_names
     if _FLAG not in (*names, *unwrap(Trainer.__init__).__code__.co_consts):
