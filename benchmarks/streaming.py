@@ -36,7 +36,7 @@ def block_bytes(model: Any) -> list[int]:
     """Bytes of each streamed layer, on the host as on the GPU."""
     from gemma4_compat.patches._streaming import streamed_layers
 
-    return [layer.host.nbytes for layer in streamed_layers(model)]
+    return [layer.host.nbytes for layer in streamed_layers(model.modules())]
 
 
 def logits(model: Any, way: str) -> Any:

@@ -88,22 +88,20 @@ def streamed_tensors(hook: Any) -> list[Any]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def first_layers(modules: Iterable[Any]) -> list[Layer]:
-    """Of each dispatch the first layer that these modules are in, of those that are streamed."""
+def streamed_layers(modules: Iterable[Any]) -> list[Layer]:
+    """The layers of these modules that are sent in blocks: none before the first forward."""
     hooks = (offload_hook(module) for module in modules)
     parts = (part_of(hook) for hook in hooks if hook is not None)
+    layers = (part.layer for part in parts if part is not None and part.layer.host is not None)
+    return list(dict.fromkeys(layers))
+
+
+def first_layers(modules: Iterable[Any]) -> list[Layer]:
+    """Of each dispatch the first of these layers."""
     found: dict[Dispatch, Layer] = {}
-    for part in parts:
-        if part is not None and part.layer.host is not None:
-            found.setdefault(part.layer.dispatch, part.layer)
+    for layer in streamed_layers(modules):
+        found.setdefault(layer.dispatch, layer)
     return list(found.values())
-
-
-def streamed_layers(model: Any) -> set[Layer]:
-    """The layers of a model that are sent in blocks; before the first forward there are none."""
-    hooks = (offload_hook(module) for module in model.modules())
-    parts = (part_of(hook) for hook in hooks if hook is not None)
-    return {part.layer for part in parts if part is not None and part.layer.host is not None}
 
 
 @contextmanager

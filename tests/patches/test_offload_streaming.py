@@ -141,8 +141,9 @@ def test_generate(model_dir, kind):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", None])
 @pytest.mark.usefixtures("cpu_streams")
-def test_training_after_inference_mode(model_dir, language_adapter_dir, checkpointing):
+def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, checkpointing):
     from peft import PeftModel
 
     inputs = text_inputs(load_model(model_dir).config)
@@ -160,8 +161,8 @@ def test_training_after_inference_mode(model_dir, language_adapter_dir, checkpoi
             model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients(load_model(model_dir, "nf4"))
-    found = gradients(offloaded(load_model(model_dir, "nf4")))
+    expected = gradients(load_model(model_dir, kind))
+    found = gradients(offloaded(load_model(model_dir, kind)))
     assert found.keys() == expected.keys() != set()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 

@@ -94,4 +94,5 @@ def align_devices_hook_post_forward(original: Any) -> Any:
 
 def page_locked(model: Any) -> int:
     """Bytes of a model's offloaded decoder layers that are page-locked for a GPU to copy."""
-    return sum(int(layer.host.nbytes) for layer in streamed_layers(model) if layer.page_locked)
+    layers = streamed_layers(model.modules())
+    return sum(int(layer.host.nbytes) for layer in layers if layer.page_locked)
