@@ -323,7 +323,8 @@ def _is_dispatched(quant: str, offloaded: Iterable[str]) -> bool:
 
 def _unquantised(offloaded: Iterable[str]) -> list[str]:
     """What is not in 4 bits in a model that is loaded on the CPU and dispatched."""
-    return ["lm_head", *(name for name in offloaded if parts.part_of(name) != parts.LAYERS)]
+    others = (parts.LAYERS, parts.PLE)
+    return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
 
 
 def _resident(placed: Iterable[TensorSize], offloaded: Iterable[str]) -> int:
