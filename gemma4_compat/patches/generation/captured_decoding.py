@@ -12,10 +12,11 @@ Modules that a decode step does not run, say the towers, may be on the CPU or on
 embeddings are read in place.  The cache's memory and the graphs are kept, and the next call with a
 cache of the same size uses them again, unless somebody still holds that cache.
 
-A step is eager, with a warning that says why, where a graph would not repeat it: offloaded decoder
-layers, several GPUs, forward hooks, training mode, 8-bit layers with an outlier threshold, Gemma 3n
-before transformers 5.23 (it copies a number from the CPU in each step).  Where transformers
-compiles, or the user passes a ``compile_config`` or ``disable_compile``, nothing changes.
+A step is eager, with a warning that says why, where a graph would not repeat it: decoder layers
+that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training mode,
+8-bit layers with an outlier threshold, Gemma 3n before transformers 5.23 (it copies a number from
+the CPU in each step).  Where transformers compiles, or the user passes a ``compile_config`` or
+``disable_compile``, nothing changes.
 """
 
 from __future__ import annotations
