@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,12 +31,23 @@ def execution_device(module: Any) -> torch.device | None:
     return None if device is None else _as_device(device)
 
 
-def host_tensor(weights_map: Any, name: str) -> Any | None:
-    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
-    key = getattr(weights_map, "prefix", "") + name
+def offload_hooks(modules: Iterable[Any]) -> Iterator[Any]:
+    """The hooks that bring the weights of these modules in and out."""
+    hooks = (offload_hook(module) for module in modules)
+    return (hook for hook in hooks if hook is not None)
+
+
+def host_tensors(weights_map: Any) -> dict[str, Any] | None:
+    """The tensors that a hook's weights are among, if these are kept in host memory."""
     tensors = getattr(weights_map, "dataset", weights_map)
     tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
-    return tensors.get(key) if isinstance(tensors, dict) else None
+    return tensors if isinstance(tensors, dict) else None
+
+
+def host_tensor(weights_map: Any, name: str) -> Any | None:
+    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
+    tensors = host_tensors(weights_map)
+    return None if tensors is None else tensors.get(getattr(weights_map, "prefix", "") + name)
 
 
 def offloaded_value(model: Any, name: str) -> Any | None:

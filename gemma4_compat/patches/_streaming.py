@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..model.hooks import offload_hook
+from ..model.hooks import host_tensors, offload_hooks
 from ._not_copied import NotCopied
 from ._page_locked import page_lock
 
@@ -43,11 +43,10 @@ def add(hook: Any, module: Any) -> None:
     """Note a module that a hook offloads, if its tensors are in host memory."""
     import torch
 
-    tensors = getattr(hook.weights_map, "dataset", None)
-    tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
     if isinstance(module, torch.nn.Embedding):  # only some rows of it are needed
         return
-    if hook.offload and not hook.place_submodules and isinstance(tensors, dict):
+    tensors = host_tensors(hook.weights_map) if hasattr(hook.weights_map, "dataset") else None
+    if hook.offload and not hook.place_submodules and tensors is not None:
         dispatch = dispatches.get(id(tensors))
         if dispatch is None:
             dispatch = dispatches[id(tensors)] = Dispatch(tensors)
@@ -90,8 +89,7 @@ def streamed_tensors(hook: Any) -> list[Any]:
 
 def streamed_layers(modules: Iterable[Any]) -> list[Layer]:
     """The layers of these modules that are sent in blocks: none before the first forward."""
-    hooks = (offload_hook(module) for module in modules)
-    parts = (part_of(hook) for hook in hooks if hook is not None)
+    parts = map(part_of, offload_hooks(modules))
     layers = (part.layer for part in parts if part is not None and part.layer.host is not None)
     return list(dict.fromkeys(layers))
 

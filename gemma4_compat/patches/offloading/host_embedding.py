@@ -25,7 +25,7 @@ from functools import cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...model.hooks import offload_hook
+from ...model.hooks import offload_hook, offload_hooks
 from .._not_copied import NotCopied, attached
 from .._page_locked import in_place_of, nbytes_in_place
 from .._seen import Seen
@@ -116,8 +116,7 @@ def align_devices_hook_post_forward(original: Any) -> Any:
 
 def page_locked(model: Any) -> int:
     """Bytes of a model's offloaded embeddings that are page-locked for a GPU to read."""
-    hooks = (offload_hook(module) for module in model.modules())
-    return sum(nbytes_in_place(hook) for hook in hooks if hook is not None)
+    return sum(map(nbytes_in_place, offload_hooks(model.modules())))
 
 
 class _PutBack:
