@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 _INSIDE = "model.language_model."
@@ -47,6 +48,11 @@ def name_there(model: Any, name: str) -> str:
     """The name that a part of this one of the two models has in the other one."""
     here, other = (_ALONE, _INSIDE) if is_text_model(model) else (_INSIDE, _ALONE)
     return f"{other}{name.removeprefix(here)}" if name.startswith(here) else name
+
+
+def with_renaming(load_config: Any, renaming: Any) -> Any:
+    """transformers' ``LoadStateDictConfig`` with one renaming more."""
+    return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), renaming])
 
 
 def tensor_names(state_dict: Any, checkpoint_files: Any) -> Iterator[str]:

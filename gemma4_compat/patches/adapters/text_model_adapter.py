@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import mentions
 from .._shadow import shadowed
-from .._text_model import is_gemma4, name_here, name_there, tensor_names
+from .._text_model import is_gemma4, name_here, name_there, tensor_names, with_renaming
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +95,7 @@ def load_adapter(original: Any) -> Any:
             if not names:
                 return load(*positional, **options)
             _refuse_other_values(self, self.peft_config[adapter_name or "default"])
-            config = options.pop("load_config")
-            mapping = [*(config.weight_mapping or ()), _renaming(self)]
-            config = replace(config, weight_mapping=mapping)
+            config = with_renaming(options.pop("load_config"), _renaming(self))
             result = load(*positional, load_config=config, **options)
             _tell_left_out(self, result[0].unexpected_keys)
             return result

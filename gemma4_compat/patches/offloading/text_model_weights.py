@@ -16,12 +16,11 @@ A quantised multimodal checkpoint has its ``quantization_config`` outside of ``t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._text_model import is_text_model, tensor_names
+from .._text_model import is_text_model, tensor_names, with_renaming
 
 PATCH = Patch(
     name="text_model_weights",
@@ -83,8 +82,7 @@ def load_pretrained_model(original: Any) -> Any:
         _refuse_both(own, names)
         _refuse_unknown_quantisation(load_config.hf_quantizer, names)
         renaming = WeightRenaming(_INSIDE, own)
-        mapping = [*(load_config.weight_mapping or ()), renaming]
-        load_config = replace(load_config, weight_mapping=mapping)
+        load_config = with_renaming(load_config, renaming)
         result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # What is kept there is undone on saving.
         kept = vars(model).get("_weight_conversions")
