@@ -10,6 +10,8 @@ All are importable from ``gemma4_compat`` itself::
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -33,6 +35,12 @@ class MergeError(RuntimeError):
 
 class PatchError(RuntimeError):
     """Raised in place of a warning where the strict switch is on."""
+
+
+def suggestion(name: str, names: Collection[str]) -> str:
+    """ " (did you mean NAME?)", or nothing where no name is close."""
+    close = get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def reason(error: BaseException) -> str:

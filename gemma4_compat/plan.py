@@ -18,6 +18,8 @@ from .errors import InputError
 from .model import parts, sizes
 from .model.meta import QUANTS, bnb_config, bnb_options, meta_model
 from .model.sizes import TensorSize
+from .result import Result
+from .text import size, table
 
 #: What the CUDA context, its libraries and the driver take of a GPU, which PyTorch does not count.
 OUTSIDE = 2**29
@@ -56,7 +58,7 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Result):
     """A placement and what it needs; all sizes in bytes.
 
     ``weights`` is what ``torch.cuda.memory_allocated`` will say after loading, ``adapter``
@@ -88,7 +90,8 @@ class Plan:
         return self.weights + self.kv_cache + self.activations + self.outside
 
     @property
-    def fits(self) -> bool:
+    def ok(self) -> bool:
+        """Whether all of it fits on the GPU."""
         return self.needed <= self.gpu
 
     @property
@@ -96,9 +99,15 @@ class Plan:
         """Python that loads the model so."""
         return _code(self)
 
+    @property
+    def verdict(self) -> str:
+        if self.ok:
+            return f"fits on a GPU of {size(self.gpu)}"
+        much = size(self.needed - self.gpu)
+        return f"does NOT fit on a GPU of {size(self.gpu)}: {much} too much"
+
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
-        return {**asdict(self), "needed": self.needed, "fits": self.fits, "code": self.code}
+        return {**asdict(self), "needed": self.needed, "ok": self.ok, "code": self.code}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -182,7 +191,7 @@ def plan(
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
     )
-    if found.fits:
+    if found.ok:
         return found
     room = gpu_bytes - found.needed + found.kv_cache + activations(model, context)
     return replace(found, shorter=_fitting_context(model, context, room))
@@ -221,7 +230,7 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise InputError(f"{text!r} is no size: write 12GiB, 12GB or 12288MiB")
+        raise InputError(f"{text!r} is not a size: write 12GiB, 12GB or 12288MiB")
     power = 1 + "KMGT".index(match[2].upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
@@ -276,7 +285,7 @@ def _brought_in(model: Any, whole: Iterable[TensorSize], quant: str) -> dict[str
     """What each weight takes of the GPU for a forward, where it is offloaded."""
     found = {name: 2 * parameter.numel() for name, parameter in model.named_parameters()}
     if quant == "nf4":
-        found = {n: size for n, size in found.items() if parts.part_of(n) != parts.LAYERS}
+        found = {n: taken for n, taken in found.items() if parts.part_of(n) != parts.LAYERS}
         found |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
     return found
 
@@ -286,14 +295,14 @@ def _streamed(brought_in: Mapping[str, int], offloaded: Iterable[str]) -> int:
     streamed = [name for name in offloaded if parts.part_of(name) != parts.PLE]
     layers: Counter[str] = Counter()
     largest = 0
-    for name, size in brought_in.items():
+    for name, taken in brought_in.items():
         if parts.is_under(name, streamed):
             layer = re.match(r"(.*\blayers\.\d+)\.", name)
             if layer is None:
-                largest = max(largest, size)
+                largest = max(largest, taken)
             else:
-                layers[layer[1]] += size
-    return max(largest, sum(size for _, size in layers.most_common(3)))
+                layers[layer[1]] += taken
+    return max(largest, sum(taken for _, taken in layers.most_common(3)))
 
 
 # -- the map --------------------------------------------------------------------------------------
@@ -410,41 +419,38 @@ def _lines(plan: Plan) -> Iterator[str]:
     name = Path(plan.model).name or plan.model
     yield f"{name} ({plan.architecture}), {plan.quant}"
     yield ""
-    yield f"{'':<34}{'GPU':>12}{'CPU':>12}"
-    rows = [(part.name, part.gpu, part.cpu) for part in plan.parts]
+    numbers = [(part.name, part.gpu, part.cpu) for part in plan.parts]
     if plan.adapter_dir is not None:
-        rows.append(("adapter, float32", plan.adapter, 0))
-    rows += [
+        numbers.append(("adapter, float32", plan.adapter, 0))
+    numbers += [
         ("loaded", plan.weights, sum(part.cpu for part in plan.parts)),
         (f"KV cache, {plan.context} tokens", plan.kv_cache, 0),
         ("activations (estimate)", plan.activations, 0),
         ("outside of PyTorch (estimate)", plan.outside, 0),
         ("needed", plan.needed, 0),
     ]
-    for label, gpu, cpu in rows:
-        yield f"{label:<34}{_size(gpu):>12}{_size(cpu) if cpu else '':>12}".rstrip()
-    verdict = "fits" if plan.fits else f"does NOT fit, {_size(plan.needed - plan.gpu)} too much"
-    yield f"{'of the GPU':<34}{_size(plan.gpu):>12}  {verdict}"
+    rows = [(label, size(gpu), size(cpu) if cpu else "") for label, gpu, cpu in numbers]
+    yield table(rows, ("", "GPU", "CPU"), right=(1, 2))
+    yield plan.verdict
     if plan.context > PREFILL:
         yield f"with generate(..., prefill_chunk_size={PREFILL}); a long prompt at once needs more"
     yield ""
-    if plan.fits:
+    if plan.ok:
         yield plan.code
     else:
         yield f"Everything that can be offloaded is. {_advice(plan)}"
-    if plan.fits and plan.further:
+    if plan.ok and plan.further:
         yield ""
-        yield f"{'further on the CPU':<34}{'saves':>12}  costs"
-        for more in plan.further:
-            each = len(more.modules) > 1 and more.part == parts.LAYERS
-            label = f"each of {len(more.modules)} {more.part}, up to" if each else more.part
-            yield f"{label:<34}{_size(more.saves):>12}  {more.costs}"
+        rest = [(_offload_label(more), size(more.saves), more.costs) for more in plan.further]
+        yield table(rest, ("further on the CPU", "saves", "costs"), right=(1,))
+
+
+def _offload_label(offload: Offload) -> str:
+    if len(offload.modules) > 1 and offload.part == parts.LAYERS:
+        return f"each of {len(offload.modules)} {offload.part}, up to"
+    return offload.part
 
 
 def _advice(plan: Plan) -> str:
     advice = "No --context fits." if plan.shorter is None else f"--context {plan.shorter} fits."
     return advice if plan.quant == "nf4" else f"{advice} --quant nf4 may help."
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

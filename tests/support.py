@@ -203,3 +203,13 @@ def save_random(family, folder, **options):
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
     model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def run_command(*arguments):
+    """The command line in this process; the exit code."""
+    from gemma4_compat import cli
+
+    try:
+        return cli.main(list(map(str, arguments)))
+    except SystemExit as stopped:
+        return stopped.code

@@ -270,7 +270,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "gemma4_c
     importlib.reload(sys.modules[name])
 found["ours"] = [*says(), old_spared()]
 gemma4_compat.uninstall()
-found["uninstalled"] = [spared(), old_spared(), gemma4_compat.status().healthy]
+found["uninstalled"] = [spared(), old_spared(), gemma4_compat.status().ok]
 gemma4_compat.install()
 found["installed"] = [*says()]
 print(json.dumps(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -24,6 +26,7 @@ from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.switches import Switch, Switches
 from gemma4_compat.patches import load
 from gemma4_compat.versions import WITH_TORCH
+from tests.support import run_command
 
 PATCHES = [patch.name for patch in load()]
 
@@ -62,7 +65,8 @@ def test_status_table(status):
     assert lines[0] == f"gemma4-compat {gemma4_compat.__version__}"
     assert max(map(len, lines)) <= 80
     first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert first_words[1:] == [*WITH_TORCH, *PATCHES]
+    assert lines[1].startswith("all well: ")
+    assert first_words[2:] == [*WITH_TORCH, *PATCHES]
     assert "armed" not in status.stdout
     assert status.returncode == 0
 
@@ -107,7 +111,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     assert "second blocked needs first, which is disabled by TEST_COMPAT_FIRST=0" in printed
     assert cli.main(["status", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["healthy"]
+    assert found["ok"]
     assert found["patches"]["second"]["state"] == "blocked"
     engine.retire()
 
@@ -132,9 +136,179 @@ def test_status_says_untested_version(monkeypatch, capsys):
     monkeypatch.setattr(cli.status, "NEWEST", {"transformers": "5.0", "peft": "9999"})
     cli.main(["status"])
     version = metadata.version("transformers")
-    assert f"untested version: transformers {version}; " in capsys.readouterr().out
+    assert f"untested version: transformers {version} is newer" in capsys.readouterr().out
     cli.main(["status", "--json"])
     assert json.loads(capsys.readouterr().out)["untested"] == [f"transformers {version}"]
+
+
+def test_status_of_one_patch(capsys):
+    assert cli.main(["status", "clippable_linear"]) == 0
+    printed = capsys.readouterr().out
+    entry = gemma4_compat.status()["clippable_linear"]
+    assert printed.startswith(f"clippable_linear: {entry.state}\n")
+    if entry.state is gemma4_compat.State.APPLIED:
+        assert "\n  peft.tuners.tuners_utils.BaseTuner.inject_adapter\n" in printed
+    assert cli.main(["status", "clippable_linear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replaces"] == list(entry.replaces)
+
+
+# -- the frame of every command -------------------------------------------------------------------
+
+#: arguments with which each command works on the tiny model and adapter, and its exit code
+WORKS = {
+    "status": ([], 0),
+    "plan": (["MODEL", "--gpu", "8GiB"], 0),
+    "map": (["MODEL", "--map", '{"model.vision_tower": "cpu", "": 0}'], 0),
+    "scan": (["MODEL", "--targets", "q_proj,v_proj"], 0),
+    "adapter": (["ADAPTER", "--model", "MODEL"], 0),
+    "report": (["--model", "MODEL", "--adapter", "ADAPTER"], 0),
+}
+#: arguments that cannot work, and a part of the line that says so
+WRONG = [
+    ("status no_such_patch", "no patch is named 'no_such_patch'"),
+    ("status clippable_lineer", "(did you mean clippable_linear?)"),
+    ("stauts", "no command is named 'stauts' (did you mean status?)"),
+    ("plan", "the following arguments are required: MODEL_DIR, --gpu"),
+    ("plan NONE --gpu 8GiB", "MODEL_DIR: NONE: no such folder"),
+    ("plan BROKEN --gpu 8GiB", "BROKEN/config.json: not JSON"),
+    ("plan MODEL --gpu 8", "--gpu: '8' is not a size"),
+    ("plan MODEL --gpu 8GiB --context 0", "--context: '0' is not a whole number of 1 or more"),
+    ("plan MODEL --gpu 8GiB --quant nf5", "--quant: invalid choice: 'nf5'"),
+    ("plan MODEL --gpu 8GiB --adapter NONE", "--adapter: NONE: no such file or folder"),
+    ("map MODEL", "the following arguments are required: --map"),
+    ("map NONE --map {}", "MODEL_DIR: NONE: no such folder"),
+    ("map BROKEN --map {}", "BROKEN/config.json: not JSON"),
+    ("map MODEL --map {}", "--map: the device map is empty"),
+    ('map MODEL --map {"":"gpu"}', "--map: \"\": 'gpu' is not a device (did you mean cpu?)"),
+    ("scan MODEL", "the following arguments are required: --targets"),
+    ("scan NONE --targets q_proj", "MODEL_DIR: NONE: no such folder"),
+    ("scan BROKEN --targets q_proj", "BROKEN/config.json: not JSON"),
+    ("scan MODEL --targets (", "--targets: '(' is not a regular expression"),
+    ("scan MODEL --targets q_proj --rank x", "--rank: 'x' is not a whole number of 1 or more"),
+    ("adapter", "the following arguments are required: ADAPTER"),
+    ("adapter NONE", "ADAPTER: NONE: no such file or folder"),
+    ("adapter BROKEN", "BROKEN: no adapter_model.safetensors"),
+    ("adapter ADAPTER --model NONE", "--model: NONE: no such folder"),
+    ("report --model NONE", "--model: NONE: no such folder"),
+    ("report --adapter NONE", "--adapter: NONE: no such file or folder"),
+    ('report --map {"":0}', "--map is checked against a model: name one with --model"),
+    ("merge MODEL ADAPTER", "the following arguments are required: OUT"),
+    ("merge NONE ADAPTER OUT", "NONE: no such folder"),
+    ("merge BROKEN ADAPTER OUT", "BROKEN/config.json: not JSON"),
+    ("merge MODEL ADAPTER OUT --device cudda", "(did you mean cuda?)"),
+    ("merge MODEL ADAPTER BROKEN", "BROKEN: exists already (--force replaces it)"),
+    ("demo --keep MODEL", "MODEL is not an empty folder"),
+    ("run", "run: name a script, or a module after -m"),
+    ("run --no-such-option script.py", "unrecognized arguments: --no-such-option"),
+    ("--no-such-option", "the following arguments are required: COMMAND"),
+]
+
+
+@pytest.fixture
+def paths(model_dir, adapter_dir, tmp_path, monkeypatch):
+    """A folder in which MODEL and ADAPTER exist, BROKEN is damaged and NONE is missing."""
+    (tmp_path / "MODEL").symlink_to(model_dir)
+    (tmp_path / "ADAPTER").symlink_to(adapter_dir)
+    (tmp_path / "BROKEN").mkdir()
+    (tmp_path / "BROKEN" / "config.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("command", "message"), WRONG)
+def test_wrong_arguments_are_said_in_one_line(command, message, paths, capsys):
+    assert run_command(*command.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith("gemma4-compat")
+    assert message in line
+
+
+def test_wrong_arguments_import_no_library(model_dir, adapter_dir, tmp_path):
+    """What needs a model's config is checked before, too."""
+    commands = [text.split() for text, _ in WRONG if not text.startswith(("status", "merge B"))]
+    places = {"MODEL": str(model_dir), "ADAPTER": str(adapter_dir)}
+    commands = [[places.get(word, word) for word in command] for command in commands]
+    code = f"""
+import contextlib, io, sys
+from gemma4_compat import cli
+for command in {commands!r}:
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            assert cli.main(command) == 2, command
+        except SystemExit as stopped:
+            assert stopped.code == 2, command
+    assert not set(sys.modules) & {{*{WITH_TORCH}, "numpy"}}, command
+"""
+    ran = python("-c", code, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("command", WORKS)
+def test_as_wide_as_the_terminal(command, columns, paths, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    arguments, code = WORKS[command]
+    assert cli.main([command, *arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    long = [line for line in printed.out.splitlines() if len(line) > columns]
+    # Code, Markdown and single words such as names are not broken: they are to be copied.
+    prose = [line for line in long if command not in ("plan", "report") and " " in line.strip()]
+    assert prose == []
+
+
+@pytest.mark.parametrize("command", WORKS)
+def test_json_is_the_same_for_programs(command, paths, capsys):
+    arguments, code = WORKS[command]
+    assert cli.main([command, *arguments, "--json"]) == code
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    found = json.loads(printed.out)
+    assert isinstance(found, dict)
+    assert found.get("ok", True) is True
+
+
+@pytest.mark.parametrize("command", [c for c in cli.COMMANDS if c.name != "run"], ids=str)
+def test_interrupted(command, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    stopped = dataclasses.replace(command, run=interrupted, needs=lambda options: ())
+    assert stopped.execute(argparse.Namespace(json=False)) == 130
+    line = f"gemma4-compat {command.name}: interrupted{command.stopped}"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code", "verdict"),
+    [("8GiB", 0, "\033[32mfits on"), ("1MiB", 1, "\033[31mdoes NOT")],
+)
+def test_colour_of_the_verdict(gpu, code, verdict, paths, capsys, monkeypatch):
+    command = ["plan", "MODEL", "--gpu", gpu]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.main(command) == code
+    plain = capsys.readouterr().out
+    assert "\033" not in plain  # a pipe
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(command) == code
+    coloured = capsys.readouterr().out
+    assert verdict in coloured
+    assert re.sub("\033\\[\\d+m", "", coloured) == plain
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+        assert cli.main(command) == code
+        assert capsys.readouterr().out == plain
+        monkeypatch.delenv(name)
+
+
+def test_help_with_examples(capsys):
+    assert cli.main([]) == 0
+    printed = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert f"\n    {command.name} " in printed
+    assert "\nexamples:\n  gemma4-compat status" in printed
 
 
 # -- without the libraries ------------------------------------------------------------------------
@@ -369,7 +543,7 @@ def test_what_messages_name_exists():
     """Messages of patches send people to commands and functions."""
     folder = Path(gemma4_compat.__file__).parent / "patches"
     text = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
-    commands = {command.__name__.rpartition(".")[2] for command in cli.COMMANDS}
+    commands = {command.name for command in cli.COMMANDS}
     assert {"map", "merge", "plan"} <= set(re.findall(r"gemma4-compat (\w+)", text)) <= commands
     functions = set(re.findall(r"gemma4_compat\.inspection\.(\w+)\(", text))
     assert functions == {"inspect_model"}

@@ -104,7 +104,7 @@ def test_kinds_of_adapters(model_dir, options, work, tmp_path):
         target_modules=r".*\.language_model\..*\.mlp\.(up|down)_proj", **options,
     )  # fmt: skip
     result = merge_adapter(model_dir, adapter, work / "out")
-    assert result.agrees
+    assert result.ok
     assert all(row.effect > row.difference for row in result.parity)
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, adapter))
 
@@ -177,7 +177,7 @@ def test_disagreeing_merge_writes_nothing(model_dir, cancelling_adapter, work, c
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes(model_dir, adapter_dir, work, dtype):
     result = merge_adapter(model_dir, adapter_dir, work / "out", dtype=dtype)
-    assert result.agrees
+    assert result.ok
     from safetensors import safe_open
 
     with safe_open(work / "out" / "model.safetensors", "pt") as file:
@@ -520,7 +520,7 @@ def test_devices(model_dir, language_adapter_dir, work, device, message):
 
 def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
     result = merge_adapter(model_dir, language_adapter_dir, work / "out", device="cpu:0")
-    assert result.agrees
+    assert result.ok
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

@@ -32,7 +32,7 @@ def on_cpu(found):
 def test_whole(e2b_dir):
     found = plan(e2b_dir, 12 * GIB, context=8192)
     assert found.device_map == {"": 0}
-    assert found.fits
+    assert found.ok
     assert found.weights == found.weights_whole == sum(part.gpu for part in found.parts)
     assert not any(part.cpu for part in found.parts)
     assert [more.part for more in found.further] == [
@@ -63,7 +63,7 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     order = [PLE, *TOWERS, *layers]
     for tenths in (26, 19):
         found = plan(e2b_dir, tenths * GIB // 10, context=8192)
-        assert found.fits
+        assert found.ok
         names = on_cpu(found)
         assert names == order[: len(names)]
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
@@ -154,10 +154,10 @@ def test_does_not_fit(e2b_dir, capsys):
 def test_a_shorter_context_that_fits(e2b_dir):
     """What is advised is planned, and fits; where none does, it is said."""
     found = plan(e2b_dir, 3 * GIB // 2, context=131072)
-    assert not found.fits
+    assert not found.ok
     assert f"--context {found.shorter} fits." in str(found)
-    assert plan(e2b_dir, 3 * GIB // 2, context=found.shorter).fits
-    assert not plan(e2b_dir, 3 * GIB // 2, context=2 * found.shorter).fits
+    assert plan(e2b_dir, 3 * GIB // 2, context=found.shorter).ok
+    assert not plan(e2b_dir, 3 * GIB // 2, context=2 * found.shorter).ok
     none = plan(e2b_dir, GIB // 2, context=131072)
     assert none.shorter is None
     assert "No --context fits." in str(none)
@@ -253,7 +253,7 @@ def test_json(model_dir, adapter_dir, capsys):
     expected = plan(model_dir, 80 * 10**9, quant="int8", context=100, adapter=adapter_dir)
     assert isinstance(expected, Plan)
     assert found == json.loads(json.dumps(expected.as_dict()))
-    assert found["fits"] is True
+    assert found["ok"] is True
     assert found["needed"] == expected.needed
 
 
@@ -279,7 +279,7 @@ def test_sizes_that_are_none(text, model_dir, capsys):
     assert main(["plan", str(model_dir), f"--gpu={text}"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"gemma4-compat plan: --gpu: {text!r} is no size")
+    assert printed.err.startswith(f"gemma4-compat plan: --gpu: {text!r} is not a size")
 
 
 @pytest.mark.parametrize(

@@ -10,32 +10,63 @@ import os
 import sys
 
 from .. import __version__
-from . import adapter, demo, map, merge, plan, report, run, scan, status
+from ..errors import suggestion
+from . import adapter, demo, device_map, merge, plan, report, run, scan, status
+from ._command import Command, Parser
 
-COMMANDS = (status, run, plan, map, scan, adapter, report, merge, demo)
+COMMANDS: tuple[Command, ...] = tuple(
+    module.COMMAND for module in (status, run, plan, device_map, scan, adapter, report, merge, demo)
+)
+_EXAMPLES = """\
+examples:
+  gemma4-compat status                                what is patched here, and why
+  gemma4-compat plan gemma-4-E4B-it --gpu 12GiB       a device map that fits, as Python
+  gemma4-compat adapter my-lora --model gemma-4-E4B-it
+  gemma4-compat run train.py                          your script, with the patches
+
+gemma4-compat COMMAND --help describes a command.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     argv, program = run.split_program(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="gemma4-compat",
-        description="Makes Gemma 4 work with transformers, accelerate, peft and bitsandbytes.",
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 0
+    _check_command(parser, argv[0])
     options = parser.parse_args(argv, argparse.Namespace(program=program))
-    if options.command == "run" and not program:
+    if options.command == run.COMMAND.name and not program:
         parser.error("run: name a script, or a module after -m")
     try:
-        code = int(options.execute(options))
+        code: int = options.execute(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if options.command == "run":
+        if options.command == run.COMMAND.name:
             raise
         # ``| head`` has read enough; Python would complain once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="gemma4-compat",
+        description="Makes Gemma 4 work with transformers, accelerate, peft and bitsandbytes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_to(commands)
+    return parser
+
+
+def _check_command(parser: Parser, name: str) -> None:
+    names = [command.name for command in COMMANDS]
+    if not name.startswith("-") and name not in names:
+        hint = suggestion(name, names) or f"; the commands are {', '.join(names)}"
+        parser.error(f"no command is named {name!r}{hint}")

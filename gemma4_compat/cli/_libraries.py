@@ -1,4 +1,4 @@
-"""The libraries that matter: which are here, and having them without their chatter."""
+"""The libraries that matter: which are installed, and how to import them without output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -26,17 +25,10 @@ def library_versions() -> dict[str, str | None]:
     return versions
 
 
-def require_libraries(command: str, names: Sequence[str]) -> int | None:
-    """The exit code where a library is missing, which is said."""
-    versions = library_versions()
-    missing = [name for name in names if versions[name] is None]
-    if not missing:
-        return None
-    print(
-        f'gemma4-compat {command} needs {", ".join(missing)}: pip install "gemma4-compat[gemma4]"',
-        file=sys.stderr,
-    )
-    return 2
+def missing_libraries(names: Sequence[str]) -> list[str]:
+    """Those of these libraries that are not installed."""
+    versions = library_versions() if names else {}
+    return [name for name in names if versions[name] is None]
 
 
 @contextlib.contextmanager

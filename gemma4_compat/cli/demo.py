@@ -5,30 +5,38 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..result import Result
 from ..versions import WITH_TORCH
-from ._libraries import require_libraries
+from ._command import Command
+
+_HELP = """\
+Build a tiny random Gemma 4, and run users' stories on it: each in a process
+without the patches and in one with them.  Downloads nothing; takes a minute or
+two.
+
+Exit code: 0 every story ends well with the patches; 1 one does not; 2 invalid
+argument, or the tiny model could not be built.
+"""
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="try it on a tiny random Gemma 4: without and with the patches",
-        description="Build a tiny random Gemma 4 and play users' stories on it, each in a process "
-        "without the patches and in one with them.  Downloads nothing; takes a minute or two.",
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keep", metavar="DIR", type=Path, help="keep checkpoint, adapters and logs in DIR"
     )
-    demo.add_argument("--keep", metavar="DIR", help="keep checkpoint, adapters and logs in DIR")
-    demo.add_argument("--json", action="store_true", help="print JSON")
-    demo.set_defaults(execute=execute)
 
 
-def execute(options: argparse.Namespace) -> int:
-    if (code := require_libraries("demo", WITH_TORCH)) is not None:
-        return code
+def _run(options: argparse.Namespace) -> Result:
     from ..demo.play import demo
     from ..demo.stories import STORIES
 
-    keep = Path(options.keep) if options.keep else None
-    try:
-        return demo(STORIES, keep=keep, as_json=options.json)
-    except KeyboardInterrupt:
-        return 130
+    return demo(STORIES, keep=options.keep)
+
+
+COMMAND = Command(
+    name="demo",
+    help="try it on a tiny random Gemma 4: without and with the patches",
+    description=_HELP,
+    arguments=_arguments,
+    needs=lambda options: WITH_TORCH,
+    run=_run,
+)

@@ -3,67 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
-from ._libraries import quiet_libraries, require_libraries
+from ..errors import InputError
+from ..result import Result
+from ._arguments import existing_path, model_folder
+from ._command import Command, argument
+from ._libraries import quiet_libraries
+from .device_map import add_map
 
 _HELP = """\
 Print what an upstream issue asks for, as Markdown to paste: system, GPUs,
 driver, versions, the state of each patch, and what a model, a device map and an
 adapter are, from their headers.
 
-Nothing private is in it: paths are reduced to their last component, and user
+It contains nothing private: paths are reduced to their last component, and user
 and host name, home folder and tokens are taken out.  Read it all the same
 before you post it.
 
-Exit code: 0; 1 in strict mode where a patch fails; 2 an argument cannot work.
+Exit code: 0; 1 in strict mode where a patch fails; 2 invalid argument or file.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report",
-        help="what to paste into an issue, with nothing private in it",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="DIR", type=argument(model_folder), help="a checkpoint's folder"
     )
-    report.add_argument("--model", metavar="DIR", help="a checkpoint's folder")
-    report.add_argument("--adapter", metavar="DIR", help="an adapter's folder or file")
-    report.add_argument(
-        "--map", metavar="JSON", dest="device_map", help="a device map, to check against --model"
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        type=argument(existing_path),
+        help="an adapter's folder or file",
     )
-    report.add_argument("--json", action="store_true", help="print JSON")
-    report.set_defaults(execute=execute)
+    add_map(parser, required=False, help="a device map, to check against --model")
 
 
-def execute(options: argparse.Namespace) -> int:
-    needed = ("torch", "transformers") if options.model is not None else ()
-    if (code := require_libraries("report --model", needed)) is not None:
-        return code
-    from .. import PatchError
-    from ..errors import InputError
+def _run(options: argparse.Namespace) -> Result:
+    if options.device_map is not None and options.model is None:
+        raise InputError("--map is checked against a model: name one with --model")
+    with quiet_libraries():
+        from ..inspection.report import build_report
 
-    try:
-        with quiet_libraries():
-            from ..inspection.report import build_report
+        return build_report(options.model, options.adapter, options.device_map)
 
-            device_map = None
-            if options.device_map is not None:
-                from ..inspection.device_map import parse_map
 
-                if options.model is None:
-                    raise InputError("--map: checked against a model: name one with --model")
-                try:
-                    device_map = parse_map(options.device_map)
-                except InputError as error:
-                    raise InputError(f"--map: {error}") from None
-            found = build_report(options.model, options.adapter, device_map)
-    except InputError as error:
-        print(f"gemma4-compat report: {error}", file=sys.stderr)
-        return 2
-    except PatchError as error:  # the strict switch is on
-        print(f"gemma4-compat report: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0
+COMMAND = Command(
+    name="report",
+    help="what to paste into an issue, with nothing private in it",
+    description=_HELP,
+    arguments=_arguments,
+    needs=lambda options: () if options.model is None else ("torch", "transformers"),
+    run=_run,
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import launcher
+from ._command import Command
 
 _HELP = """\
 Run a Python program with the patches in place, without editing it:
@@ -20,18 +21,25 @@ by other means (subprocess, os.exec...) are not, unless they import gemma4_compa
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run a script or module with the patches in place",
-        usage="gemma4-compat run [-h] {SCRIPT | -m MODULE} [ARG ...]",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run.add_argument("-m", dest="module", action="store_true", help="run a module, not a file")
-    run.set_defaults(
-        execute=lambda options: launcher.run(options.program, as_module=options.module)
-    )
+class _Run(Command):
+    """A program's output, exceptions and exit code are its own: nothing is printed around it."""
+
+    def execute(self, options: argparse.Namespace) -> int:
+        return launcher.run(options.program, as_module=options.module)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, not a file")
+
+
+COMMAND = _Run(
+    name="run",
+    help="run a script or module with the patches in place",
+    description=_HELP,
+    arguments=_arguments,
+    usage="gemma4-compat run [-h] {SCRIPT | -m MODULE} [ARG ...]",
+    json=False,
+)
 
 
 def split_program(argv: list[str]) -> tuple[list[str], list[str]]:

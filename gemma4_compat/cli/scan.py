@@ -3,57 +3,70 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
-from ._libraries import quiet_libraries, require_libraries
+from ..result import Result
+from ._arguments import at_least_one, model_folder
+from ._command import Command, argument
+from ._libraries import quiet_libraries
 
 _HELP = """\
 Show which modules of a model an adapter's target_modules match, before making
 the adapter.
 
-Reads MODEL_DIR/config.json and no weights.  Matched is as PEFT does it, where it
-is installed.  --targets is a list of names (q_proj,v_proj), a regular expression,
-or all-linear.  Shown are the matched modules by tower and class, the patch that
-they need, and a LoRA adapter's size.
+Reads MODEL_DIR/config.json and no weights.  Names are matched as PEFT matches
+them, by PEFT itself where it is installed.  --targets is a list of names
+(q_proj,v_proj), a regular expression, or all-linear.  Prints the matched
+modules by tower and class, the patch that they need, and a LoRA adapter's size.
 
-Exit code: 0 PEFT takes them, with the patches that are named; 1 nothing is
-matched, or a class that LoRA cannot adapt; 2 an argument cannot work.
+Exit code: 0 PEFT takes them, with the patches that are named; 1 no module
+matches, or LoRA cannot adapt a module that does; 2 invalid argument or file.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    scan = commands.add_parser(
-        "scan",
-        help="which modules an adapter's target_modules match",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _targets(text: str) -> str | tuple[str, ...]:
+    from ..inspection.targets import check_expression, parse_targets
+
+    targets = parse_targets(text)
+    if isinstance(targets, str):
+        check_expression(targets)
+    return targets
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_dir",
+        metavar="MODEL_DIR",
+        type=argument(model_folder),
+        help="a folder with config.json",
     )
-    scan.add_argument("model_dir", metavar="MODEL_DIR", help="a folder with config.json")
-    scan.add_argument(
+    parser.add_argument(
         "--targets",
         required=True,
         metavar="TARGETS",
+        type=argument(_targets),
         help="as in q_proj,v_proj or '.*language_model.*_proj' or all-linear",
     )
-    scan.add_argument("--rank", type=int, default=16, metavar="R", help="of LoRA (default: 16)")
-    scan.add_argument("--json", action="store_true", help="print JSON")
-    scan.set_defaults(execute=execute)
+    parser.add_argument(
+        "--rank",
+        type=argument(at_least_one),
+        default=16,
+        metavar="R",
+        help="of LoRA (default: 16)",
+    )
 
 
-def execute(options: argparse.Namespace) -> int:
-    if (code := require_libraries("scan", ("torch", "transformers"))) is not None:
-        return code
-    from ..errors import InputError
-    from ..inspection.targets import parse_targets, scan_targets
+def _run(options: argparse.Namespace) -> Result:
+    from ..inspection.targets import scan_targets
 
-    try:
-        with quiet_libraries():
-            found = scan_targets(
-                options.model_dir, parse_targets(options.targets), rank=options.rank
-            )
-    except InputError as error:
-        print(f"gemma4-compat scan: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
-    return 0 if found.works else 1
+    with quiet_libraries():
+        return scan_targets(options.model_dir, options.targets, rank=options.rank)
+
+
+COMMAND = Command(
+    name="scan",
+    help="which modules an adapter's target_modules match",
+    description=_HELP,
+    arguments=_arguments,
+    needs=lambda options: ("torch", "transformers"),
+    run=_run,
+)

@@ -3,66 +3,124 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import sys
-import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from .. import PatchError, Status, __version__
+from .. import InputError, PatchStatus, State, Status, __version__
 from .. import status as status_of_patches
 from ..engine.gate import later
+from ..errors import suggestion
+from ..result import Result
+from ..text import table, wrap
 from ..versions import NEWEST
+from ._command import Command
 from ._libraries import library_versions, quiet_libraries
 
+_HELP = """\
+Show every patch, its state here and why.  With PATCH, show what that patch is
+for and which attributes it replaces.  Imports the libraries.
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    status = commands.add_parser(
-        "status",
-        help="which patches apply to the installed libraries",
-        description="Show every patch, its state here and why.  Imports the libraries.  The exit "
-        "code is 1 where a patch failed, or stepped aside because its target changed shape; not "
-        "where one is blocked, because another that it requires was switched off.",
-    )
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(execute=execute)
+Exit code: 0; 1 a patch failed, or stepped aside because its target changed
+shape; 2 invalid argument.  A patch that is blocked, because another one that it
+requires was switched off, does not count.
+"""
 
 
-def execute(options: argparse.Namespace) -> int:
-    try:
-        with quiet_libraries():
-            status = status_of_patches(import_targets=True)
-    except PatchError as error:  # the strict switch is on
-        print(f"gemma4-compat: {error}", file=sys.stderr)
-        return 1
-    versions = library_versions()
-    untested = later(versions, NEWEST)
-    if options.json:
-        found = {
+@dataclass(frozen=True)
+class Overview(Result):
+    """The libraries and the patches; ``untested`` are versions newer than any measured one."""
+
+    patches: Status
+    libraries: Mapping[str, str | None]
+    untested: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.patches.ok
+
+    @property
+    def verdict(self) -> str:
+        states = Counter(entry.state for entry in self.patches)
+        counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
+        return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
             "version": __version__,
-            "healthy": status.healthy,
-            "libraries": versions,
-            "untested": untested,
-            "patches": status.as_dict(),
+            "ok": self.ok,
+            "libraries": dict(self.libraries),
+            "untested": list(self.untested),
+            "patches": self.patches.as_dict(),
         }
-        print(json.dumps(found, indent=2))
-    else:
-        print(f"gemma4-compat {__version__}\n")
-        for name, version in versions.items():
-            print(f"{name:<12}  {version or 'not installed'}")
-        for release in untested:
-            print(f"\nuntested version: {release}; what its code shows decides on each patch")
-        print(f"\n{_patch_table(status, shutil.get_terminal_size().columns)}")
-    return 0 if status.healthy else 1
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"gemma4-compat {__version__}"
+        yield self.verdict
+        yield ""
+        yield table([(name, v or "not installed") for name, v in self.libraries.items()])
+        for release in self.untested:
+            yield ""
+            yield wrap(
+                f"untested version: {release} is newer than any measured one; each patch decides "
+                "by its probe"
+            )
+        yield ""
+        yield table([(entry.name, entry.state, entry.reason) for entry in self.patches])
 
 
-def _patch_table(status: Status, columns: int) -> str:
-    """As ``str(status)``, with the reasons wrapped."""
-    name = max((len(entry.name) for entry in status), default=0)
-    state = max((len(entry.state.value) for entry in status), default=0)
-    lines = []
-    for entry in status:
-        head = f"{entry.name:<{name}}  {entry.state.value:<{state}}"
-        for line in textwrap.wrap(entry.reason, max(columns - len(head) - 2, 24)) or [""]:
-            lines.append(f"{head}  {line}".rstrip())
-            head = " " * len(head)
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class One(Result):
+    """One patch."""
+
+    patch: PatchStatus
+
+    @property
+    def ok(self) -> bool:
+        return self.patch.ok
+
+    @property
+    def verdict(self) -> str:
+        return str(self.patch.state)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.patch.as_dict()
+
+    def __str__(self) -> str:
+        patch = self.patch
+        lines = [f"{patch.name}: {self.verdict}", "", wrap(patch.symptom, " " * 9, "symptom: ")]
+        if patch.reason:
+            lines.append(wrap(patch.reason, " " * 9, "reason:  "))
+        if patch.replaces:
+            lines += ["", "replaces", *(f"  {name}" for name in patch.replaces)]
+        return "\n".join(lines)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("patch", metavar="PATCH", nargs="?", help="show this patch alone")
+
+
+def _run(options: argparse.Namespace) -> Result:
+    with quiet_libraries():
+        patches = status_of_patches(import_targets=True)
+    if options.patch is not None:
+        names = [entry.name for entry in patches]
+        if options.patch not in names:
+            hint = suggestion(options.patch, names)
+            raise InputError(f"no patch is named {options.patch!r}{hint}: status lists all")
+        return One(patches[options.patch])
+    versions = library_versions()
+    return Overview(patches, versions, tuple(later(versions, NEWEST)))
+
+
+COMMAND = Command(
+    name="status",
+    help="which patches apply to the installed libraries",
+    description=_HELP,
+    arguments=_arguments,
+    run=_run,
+)

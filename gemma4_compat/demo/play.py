@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from ..errors import InputError
+from ..result import Result
+from ..text import columns
 from .stories import Story
 
 _SIDES = ("without", "with")
@@ -28,61 +30,87 @@ _SHORT = 100
 
 
 @dataclass(frozen=True)
-class Result:
+class Outcome:
     """How a story went: ``equal``, ``wrong``, ``error`` or ``crash``, and the words for it."""
 
     outcome: str
     text: str
 
     @property
-    def good(self) -> bool:
+    def ok(self) -> bool:
         return self.outcome == "equal"
 
 
-def demo(stories: Sequence[Story], *, keep: Path | None = None, as_json: bool = False) -> int:
-    """Build, play and print.
+@dataclass(frozen=True)
+class Demo(Result):
+    """The stories and how each went, "without" and "with" the patches; ``seconds`` it took."""
 
-    Returns 0 if every story went well with the patches, 1 if not, 2 if the tiny model could not
-    be built or ``keep`` holds something already.
+    stories: tuple[Story, ...]
+    outcomes: tuple[Mapping[str, Outcome], ...]
+    seconds: float
+    folder: Path | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every story ends well with the patches."""
+        return all(outcome["with"].ok for outcome in self.outcomes)
+
+    @property
+    def verdict(self) -> str:
+        good = sum(outcome["with"].ok for outcome in self.outcomes)
+        return f"{good} of {len(self.stories)} stories end well with gemma4_compat"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Exceptions are in full."""
+        rows = [
+            {"story": story.title, **{side: asdict(outcome[side]) for side in _SIDES}}
+            for story, outcome in zip(self.stories, self.outcomes, strict=True)
+        ]
+        return {"ok": self.ok, "seconds": self.seconds, "stories": rows}
+
+    def __str__(self) -> str:
+        lines = [_table(self), "", f"{self.verdict} ({self.seconds:.0f} s)"]
+        if self.folder is not None:
+            lines.append(f"checkpoint, adapters and logs are in {self.folder}")
+        return "\n".join(lines)
+
+
+def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
+    """Build a tiny model and play the stories; progress goes to stderr.
+
+    Args:
+        stories: what to play.
+        keep: an empty or new folder, which keeps checkpoint, adapters and logs.
+
+    Raises:
+        InputError: ``keep`` is not empty, or the tiny model could not be built.
     """
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        print(f"gemma4-compat demo: {keep} is not an empty directory", file=sys.stderr)
-        return 2
+        raise InputError(f"{keep} is not an empty folder")
     start = time.monotonic()
     progress = _Progress(1 + 2 * len(stories), sys.stderr)
     with _folder(keep) as folder, closing(progress):
         with progress.work("build a tiny Gemma 4 and adapters for it"):
             built = _process(_fresh(with_patches=False), folder, folder / "build")
         if built.outcome != "built":
-            progress.close()
-            print(f"gemma4-compat demo: cannot build the model: {built.text}", file=sys.stderr)
-            return 2
-        results = play(stories, folder, progress, device=built.text)
-    seconds = time.monotonic() - start
-    good = sum(result["with"].good for result in results)
-    if as_json:
-        print(to_json(stories, results))
-    else:
-        print(table(stories, results, shutil.get_terminal_size().columns))
-        print(f"\n{good} of {len(stories)} stories end well with gemma4_compat ({seconds:.0f} s)")
-        if keep:
-            print(f"checkpoint, adapters and logs are in {keep}")
-    return 0 if good == len(stories) else 1
+            raise InputError(f"cannot build the model: {built.text}")
+        outcomes = play(stories, folder, progress, device=built.text)
+    return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start, keep)
 
 
 def play(
     stories: Sequence[Story], folder: Path, progress: _Progress, *, device: str
-) -> list[dict[str, Result]]:
+) -> list[dict[str, Outcome]]:
     """Play each story on both sides, in a process each."""
 
-    def one(start: _Start, side: str, story: Story) -> Result:
+    def one(start: _Start, side: str, story: Story) -> Outcome:
         with progress.work(f"{side:<7}  {story.title}") as done:
             scratch = folder / side / story.function
             result = _process(start, folder, scratch, story.module, story.function)
             done(_short(result.text))
         return result
 
-    def one_side(side: str) -> list[Result]:
+    def one_side(side: str) -> list[Outcome]:
         with _forking(folder / f"{side}.txt", with_patches=side == "with") as start:
             return [one(start, side, story) for story in stories]
 
@@ -92,29 +120,29 @@ def play(
         try:
             if forking:
                 sides = [pool.submit(one_side, side) for side in _SIDES]
-                columns = [side.result() for side in sides]
+                by_side = [side.result() for side in sides]
             else:
                 running = [
                     [pool.submit(one, _fresh(with_patches=s == "with"), s, story) for s in _SIDES]
                     for story in stories
                 ]
-                columns = [[row[i].result() for row in running] for i in range(len(_SIDES))]
+                by_side = [[row[i].result() for row in running] for i in range(len(_SIDES))]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [dict(zip(_SIDES, row, strict=True)) for row in zip(*columns, strict=True)]
+    return [dict(zip(_SIDES, row, strict=True)) for row in zip(*by_side, strict=True)]
 
 
-def table(stories: Sequence[Story], results: Sequence[dict[str, Result]], columns: int = 80) -> str:
-    """Story | without | with, wrapped to the terminal's width."""
-    columns = max(60, min(columns, 120))
+def _table(demo: Demo) -> str:
+    """Story | without | with, as wide as the terminal."""
+    width = max(60, min(columns(), 120))
     rows: list[tuple[str, ...]] = [("story", *_SIDES)]
-    for story, result in zip(stories, results, strict=True):
-        rows.append((story.title, *(_short(result[side].text) for side in _SIDES)))
+    for story, outcome in zip(demo.stories, demo.outcomes, strict=True):
+        rows.append((story.title, *(_short(outcome[side].text) for side in _SIDES)))
     # The last column is as wide as it needs to be; usually it says "equal".
-    last = min(max(len(row[2]) for row in rows), columns // 4)
-    first = (columns - last - 6) * 9 // 20
-    widths = (first, columns - last - 6 - first, last)
+    last = min(max(len(row[2]) for row in rows), width // 4)
+    first = (width - last - 6) * 9 // 20
+    widths = (first, width - last - 6 - first, last)
     lines = []
     for index, row in enumerate(rows):
         cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -127,15 +155,6 @@ def table(stories: Sequence[Story], results: Sequence[dict[str, Result]], column
     return "\n".join(lines)
 
 
-def to_json(stories: Sequence[Story], results: Sequence[dict[str, Result]]) -> str:
-    """The table as data, with exceptions in full."""
-    rows = [
-        {"story": story.title, **{side: asdict(result[side]) for side in _SIDES}}
-        for story, result in zip(stories, results, strict=True)
-    ]
-    return json.dumps(rows, indent=2)
-
-
 def _short(text: str) -> str:
     return textwrap.shorten(text, _SHORT, placeholder="...")
 
@@ -146,22 +165,22 @@ def _short(text: str) -> str:
 _Start = Callable[[Sequence[str], Path], int]
 
 
-def _process(start: _Start, folder: Path, scratch: Path, *story: str) -> Result:
+def _process(start: _Start, folder: Path, scratch: Path, *story: str) -> Outcome:
     """Run a worker; whatever becomes of it is a result."""
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
     try:
         code = start([str(folder), str(scratch), *story], log)
     except subprocess.TimeoutExpired:
-        return Result("crash", f"no end within {_SECONDS} s")
+        return Outcome("crash", f"no end within {_SECONDS} s")
     except ChildProcessError as error:
-        return Result("crash", str(error))
+        return Outcome("crash", str(error))
     try:
-        return Result(**json.loads((scratch / "result.json").read_text()))
+        return Outcome(**json.loads((scratch / "result.json").read_text()))
     except (OSError, ValueError):
         said = log.read_text(errors="replace").split("\n") if log.exists() else []
         last = next((line.strip() for line in reversed(said) if line.strip()), "")
-        return Result("crash", f"exit code {code}: {last}" if last else f"exit code {code}")
+        return Outcome("crash", f"exit code {code}: {last}" if last else f"exit code {code}")
 
 
 def _fresh(*, with_patches: bool) -> _Start:
@@ -285,6 +304,6 @@ class _Progress:
     def _show(self) -> None:
         if self._terminal and self._running:
             text = f"[{self._done}/{self._total}] {self._running[-1]} ..."
-            width = shutil.get_terminal_size().columns - 1
+            width = columns() - 1
             self._stream.write(f"\r\x1b[K{text[:width]}")
         self._stream.flush()

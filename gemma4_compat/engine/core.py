@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
-from ..errors import PatchError
+from ..errors import PatchError, suggestion
 from . import gate
 from .gate import Outcome
 from .imports import Imports
@@ -400,10 +400,10 @@ class Engine:
     # -- bookkeeping ----------------------------------------------------------------------------
 
     def _select(self, names: Sequence[str]) -> list[_Record]:
-        unknown = [name for name in names if name not in self._records]
-        if unknown:
-            valid = ", ".join(self._records)
-            raise ValueError(f"no patch named {', '.join(unknown)}; there are: {valid}")
+        for name in names:
+            if name not in self._records:
+                hint = suggestion(name, self._records)
+                raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
         return [record for name, record in self._records.items() if name in names or not names]
 
     def _describe(self, record: _Record) -> PatchStatus:
@@ -418,7 +418,10 @@ class Engine:
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""
         reason = "; ".join(filter(None, (record.reason, needs, stays, untested)))
-        return PatchStatus(patch.name, record.state, reason, patch.symptom, record.versions)
+        replaced = tuple(map(str, layer.replacements)) if layer.entries else ()
+        return PatchStatus(
+            patch.name, record.state, reason, patch.symptom, record.versions, replaced
+        )
 
     def _after_fork(self, child: bool = False) -> None:
         try:

@@ -39,6 +39,8 @@ class PatchStatus:
     """The state of one patch and why it is so.
 
     ``versions`` maps each distribution of the gate to its installed version (``None``: unknown).
+    ``replaces`` are the attributes that the patch replaces where it is applied, as
+    "module.attribute".
     """
 
     name: str
@@ -46,6 +48,16 @@ class PatchStatus:
     reason: str
     symptom: str
     versions: Mapping[str, str | None]
+    replaces: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """False where the patch failed or drifted."""
+        return self.state not in (State.FAILED, State.DRIFTED)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "state": self.state.value, "replaces": list(self.replaces)}
 
 
 class Status(Sequence[PatchStatus]):
@@ -75,21 +87,13 @@ class Status(Sequence[PatchStatus]):
         return iter(self._entries)
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         """False where a patch failed or drifted."""
-        return not any(entry.state in (State.FAILED, State.DRIFTED) for entry in self)
+        return all(entry.ok for entry in self)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain data, one entry per patch."""
-        return {
-            entry.name: {**asdict(entry), "state": entry.state.value} for entry in self._entries
-        }
-
-    def to_json(self) -> str:
-        """``as_dict()`` as indented JSON."""
-        import json
-
-        return json.dumps(self.as_dict(), indent=2)
+        return {entry.name: entry.as_dict() for entry in self._entries}
 
     def __str__(self) -> str:
         if not self._entries:

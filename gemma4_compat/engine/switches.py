@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ..errors import suggestion
+
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
 
@@ -65,14 +67,10 @@ def read(
             elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
                 switches[names[variable]] = Switch.OFF
         else:
-            import difflib
-
             valid = [prefix, f"{prefix}_STRICT", *names]
-            near = difflib.get_close_matches(variable.upper(), valid, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
             logger.warning(
                 "unknown environment variable %s%s has no effect; valid ones: %s",
-                variable, hint, ", ".join(valid),
+                variable, suggestion(variable.upper(), valid), ", ".join(valid),
             )  # fmt: skip
     return Switches(prefix, everything, strict, switches)
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from .. import text
 from ..engine.gate import holds
 from ..errors import InputError
 from ..model.files import Entry, Header, read_adapter_config, read_header
 from ..model.parts import TOWERS, is_shared_kv, tower_of
-from . import _text
+from ..result import Result
 from .targets import Looked, look_at, lora_parameters, matching, needs_patch
 
 WEIGHTS = "adapter_model.safetensors"
@@ -102,13 +103,13 @@ class Fit:
     groups: tuple[Group, ...]
 
     @property
-    def fits(self) -> bool:
+    def ok(self) -> bool:
         """Whether the adapter loads, and nothing with an effect is left out."""
         return bool(self.loads) and all(group.harmless for group in self.groups)
 
     @property
     def verdict(self) -> str:
-        if self.fits:
+        if self.ok:
             return "fits" + (f", with the patch {', '.join(self.needs)}" if self.needs else "")
         if any(group.kind == "refused" for group in self.groups):
             return "does NOT fit: loading it stops with an error"
@@ -116,7 +117,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class AdapterReport:
+class AdapterInspection(Result):
     """An adapter, as its header and its ``adapter_config.json`` tell.
 
     ``parts`` counts tensors by what they are ("lora_A", "lora_magnitude_vector", ...); "weight"
@@ -145,18 +146,26 @@ class AdapterReport:
     notes: tuple[str, ...]
     fit: Fit | None
 
+    @property
+    def ok(self) -> bool:
+        """Whether the adapter fits the model; True where no model was named."""
+        return self.fit is None or self.fit.ok
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.fit is None else self.fit.verdict
+
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
-        found = asdict(self)
+        found = {**asdict(self), "ok": self.ok}
         if self.fit is not None:
-            found["fit"] |= {"fits": self.fit.fits, "verdict": self.fit.verdict}
+            found["fit"] |= {"ok": self.fit.ok, "verdict": self.fit.verdict}
         return found
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
-def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterReport:
+def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterInspection:
     """Read what an adapter holds; with a model, also what of it PEFT would load there.
 
     Args:
@@ -180,7 +189,7 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterR
     looked = look_at(model) if model is not None else None
     shared = looked.shared if looked is not None else _known_shared(layers)
     targets = config.get("target_modules")
-    return AdapterReport(
+    return AdapterInspection(
         file=str(file),
         kind=_kind(keys, config),
         base_model=config.get("base_model_name_or_path") or None,
@@ -332,7 +341,7 @@ def _notes(
     header: Header, keys: list[_Key], config: Mapping[str, Any], ranks: Mapping[int, int]
 ) -> Iterator[str]:
     if header.missing:
-        yield f"the file is cut off: {_text.size(header.missing)} of its tensors are missing"
+        yield f"the file is cut off: {text.size(header.missing)} of its tensors are missing"
     if not config:
         yield f"no {CONFIG} beside it, which PEFT needs"
     elif not config.get("peft_type"):
@@ -349,7 +358,7 @@ def _notes(
         )
     whole = sorted({key.layer for key in keys if not key.method})
     if whole:
-        yield f"holds whole tensors of the model, for {_text.some(whole, 3)}"
+        yield f"holds whole tensors of the model, for {text.some(whole, 3)}"
 
 
 def _other_ranks(config: Mapping[str, Any], ranks: Iterable[int]) -> list[int]:
@@ -545,13 +554,13 @@ def _misshapen(key: _Key, module: Any) -> str:
 # -- what is printed ------------------------------------------------------------------------------
 
 
-def _lines(report: AdapterReport) -> Iterator[str]:
+def _lines(report: AdapterInspection) -> Iterator[str]:
     dtypes = ", ".join(
         f"{count} {dtype}" if len(report.dtypes) > 1 else dtype
         for dtype, count in report.dtypes.items()
     )
     ranks = ", ".join(
-        f"{rank} ({_text.plural(count, 'layer')})" if len(report.ranks) > 1 else str(rank)
+        f"{rank} ({text.plural(count, 'layer')})" if len(report.ranks) > 1 else str(rank)
         for rank, count in report.ranks.items()
     )
     kind = report.kind
@@ -567,13 +576,13 @@ def _lines(report: AdapterReport) -> Iterator[str]:
         ("base model", report.base_model or "not named"),
         (
             "holds",
-            f"{_text.plural(report.tensors, 'tensor')} ({dtypes}), {report.parameters:,} "
-            f"parameters, {_text.size(report.bytes)}",
+            f"{text.plural(report.tensors, 'tensor')} ({dtypes}), {report.parameters:,} "
+            f"parameters, {text.size(report.bytes)}",
         ),
         ("prefix", prefixes[report.saved_by]),
     ]
     if targets is not None:
-        rows.append(("targets", targets if isinstance(targets, str) else _text.some(targets)))
+        rows.append(("targets", targets if isinstance(targets, str) else text.some(targets)))
     layouts = {
         "inner": "q_proj.linear.*, as PEFT saves them",
         "outer": "q_proj.*: need the patch clippable_linear",
@@ -582,9 +591,9 @@ def _lines(report: AdapterReport) -> Iterator[str]:
     if report.layout is not None:
         rows.append(("clipped", f"{report.layout} layout: {layouts[report.layout]}"))
     for label, value in rows:
-        yield _text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
+        yield text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
     yield ""
-    yield _text.table(
+    yield text.table(
         [
             (t.name, t.tensors, t.layers, ", ".join(f"{n}\xa0{c}" for n, c in t.targets.items()))
             for t in report.towers
@@ -594,7 +603,7 @@ def _lines(report: AdapterReport) -> Iterator[str]:
     )
     if any(part not in ("lora_A", "lora_B") for part in report.parts):
         parts = ", ".join(f"{count} {part}" for part, count in report.parts.items())
-        yield _text.wrap(parts, " " * 9, "tensors: ")
+        yield text.wrap(parts, " " * 9, "tensors: ")
     notes = list(report.notes)
     if report.orphans and report.fit is None:
         notes.append(
@@ -605,7 +614,7 @@ def _lines(report: AdapterReport) -> Iterator[str]:
     if notes:
         yield ""
     for note in notes:
-        yield _text.wrap(note, " " * 6, "note: ")
+        yield text.wrap(note, " " * 6, "note: ")
     if report.fit is not None:
         yield ""
         yield from _fit_lines(report.fit)
@@ -615,15 +624,15 @@ def _fit_lines(fit: Fit) -> Iterator[str]:
     name = Path(fit.model).name or fit.model
     yield f"in {name} ({fit.architecture})".replace("in  (", "in (")
     with_patches = f"with the patch {', '.join(fit.needs)}" if fit.needs and fit.loads else ""
-    rows = [("loads", _text.plural(fit.loads, "tensor"), with_patches)]
+    rows = [("loads", text.plural(fit.loads, "tensor"), with_patches)]
     for group in fit.groups:
         if group.kind == "missing" and not fit.loads:
             continue  # goes without saying
         unit = "layer" if group.kind == "missing" else "tensor"
-        rows.append((group.kind, _text.plural(group.count, unit), group.reason))
-    yield _text.table(rows, indent="  ")
+        rows.append((group.kind, text.plural(group.count, unit), group.reason))
+    yield text.table(rows, indent="  ")
     for group in fit.groups:
         if not group.harmless:
             example = group.example.removeprefix(_PREFIX).replace(".weight", "")
-            yield _text.wrap(f"{group.kind}, such as {example}", " " * 4, "  ")
+            yield text.wrap(f"{group.kind}, such as {example}", " " * 4, "  ")
     yield fit.verdict

@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from ..model.device_maps import OFFLOADED
-from ._text import size, table, wrap
+from ..model.device_maps import checked_map
+from ..result import Result
+from ..text import size, table, wrap
 from .mapped import Mapped, Placed, UnknownKey, source_of
 from .traps import LEVELS, Trap, traps_of
 
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-
 
 @dataclass(frozen=True)
-class DeviceMapCheck:
+class DeviceMapCheck(Result):
     """What a device map does.  All sizes are in bytes, by "nf4", "int8" and "bf16".
 
     ``entries`` are in the map's order, ``devices`` say what rests where once the model is loaded.
@@ -47,8 +44,18 @@ class DeviceMapCheck:
         unknown = any(not each.left_out for each in self.unknown)
         return not unknown and not self.uncovered and not any(open_traps)
 
+    @property
+    def verdict(self) -> str:
+        levels = {trap.level for trap in self.traps}
+        if self.uncovered:
+            return 'this map does not work: add "": 0, or another device for the rest'
+        if "error" in levels:
+            return "this map does not work"
+        if not self.ok:
+            return "this map works, but not as it seems: see above"
+        return "fine, with gemma4_compat" if "handled" in levels else "fine"
+
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
         return {**asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
@@ -79,7 +86,7 @@ def check_device_map(
         InputError: no such folder, or its ``config.json`` is missing or damaged.
         InputError: the installed transformers does not know the model, or the map is none.
     """
-    given = _checked(device_map)
+    given = checked_map(device_map)
     with source_of(model) as source:
         mapped = Mapped(source, given, quantization_config, offload_folder)
         return DeviceMapCheck(
@@ -113,61 +120,6 @@ def describe(model: Any) -> Described:
         for tensor in tensors:
             parts[tensor.part] = parts.get(tensor.part, 0) + tensor.bytes
     return Described(type(mapped.model).__name__, totals)
-
-
-def parse_map(text: str) -> dict[str, int | str]:
-    """A device map from JSON: ``{"model.vision_tower": "cpu", "": 0}``.
-
-    Raises:
-        InputError: not JSON, not an object, or with values that are no devices.
-    """
-    try:
-        found = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        hint = "; write it in single quotes, its names in double quotes" if "'" in text else ""
-        raise InputError(f"{text!r} is not JSON: {error}{hint}") from error
-    return _checked(found)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f'the entry "{twice}" is there twice')
-    return dict(pairs)
-
-
-def _checked(device_map: Any) -> dict[str, int | str]:
-    if isinstance(device_map, str) and device_map in _AUTOMATIC:
-        raise InputError(f"{device_map!r} is no map yet: from_pretrained makes one of it")
-    if not isinstance(device_map, Mapping):
-        raise InputError('a device map is an object such as {"model.vision_tower": "cpu", "": 0}')
-    if not device_map:
-        raise InputError("the device map is empty")
-    return {_name(key): _device(key, value) for key, value in device_map.items()}
-
-
-def _name(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    raise InputError(f"the device map names {key!r}: names of modules are text")
-
-
-def _device(key: str, value: Any) -> int | str:
-    import torch
-
-    if isinstance(value, torch.device):
-        value = str(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if value in OFFLOADED:
-        return str(value)
-    try:
-        if isinstance(value, str) and torch.device(value).type not in ("meta", "cpu"):
-            return value
-    except RuntimeError:
-        pass
-    raise InputError(f'"{key}": {value!r} is no device: write 0, "cuda:1", "cpu" or "disk"')
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -217,7 +169,7 @@ def _lines(check: DeviceMapCheck) -> Iterator[str]:
         yield ""
         yield from told
     yield ""
-    yield _verdict(check)
+    yield check.verdict
 
 
 def _cells(numbers: Mapping[str, int], quants: Iterable[str]) -> list[str]:
@@ -254,17 +206,3 @@ def _told(check: DeviceMapCheck) -> Iterator[str]:
             if trap.level == level:
                 state = f" [{trap.patch}: {trap.state}]" if trap.patch else ""
                 yield wrap(f"{trap.text}{state}", indent, f"{level:<9}")
-
-
-def _verdict(check: DeviceMapCheck) -> str:
-    levels = {trap.level for trap in check.traps}
-    if check.uncovered:
-        return 'this map does not work: add "": 0, or another device for the rest'
-    if "error" in levels:
-        return "this map does not work"
-    if not check.ok:
-        return "this map works, but not as it seems: see above"
-    return "fine, with gemma4_compat" if "handled" in levels else "fine"
-
-
-__all__ = ["DeviceMapCheck", "InputError", "Placed", "Trap", "UnknownKey", "check_device_map"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..model.hooks import offload_hook, placed_model
 from ..model.parts import PARTS, is_under, part_of
-from ._text import plural
+from ..text import plural
 from .mapped import OFFLOAD_FLAG
 from .placement import (
     DISK,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ._text import plural, size, table, wrap
+from ..result import Result
+from ..text import plural, size, table, wrap
 
 DISK = "disk"
 _MOST_NAMES = 3
@@ -65,7 +66,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class ModelInspection:
+class ModelInspection(Result):
     """What `inspect_model` found."""
 
     model: str
@@ -99,7 +100,6 @@ class ModelInspection:
         return dict(sorted(total.items(), key=lambda item: order(item[0])))
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
         return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
 
     def __str__(self) -> str:

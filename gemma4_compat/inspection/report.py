@@ -22,8 +22,9 @@ from ..engine.status import State
 from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
 from ..model.meta import QUANTS
 from ..model.parts import PARTS
+from ..result import Result
+from ..text import plural, size
 from ..versions import WITH_TORCH
-from ._text import plural, size
 
 REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
 #: left out of the list where they are not installed
@@ -45,7 +46,7 @@ _ONLY_A_PATH = re.compile(
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Result):
     """The machine, the libraries, the patches and what was asked about; all of it is plain data.
 
     ``libraries`` maps to ``None`` what is not installed; ``patches`` maps each to its state and
@@ -62,8 +63,12 @@ class Report:
     device_map: Mapping[str, Any] | None
     adapter: Mapping[str, Any] | None
 
+    @property
+    def ok(self) -> bool:
+        """True: a report is complete, whatever it reports."""
+        return True
+
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from .. import text
 from ..engine.status import State
 from ..errors import InputError
 from ..model.files import existing_folder
@@ -29,7 +30,7 @@ from ..model.parts import (
     shared_layers,
     tower_of,
 )
-from . import _text
+from ..result import Result
 
 ALL_LINEAR = "all-linear"
 
@@ -49,7 +50,7 @@ class Matches:
 
 
 @dataclass(frozen=True)
-class TargetScan:
+class TargetScan(Result):
     """What the targets match.
 
     ``layers`` are the names of the layers that get an adapter; the one inside where a wrapper is
@@ -80,12 +81,21 @@ class TargetScan:
         return 4 * self.parameters
 
     @property
-    def works(self) -> bool:
+    def ok(self) -> bool:
         """Whether PEFT, with the patches in ``needs``, makes an adapter for these targets."""
         return bool(self.matches) and all(match.takes != "no" for match in self.matches)
 
+    @property
+    def verdict(self) -> str:
+        if not self.matches:
+            return "no module matches: PEFT says that the target modules are not found"
+        if not self.ok:
+            return "PEFT refuses these targets"
+        return "PEFT takes these targets" + (
+            f", with the patch {', '.join(self.needs)}" if self.needs else ""
+        )
+
     def as_dict(self) -> dict[str, Any]:
-        """The same for programs: plain values."""
         return {
             **asdict(self),
             "matches": [
@@ -94,7 +104,7 @@ class TargetScan:
             ],
             "count": self.count,
             "bytes": self.bytes,
-            "works": self.works,
+            "ok": self.ok,
         }
 
     def __str__(self) -> str:
@@ -226,10 +236,21 @@ def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
     Raises:
         InputError: the targets are no regular expression, or need a PEFT that is not installed.
     """
+    if isinstance(config.target_modules, str):
+        check_expression(config.target_modules)
+    return list(_matching(looked, config))
+
+
+def check_expression(targets: str) -> None:
+    """Refuse what is not a regular expression.
+
+    Raises:
+        InputError: it is none.
+    """
     try:
-        return list(_matching(looked, config))
+        re.compile(targets)
     except re.error as error:
-        raise InputError(f"{error.pattern!r} is not a regular expression: {error}") from error
+        raise InputError(f"{targets!r} is not a regular expression: {error}") from error
 
 
 def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
@@ -293,7 +314,7 @@ def lora_parameters(module: Any, rank: int) -> int | None:
 def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
     nothing = [target for target, count in by_target.items() if not count]
     if nothing and matched:
-        yield f"{_text.some(nothing)}: matches nothing in this model"
+        yield f"{text.some(nothing)}: matches nothing in this model"
     towers = {tower_of(name) for name in matched}
     if towers and "language" not in towers:
         inner = all(name.endswith(".linear") for name in matched)
@@ -303,7 +324,7 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
     shared = [name for name in matched if is_shared_kv(name, looked.shared)]
     if shared:
         yield (
-            f"{_text.plural(len(shared), 'module')} in layers that share keys and values: "
+            f"{text.plural(len(shared), 'module')} in layers that share keys and values: "
             "transformers >= 5.5.2 has none there, and drops their adapters"
         )
     experts = experts_without_adapter(looked.modules, matched)
@@ -311,7 +332,7 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
         names = sorted({".".join(name.split(".")[-2:]) for name in experts})
         layers = len({name.rpartition(".")[0] for name in experts})
         yield (
-            f"the experts of {_text.plural(layers, 'layer')} get no adapter: target_modules does "
+            f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules does "
             "not reach parameters that hold all experts of a layer. In PEFT's config, "
             f"target_parameters={names} does"
         )
@@ -323,11 +344,11 @@ def _lines(scan: TargetScan) -> Iterator[str]:
     name = Path(scan.model).name or scan.model
     quantised = f", {scan.quantised}" if scan.quantised else ""
     yield f"{name} ({scan.architecture}{quantised})".strip()
-    targets = scan.targets if isinstance(scan.targets, str) else _text.some(scan.targets)
-    yield _text.wrap(targets, " " * 9, "targets: ", breaks=True)
+    targets = scan.targets if isinstance(scan.targets, str) else text.some(scan.targets)
+    yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
     yield ""
     if not scan.matches:
-        yield "Nothing matches: PEFT says that the target modules are not found."
+        yield scan.verdict
         return
     verdicts = {
         "yes": "supported",
@@ -337,7 +358,7 @@ def _lines(scan: TargetScan) -> Iterator[str]:
     rows = [(m.tower, m.name, m.count, verdicts[m.takes]) for m in scan.matches]
     if len(rows) > 1:
         rows.append(("all", "", scan.count, ""))
-    yield _text.table(rows, ("tower", "class", "modules", ""), right=(2,))
+    yield text.table(rows, ("tower", "class", "modules", ""), right=(2,))
     yield ""
     classes: Counter[str] = Counter()
     for match in scan.matches:
@@ -345,21 +366,22 @@ def _lines(scan: TargetScan) -> Iterator[str]:
             classes[match.name] += match.count
     if classes:
         counts = ", ".join(f"{count} {name}" for name, count in classes.items())
-        yield _text.wrap(
+        yield text.wrap(
             f"{counts}: PEFT alone stops with 'Target module ... is not supported'. With "
             "clippable_linear (import gemma4_compat first) the adapter goes around the layer "
             "inside."
         )
     refused = sorted({match.name for match in scan.matches if match.takes == "no"})
     if refused:
-        yield _text.wrap(
+        yield text.wrap(
             f"{', '.join(refused)}: PEFT stops with 'Target module ... is not supported'. Name "
             "the linear layers inside."
         )
     if scan.layers:
-        yield _text.wrap(
-            f"LoRA of rank {scan.rank} on {_text.plural(len(scan.layers), 'layer')}: "
-            f"{scan.parameters:,} parameters, {_text.size(scan.bytes)} in float32"
+        yield text.wrap(
+            f"LoRA of rank {scan.rank} on {text.plural(len(scan.layers), 'layer')}: "
+            f"{scan.parameters:,} parameters, {text.size(scan.bytes)} in float32"
         )
     for note in scan.notes:
-        yield _text.wrap(note, " " * 6, "note: ")
+        yield text.wrap(note, " " * 6, "note: ")
+    yield scan.verdict

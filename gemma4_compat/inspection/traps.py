@@ -11,7 +11,7 @@ from ..engine.status import State
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, device_order, differs
 from ..model.sizes import bytes_under
-from ._text import plural, size
+from ..text import plural, size
 from .mapped import OFFLOAD_FLAG, Mapped
 
 LEVELS = ("error", "warning", "handled", "note")

@@ -80,8 +80,8 @@ def merge_adapter(
         tokens = text_tokens(tokenizers[0], chosen, vocabulary) if tokenizers else {}
         merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
         result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
-        if not result.agrees:
-            raise MergeError("the merged model does not agree with the adapter", result)
+        if not result.ok:
+            raise MergeError(result.verdict, result)
         progress(f"writing {target}")
         merging.write(merged, partial, dtype, device, progress)
         with models.failures_of(f"copying the tokenizer to {target.parent}"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from ..result import Result
+from ..text import shortened, table, wrap
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,12 @@ class Parity:
     undecided: int
 
     @property
-    def agrees(self) -> bool:
+    def ok(self) -> bool:
         return self.difference <= self.tolerance and self.other_tokens == self.undecided
 
 
 @dataclass(frozen=True)
-class MergeResult:
+class MergeResult(Result):
     """What was merged, and how well."""
 
     base: str
@@ -44,27 +48,33 @@ class MergeResult:
     notes: tuple[str, ...]
 
     @property
-    def agrees(self) -> bool:
-        return all(row.agrees for row in self.parity)
+    def ok(self) -> bool:
+        """Whether the merged model agrees with the adapter on every prompt."""
+        return all(row.ok for row in self.parity)
+
+    @property
+    def verdict(self) -> str:
+        if self.ok:
+            return f"merged into {self.out}"
+        return "the merged model does not agree with the adapter"
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "ok": row.ok} for row in self.parity]
+        return {**asdict(self), "out": str(self.out), "parity": rows, "ok": self.ok}
 
     def __str__(self) -> str:
         head = ("prompt", "adapter changes", "merging changes", "tolerance", "other tokens", "")
-        rows = [head, *(_cells(row) for row in self.parity)]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            first, *rest = (f"{c:<{w}}" for c, w in zip(row, widths, strict=True))
-            lines.append("  ".join([first, *rest]).rstrip())
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        notes = [wrap(note, " " * 6, "note: ") for note in self.notes]
+        return "\n".join([table([_cells(row) for row in self.parity], head), *notes, self.verdict])
 
 
 def _cells(row: Parity) -> tuple[str, ...]:
     undecided = f" ({row.undecided} undecided)" if row.undecided else ""
     return (
-        row.prompt if len(row.prompt) <= 36 else f"{row.prompt[:33]}...",
+        shortened(row.prompt, 36),
         f"{row.effect:.2g}",
         f"{row.difference:.2g}",
         f"{row.tolerance:.2g}",
         f"{row.other_tokens} of {row.positions}{undecided}",
-        "agrees" if row.agrees else "DISAGREES",
+        "agrees" if row.ok else "DISAGREES",
     )

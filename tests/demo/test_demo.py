@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from gemma4_compat import InputError
 from gemma4_compat.demo import play
-from gemma4_compat.demo.play import Result
+from gemma4_compat.demo.play import Demo, Outcome
 from gemma4_compat.demo.stories import STORIES, Story
 from gemma4_compat.demo.worker import one_line
 
@@ -49,14 +50,16 @@ def pretend(tmp_path, monkeypatch):
     return lambda *names: [Story(name.replace("_", " "), "pretend_stories", name) for name in names]
 
 
-def test_every_story_ends_well_with_the_patches(tmp_path):
+def test_every_story_ends_well_with_the_patches(tmp_path, monkeypatch):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["GEMMA4_COMPAT_CLIPPABLE_LINEAR"] = "0"  # the demo shows the patches regardless
     command = [sys.executable, "-m", "gemma4_compat", "demo", "--json", "--keep", str(tmp_path)]
     ran = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    rows = json.loads(ran.stdout)
+    printed = json.loads(ran.stdout)
+    assert printed["ok"]
+    rows = printed["stories"]
     assert [row["story"] for row in rows] == [story.title for story in STORIES]
     assert {row["story"]: row["with"]["text"] for row in rows} == {
         story.title: "equal" for story in STORIES
@@ -67,15 +70,22 @@ def test_every_story_ends_well_with_the_patches(tmp_path):
     assert (tmp_path / "model" / "config.json").exists()
     assert (tmp_path / "with" / STORIES[0].function / "log.txt").exists()
 
-    results = [{side: Result(**row[side]) for side in ("without", "with")} for row in rows]
-    table = play.table(STORIES, results, columns=80)
-    assert all(len(line) <= 80 for line in table.splitlines())
-    assert table.splitlines()[0].split() == ["story", "|", "without", "|", "with"]
+    outcomes = [{side: Outcome(**row[side]) for side in ("without", "with")} for row in rows]
+    lines = shown(STORIES, outcomes, monkeypatch)
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].split() == ["story", "|", "without", "|", "with"]
 
 
-def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend, capsys):
-    assert play.demo(pretend("adapter_forgotten"), as_json=True) == 1
-    [row] = json.loads(capsys.readouterr().out)
+def shown(stories, outcomes, monkeypatch):
+    """The printed lines, in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    return str(Demo(tuple(stories), tuple(outcomes), 60.0, None)).splitlines()
+
+
+def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
+    found = play.demo(pretend("adapter_forgotten"))
+    assert not found.ok
+    [row] = found.as_dict()["stories"]
     for side in ("without", "with"):
         assert row[side]["outcome"] == "wrong"
         assert row[side]["text"].startswith("wrong by ")
@@ -87,17 +97,17 @@ def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch,
     stories = pretend("fine", "raises_with", "crashes", "hangs")
     progress = play._Progress(8, io.StringIO())
     results = play.play(stories, tmp_path, progress, device=device)
-    crashed = Result("crash", "exit code 3: last words")
-    hung = Result("crash", "no end within 4 s")
+    crashed = Outcome("crash", "exit code 3: last words")
+    hung = Outcome("crash", "no end within 4 s")
     assert [result["without"] for result in results] == [
-        Result("equal", "equal"),
-        Result("equal", "equal"),
+        Outcome("equal", "equal"),
+        Outcome("equal", "equal"),
         crashed,
         hung,
     ]
     assert [result["with"] for result in results] == [
-        Result("equal", "equal"),
-        Result("error", "ValueError: first line last line"),
+        Outcome("equal", "equal"),
+        Outcome("error", "ValueError: first line last line"),
         crashed,
         hung,
     ]
@@ -105,31 +115,31 @@ def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch,
 
 def test_a_story_that_raises_with_the_patches_fails_the_demo(pretend, monkeypatch, capsys):
     monkeypatch.setattr(play, "_process", _without_building(play._process))
-    assert play.demo(pretend("fine", "raises_with")) == 1
-    assert play.demo(pretend("fine")) == 0
+    mixed, fine = play.demo(pretend("fine", "raises_with")), play.demo(pretend("fine"))
+    assert (mixed.ok, mixed.verdict) == (False, "1 of 2 stories end well with gemma4_compat")
+    assert (fine.ok, fine.verdict) == (True, "1 of 1 stories end well with gemma4_compat")
+    assert fine.verdict in str(fine)
     printed = capsys.readouterr()
     assert "with     raises with: ValueError: first line last line" in printed.err
-    assert "1 of 2 stories end well" in printed.out
-    assert "1 of 1 stories end well" in printed.out
     assert "[5/5] " in printed.err
 
 
 def _without_building(process):
     def wrapped(start, folder, scratch, *story):
-        return process(start, folder, scratch, *story) if story else Result("built", "cuda")
+        return process(start, folder, scratch, *story) if story else Outcome("built", "cuda")
 
     return wrapped
 
 
-def test_model_that_cannot_be_built(pretend, monkeypatch, capsys):
-    monkeypatch.setattr(play, "_process", lambda *_: Result("error", "ImportError: no Gemma4"))
-    assert play.demo(pretend("fine")) == 2
-    assert "cannot build the model: ImportError: no Gemma4" in capsys.readouterr().err
+def test_model_that_cannot_be_built(pretend, monkeypatch):
+    monkeypatch.setattr(play, "_process", lambda *_: Outcome("error", "ImportError: no Gemma4"))
+    with pytest.raises(InputError, match="cannot build the model: ImportError: no Gemma4"):
+        play.demo(pretend("fine"))
 
 
-def test_what_is_in_a_folder_is_left_alone(pretend, tmp_path, capsys):
-    assert play.demo(pretend("fine"), keep=tmp_path) == 2
-    assert "is not an empty directory" in capsys.readouterr().err
+def test_what_is_in_a_folder_is_left_alone(pretend, tmp_path):
+    with pytest.raises(InputError, match="is not an empty folder"):
+        play.demo(pretend("fine"), keep=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pretend_stories.py"]
 
 
@@ -149,14 +159,14 @@ def test_terminal_progress_rewrites_one_line():
     assert written.endswith("\r\x1b[K")
 
 
-def test_long_messages_are_shortened_and_wrapped():
+def test_long_messages_are_shortened_and_wrapped(monkeypatch):
     message = one_line(
         "Target module Gemma4ClippableLinear(\n  (linear): Linear(in_features=1)\n) is not "
         "supported. Currently, only the following modules are supported: `torch.nn.Linear`, ..."
     )
     assert message.startswith("Target module Gemma4ClippableLinear(...) is not supported.")
-    result = {"without": Result("error", message), "with": Result("equal", "equal")}
+    result = {"without": Outcome("error", message), "with": Outcome("equal", "equal")}
     stories = [Story("load an adapter with broad targets and many words", "", "")]
-    lines = play.table(stories, [result], columns=80).splitlines()
+    lines = shown(stories, [result], monkeypatch)
     assert max(map(len, lines)) <= 80
-    assert 4 <= len(lines) <= 7
+    assert 6 <= len(lines) <= 9

@@ -337,7 +337,7 @@ def test_all_or_nothing(lib, make, caplog):
     engine.install()
     assert engine.status()["p"].state is State.FAILED
     assert engine.status()["p"].reason == "RuntimeError: no"
-    assert not engine.status().healthy
+    assert not engine.status().ok
     assert logged(caplog, logging.WARNING) == ["p: failed: RuntimeError: no; stepping aside"]
     engine.uninstall("q")
     assert snapshot(m, m.Base, m.Sub, n) == before
@@ -497,7 +497,7 @@ def test_switched_restores_and_nests(lib, make):
         assert m.f() == "b>f"
         1 / 0  # noqa: B018
     assert m.f() == "b>a>f"
-    with pytest.raises(ValueError, match="no patch named z; there are: a, b"):
+    with pytest.raises(ValueError, match="no patch is named 'z': status"):
         engine.switched(("z",), on=True).__enter__()
 
 
@@ -700,7 +700,7 @@ def test_what_a_required_patch_may_be(
     a = "a>" if status["a"].state is State.APPLIED else ""
     c = "c>" if state is State.APPLIED else ""
     assert lib.load("m").f() == f"d>{a}{c}f"
-    assert status.healthy is (status["a"].state not in (State.DRIFTED, State.FAILED))
+    assert status.ok is (status["a"].state not in (State.DRIFTED, State.FAILED))
     assert not [text for text in logged(caplog, logging.WARNING) if not text.startswith("a: ")]
 
 

@@ -439,7 +439,7 @@ def test_status_is_typed_printable_and_json():
     assert json.loads(status.to_json()) == status.as_dict()
     assert json.loads(status.to_json())["a_patch"]["state"] == "disabled"
     assert str(Status([])) == "no patches"
-    assert status.healthy
+    assert status.ok
     with pytest.raises(KeyError):
         status["b"]
     assert {str(state) for state in State} == {state.value for state in State}

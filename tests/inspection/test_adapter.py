@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import struct
 
@@ -11,13 +10,12 @@ import torch
 from safetensors.torch import load, save_file
 
 import gemma4_compat
-from gemma4_compat.cli import adapter as command
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests.model.test_files import header_only
 from tests.shapes import E2B_TEXT, VISION, write_config
-from tests.support import load_model
+from tests.support import load_model, run_command
 
 peft = pytest.importorskip("peft")
 
@@ -26,10 +24,7 @@ SHARED = "base_model.model.model.language_model.layers.5.self_attn"
 
 
 def run(*arguments):
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    options = parser.parse_args(["adapter", *map(str, arguments)])
-    return options.execute(options)
+    return run_command("adapter", *arguments)
 
 
 def changed(folder, to, tensors=lambda tensors: tensors, **config):
@@ -118,7 +113,7 @@ def test_saved_by_transformers(model_dir, tmp_path, prefix):
     found = inspect_adapter(tmp_path, model_dir)
     assert found.saved_by == ("peft" if prefix else "transformers")
     assert [(tower.name, tower.layers) for tower in found.towers] == [("language", 6)]
-    assert found.fit.fits
+    assert found.fit.ok
     assert found.fit.loads == found.tensors == 12
 
 
@@ -183,7 +178,7 @@ def test_other_kinds(model_dir, tmp_path, kind):
     assert found.kind == kind
     assert part in found.parts
     assert found.tensors == len(tensors) == sum(found.parts.values())
-    assert found.fit.fits, reasons(found.fit)
+    assert found.fit.ok, reasons(found.fit)
     assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
 
 
@@ -194,7 +189,7 @@ def test_whole_tensors_come_along(model_dir, tmp_path):
     found = inspect_adapter(tmp_path, model_dir)
     assert found.parts["weight"] == 1
     assert any(f"model.language_model.{saved}" in note for note in found.notes)
-    assert found.fit.fits
+    assert found.fit.ok
     assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
 
 
@@ -205,7 +200,7 @@ def test_whole_tensors_come_along(model_dir, tmp_path):
 def test_fits_with_the_patch(adapter_dir, outer_adapter_dir, model_dir, layout):
     folder = adapter_dir if layout == "inner" else outer_adapter_dir
     fit = inspect_adapter(folder, model_dir).fit
-    assert fit.fits
+    assert fit.ok
     assert fit.needs == ("clippable_linear",)
     assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
     assert fit.verdict == "fits, with the patch clippable_linear"
@@ -213,7 +208,7 @@ def test_fits_with_the_patch(adapter_dir, outer_adapter_dir, model_dir, layout):
 
 def test_fits_without(language_adapter_dir, model_dir):
     fit = inspect_adapter(language_adapter_dir, load_model(model_dir)).fit
-    assert (fit.fits, fit.needs, fit.groups) == (True, (), ())
+    assert (fit.ok, fit.needs, fit.groups) == (True, (), ())
     assert (fit.loads, 0) == peft_loads(load_model(model_dir), language_adapter_dir)
 
 
@@ -239,7 +234,7 @@ def test_names_the_patch_where_it_is_needed(
     folder = adapter_dir if layout == "inner" else outer_adapter_dir
     folder = changed(folder, tmp_path, target_modules=targets)
     found = inspect_adapter(folder, model_dir)
-    assert found.fit.fits
+    assert found.fit.ok
     assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), folder)
     assert bool(found.fit.needs) == (layout == "outer" or targets != USERS_TARGETS)
     with gemma4_compat.disabled("clippable_linear"):
@@ -255,7 +250,7 @@ def test_language_adapter_with_broad_targets(language_adapter_dir, model_dir, tm
     """PEFT makes adapters on the towers too, which have nothing in the file."""
     folder = changed(language_adapter_dir, tmp_path, target_modules=BROAD_TARGETS)
     fit = inspect_adapter(folder, model_dir).fit
-    assert fit.fits
+    assert fit.ok
     assert fit.needs == ("clippable_linear",)
     model = peft.PeftModel.from_pretrained(load_model(model_dir), folder)
     missing = model.load_adapter(folder, "again").missing_keys
@@ -270,7 +265,7 @@ def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
     folder = changed(adapter_dir, tmp_path, lambda tensors: tensors | extra)
     found = inspect_adapter(folder, model_dir)
     assert found.orphans == (f"{SHARED.removeprefix('base_model.model.')}.k_proj",)
-    assert found.fit.fits
+    assert found.fit.ok
     ignored = counts(found.fit, "ignored")
     assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
     if ignored:  # transformers < 5.5.2 has modules there
@@ -290,7 +285,7 @@ def test_trained_on_the_text_only_class(model_dir, tmp_path):
     peft.get_peft_model(text_only(model_dir), config).save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
     assert (found.fit.loads, 0) == peft_loads(load_model(model_dir), tmp_path) == (12, 0)
-    assert found.fit.fits
+    assert found.fit.ok
     assert found.fit.needs == ("clippable_linear", "text_model_adapter")
     assert counts(found.fit, "missing") > 0  # the towers' layers
     assert "fits, with the patch clippable_linear, text_model_adapter" in str(found)
@@ -303,7 +298,7 @@ def test_for_the_text_only_class(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, target_modules=names)
     fit = inspect_adapter(folder, model).fit
     assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, folder)
-    assert fit.fits
+    assert fit.ok
     assert fit.needs == ("text_model_adapter",)
 
 
@@ -311,7 +306,7 @@ def test_for_the_text_only_class_with_other_targets(language_adapter_dir, model_
     model = text_only(model_dir)
     folder = changed(language_adapter_dir, tmp_path, target_modules=["q_proj", "k_proj"])
     fit = inspect_adapter(folder, model).fit
-    assert not fit.fits
+    assert not fit.ok
     assert "refused 54: target_modules does not name these layers" in reasons(fit)
     with pytest.raises(ValueError, match="target_modules do not match model"):
         peft_loads(model, folder)
@@ -346,7 +341,7 @@ def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
     told = reasons(found.fit)
     assert "from layer 4 on: model.language_model.layers has 4 here" in told
     assert "ignored 12: the model has no audio tower" in told
-    assert not found.fit.fits
+    assert not found.fit.ok
     assert counts(found.fit, "ignored") == 12 + 2 * 5 * 2
 
 
@@ -358,7 +353,7 @@ def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     group = next(group for group in fit.groups if group.kind == "refused")
     assert group.reason.startswith("of other widths")
     assert ": 128 wide, here " in group.example
-    assert not inspect_adapter(adapter_dir, narrow).fit.fits
+    assert not inspect_adapter(adapter_dir, narrow).fit.ok
 
 
 def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
@@ -382,7 +377,7 @@ def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_
     assert any("says rank 16, but there are tensors of rank 4" in note for note in found.notes)
     assert f"refused {found.tensors}: of another rank than 16" in reasons(found.fit)
     assert found.fit.loads == 0
-    assert not found.fit.fits
+    assert not found.fit.ok
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), folder)
 
@@ -403,12 +398,12 @@ def test_llama(model_dir, llama_dir, tmp_path):
     model.save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
     assert found.base_model == str(llama_dir)
-    assert not found.fit.fits
+    assert not found.fit.ok
     assert (found.fit.loads, counts(found.fit, "refused")) == (0, 8)
     assert "of other widths: made for another model" in reasons(found.fit)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), tmp_path)
-    assert inspect_adapter(tmp_path, llama_dir).fit.fits
+    assert inspect_adapter(tmp_path, llama_dir).fit.ok
 
 
 def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
@@ -428,7 +423,7 @@ def test_quantised_model(adapter_dir, model_dir, tmp_path):
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
     header_only(tmp_path / "model.safetensors")
     plain, quantised = (inspect_adapter(adapter_dir, each).fit for each in (model_dir, tmp_path))
-    assert quantised.fits
+    assert quantised.ok
     assert (quantised.loads, quantised.groups) == (plain.loads, plain.groups)
 
 
@@ -463,7 +458,7 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert run(adapter_dir, "--model", model_dir, "--json") == 0
     fit = json.loads(capsys.readouterr().out)["fit"]
     assert set(fit) == {
-        "model", "architecture", "loads", "needs", "groups", "fits", "verdict",
+        "model", "architecture", "loads", "needs", "groups", "ok", "verdict",
     }  # fmt: skip
     assert fit["needs"] == ["clippable_linear"]
 
@@ -538,7 +533,7 @@ def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
 def test_types_that_peft_does_not_know(adapter_dir, model_dir, tmp_path, peft_type):
     folder = changed(adapter_dir, tmp_path, peft_type=peft_type)
     fit = inspect_adapter(folder, model_dir).fit
-    assert (fit.loads, fit.fits) == (0, False)
+    assert (fit.loads, fit.ok) == (0, False)
     assert f"peft_type {peft_type!r}" in reasons(fit)
     with pytest.raises((ValueError, KeyError)):
         peft_loads(load_model(model_dir), folder)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.cli import map as command
 from gemma4_compat.engine.status import State
 from gemma4_compat.errors import InputError
-from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map, parse_map
+from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map
 from gemma4_compat.model import meta, sizes
+from gemma4_compat.model.device_maps import parse_map
 from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
-from tests.support import load_model, offloaded, quantization
+from tests.support import load_model, offloaded, quantization, run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -48,13 +48,7 @@ def on(found, device):
 
 
 def run(*arguments):
-    """The command in this process; the exit code."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    options = parser.parse_args(["map", *map(str, arguments)])
-    return options.execute(options)
+    return run_command("map", *arguments)
 
 
 # -- the users' maps ------------------------------------------------------------------------------
@@ -438,13 +432,13 @@ def test_no_model():
         ({}, "empty"),
         ("auto", "no map yet"),
         (["cpu"], "is an object such as"),
-        ({"": None}, '"": None is no device'),
-        ({"": True}, "is no device"),
-        ({"": -1}, "is no device"),
-        ({"": "0"}, "is no device"),
-        ({"": "gpu"}, "is no device"),
-        ({"": "meta"}, "is no device"),
-        ({"": [0]}, "is no device"),
+        ({"": None}, '"": None is not a device'),
+        ({"": True}, "is not a device"),
+        ({"": -1}, "is not a device"),
+        ({"": "0"}, "is not a device"),
+        ({"": "gpu"}, "is not a device"),
+        ({"": "meta"}, "is not a device"),
+        ({"": [0]}, "is not a device"),
         ({0: "cpu"}, "names of modules are text"),
     ],
 )
@@ -459,7 +453,7 @@ def test_no_maps(model_dir, given, message):
         ("{'': 0}", "not JSON.*write it in single quotes"),
         ('{"": 0', "not JSON"),
         ("", "not JSON"),
-        ('{"": 0, "": 1}', 'entry "" is there twice'),
+        ('{"": 0, "": 1}', 'two entries ""'),
         ("[]", "is an object such as"),
         ("[" * 100_000, "not JSON"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -14,11 +13,10 @@ import sys
 import pytest
 
 import gemma4_compat
-from gemma4_compat.cli import report as command
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.report import REPORTED, Report, _Private, build_report
 from gemma4_compat.patches import load
-from tests.support import load_model
+from tests.support import load_model, run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -31,11 +29,7 @@ def _everything_armed(pristine):
 
 
 def run(*arguments):
-    """The command in this process; the exit code."""
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    options = parser.parse_args(["report", *map(str, arguments)])
-    return options.execute(options)
+    return run_command("report", *arguments)
 
 
 # -- complete -------------------------------------------------------------------------------------

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.cli import scan as command
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
 from gemma4_compat.inspection.targets import parse_targets
 from gemma4_compat.tiny import BROAD_TARGETS
-from tests.support import load_model
+from tests.support import load_model, run_command
 
 peft = pytest.importorskip("peft")
 
 
 def run(*arguments):
-    parser = argparse.ArgumentParser()
-    command.add(parser.add_subparsers())
-    options = parser.parse_args(["scan", *map(str, arguments)])
-    return options.execute(options)
+    return run_command("scan", *arguments)
 
 
 def classes(found):
@@ -52,7 +47,7 @@ def test_the_users_figures(e2b_dir):
         ("audio", "Gemma4ClippableLinear"): 36,
     }
     assert found.needs == ("clippable_linear",)
-    assert found.works
+    assert found.ok
     text = " ".join(str(found).split())
     assert "148 Gemma4ClippableLinear: PEFT alone stops" in text
     assert "needs the patch clippable_linear" in text
@@ -158,7 +153,7 @@ def test_a_model_that_has_an_adapter(model_dir, language_adapter_dir):
 
 def test_what_lora_cannot_adapt(model_dir):
     found = scan_targets(model_dir, r".*\.self_attn")
-    assert not found.works
+    assert not found.ok
     assert not found.layers
     with pytest.raises(
         ValueError, match=r"(?s)Target module Gemma4\w+Attention.* is not supported"
@@ -169,14 +164,14 @@ def test_what_lora_cannot_adapt(model_dir):
 def test_rank_that_a_grouped_convolution_cannot_have(model_dir):
     targets = ["depthwise_conv1d"]
     found = scan_targets(model_dir, targets, rank=8)
-    assert not found.works
+    assert not found.ok
     with pytest.raises(ValueError, match="divisible by groups"):
         made(load_model(model_dir), targets, 8)
 
 
 def test_nothing_matches(model_dir):
     found = scan_targets(model_dir, ["multi_modal_projector"])
-    assert not found.works
+    assert not found.ok
     assert "Nothing matches" in str(found)
     with pytest.raises(ValueError, match="not found in the base model"):
         made(load_model(model_dir), ["multi_modal_projector"], 8)
@@ -232,7 +227,7 @@ def test_command_json(model_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
         "model", "architecture", "quantised", "targets", "matches", "by_target", "layers",
-        "needs", "rank", "parameters", "bytes", "count", "works", "notes",
+        "needs", "rank", "parameters", "bytes", "count", "ok", "notes",
     }  # fmt: skip
     assert found["targets"] == ["q_proj", "v_proj"]
     assert found["needs"] == ["clippable_linear"]

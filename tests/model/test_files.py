@@ -6,15 +6,12 @@ import json
 import os
 import re
 import struct
-import subprocess
-import sys
 
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from gemma4_compat.cli import _colour
+from gemma4_compat import text
 from gemma4_compat.errors import InputError
-from gemma4_compat.inspection import _text
 from gemma4_compat.model import files
 from tests import damage
 
@@ -354,50 +351,17 @@ def test_shards_as_the_hub_keeps_them(sharded_dir, tmp_path):
 
 
 def test_sizes():
-    assert [_text.size(n) for n in (0, 1023, 1024, 3 * 2**19, 2**30 + 2**28)] == [
+    assert [text.size(n) for n in (0, 1023, 1024, 3 * 2**19, 2**30 + 2**28)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "1.25 GiB",
     ]  # fmt: skip
 
 
 def test_table_fits_80_columns():
     rows = [("model." + "x" * 60, 12345, "words " * 30), ("b", 1, "")]
-    printed = _text.table(rows, ("name", "number", "why"), right=(1,)).splitlines()
+    printed = text.table(rows, ("name", "number", "why"), right=(1,)).splitlines()
     assert max(map(len, printed)) <= 80
     assert printed[0].split() == ["name", "number", "why"]
     assert printed[1].startswith("model.x")
     assert "..." in printed[1]
     assert printed[-1].split() == ["b", "1"]
     assert "".join(printed).count("words") == 30
-
-
-def test_colour_only_on_a_terminal(monkeypatch):
-    class Terminal:
-        def isatty(self):
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert _colour.coloured("fits", "green", Terminal()) == "\033[32mfits\033[0m"
-    assert _colour.coloured("fits", "green") == "fits"  # pytest's stdout is none
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert _colour.coloured("fits", "green", Terminal()) == "fits"
-
-
-def test_imports_nothing_heavy(adapter_dir):
-    """Nor does reading an adapter without a model."""
-    code = (
-        "import sys, gemma4_compat.inspection as inspection\n"
-        "assert not {'inspect_adapter', 'scan_targets'} - set(dir(inspection))\n"
-        "assert 'gemma4_compat.inspection.targets' not in sys.modules\n"
-        f"assert inspection.inspect_adapter({str(adapter_dir)!r}).tensors\n"
-        "heavy = {'torch', 'transformers', 'peft', 'safetensors'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_unknown_attribute():
-    import gemma4_compat.inspection as inspection
-
-    with pytest.raises(AttributeError, match="no attribute 'inspect_all'"):
-        inspection.inspect_all  # noqa: B018

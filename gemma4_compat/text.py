@@ -1,11 +1,17 @@
-"""Plain text for a terminal: tables and sizes, within 80 columns."""
+"""Plain text for a terminal: tables, sizes and paragraphs, as wide as the terminal."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 
-WIDTH = 80
+_NARROWEST = 40
+
+
+def columns() -> int:
+    """The terminal's width in characters; COLUMNS where it is set, 80 where there is neither."""
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def size(number: int) -> str:
@@ -44,10 +50,11 @@ def table(
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
         return ""
+    most = columns()
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
-    last = min(widths[-1], max(WIDTH - others - widths[0], 24)) if len(widths) > 1 else 0
-    widths[0] = min(widths[0], max(WIDTH - others - last, 16))
+    last = min(widths[-1], max(most - others - widths[0], 24)) if len(widths) > 1 else 0
+    widths[0] = min(widths[0], max(most - others - last, 16))
     if len(widths) > 1:
         widths[-1] = last
     printed = []
@@ -76,13 +83,13 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool = False) -> str:
-    """One paragraph in 80 columns; ``first`` is what its first line starts with.
+    """One paragraph; ``first`` is what its first line starts with.
 
     Words are not broken, unless ``breaks``: paths and names stay as they are, to be copied.
     """
     return textwrap.fill(
         text,
-        WIDTH,
+        columns(),
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_long_words=breaks,

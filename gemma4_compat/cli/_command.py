@@ -1,0 +1,118 @@
+"""The frame around every command: arguments, libraries, errors, output and exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import InputError, MergeError, PatchError
+from ..result import Result
+from ._libraries import missing_libraries
+
+T = TypeVar("T")
+_GREEN, _RED = "32", "31"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
+    without it overrides `execute`.  ``needs`` names the libraries that it imports.  ``stopped`` is
+    added to the message after Ctrl-C or SIGTERM.
+    """
+
+    name: str
+    help: str
+    description: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Result] | None = None
+    needs: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
+    usage: str | None = None
+    json: bool = True
+    stopped: str = ""
+
+    def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
+        parser = commands.add_parser(
+            self.name,
+            help=self.help,
+            description=self.description,
+            usage=self.usage,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.arguments(parser)
+        if self.json:
+            parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(execute=self.execute)
+
+    def execute(self, options: argparse.Namespace) -> int:
+        """Run the command and print what it returns; returns the exit code."""
+        try:
+            if missing := missing_libraries(self.needs(options)):
+                names = ", ".join(missing)
+                raise InputError(f'needs {names}: pip install "gemma4-compat[gemma4]"')
+            assert self.run is not None
+            result = self.run(options)
+        except InputError as error:
+            return self._fails(str(error), 2)
+        except PatchError as error:  # the strict switch is on
+            return self._fails(str(error), 1)
+        except MergeError as error:
+            if error.result is not None:
+                _print(error.result, options)
+            return self._fails(f"{error}; nothing was written", 1)
+        except KeyboardInterrupt:
+            return self._fails(f"interrupted{self.stopped}", 130)
+        except SystemExit as stopped:  # SIGTERM or SIGHUP
+            return self._fails(f"interrupted{self.stopped}", int(stopped.code or 1))
+        _print(result, options)
+        return 0 if result.ok else 1
+
+    def _fails(self, message: str, code: int) -> int:
+        print(f"gemma4-compat {self.name}: {message}", file=sys.stderr)
+        return code
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        if message.startswith(("the following arguments", "unrecognized")):
+            message += f" ({self.prog} --help lists the arguments)"
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
+    """A ``type`` for argparse whose `InputError` is printed in its own words."""
+
+    def converted(text: str) -> T:
+        try:
+            return convert(text)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return converted
+
+
+def _print(result: Result, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(result.as_dict(), indent=2))
+        return
+    text = str(result)
+    if result.verdict and _shows_colour():
+        colour = _GREEN if result.ok else _RED
+        text = text.replace(result.verdict, f"\033[{colour}m{result.verdict}\033[0m", 1)
+    print(text)
+
+
+def _shows_colour() -> bool:
+    """Whether stdout is a terminal, and neither NO_COLOR nor TERM=dumb is set."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return sys.stdout.isatty()

@@ -1,0 +1,75 @@
+"""``gemma4-compat map``."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..result import Result
+from ._arguments import model_folder
+from ._command import Command, argument
+from ._libraries import quiet_libraries
+
+_HELP = """\
+Check a device map before loading: names that the model does not have, modules
+without an entry, the bytes on each device, what offloading saves on the GPU,
+and known traps, each with the patch that takes care of it.
+
+Reads MODEL_DIR/config.json and no weights, and needs no GPU.  What a map puts
+on the CPU is not quantised: that is transformers' design.
+
+A map is for the base model's from_pretrained.  PEFT ignores a device_map: an
+adapter goes where the layers that it adapts compute.
+
+Exit code: 0 the map works; 1 it does not work, or not as it seems; 2 invalid
+argument or file.
+"""
+
+
+def _device_map(text: str) -> dict[str, int | str]:
+    from ..model.device_maps import parse_map
+
+    return parse_map(text)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_dir",
+        metavar="MODEL_DIR",
+        type=argument(model_folder),
+        help="a folder with config.json",
+    )
+    add_map(parser, required=True, help="""as in '{"model.vision_tower": "cpu", "": 0}'""")
+    parser.add_argument(
+        "--offload-folder", metavar="DIR", help="as you give it to from_pretrained, for the disk"
+    )
+
+
+def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
+    """The argument ``--map``."""
+    parser.add_argument(
+        "--map",
+        required=required,
+        metavar="JSON",
+        dest="device_map",
+        type=argument(_device_map),
+        help=help,
+    )
+
+
+def _run(options: argparse.Namespace) -> Result:
+    from ..inspection.device_map import check_device_map
+
+    with quiet_libraries():
+        return check_device_map(
+            options.model_dir, options.device_map, offload_folder=options.offload_folder
+        )
+
+
+COMMAND = Command(
+    name="map",
+    help="check a device map, before loading",
+    description=_HELP,
+    arguments=_arguments,
+    needs=lambda options: ("torch", "transformers"),
+    run=_run,
+)
