@@ -122,6 +122,22 @@ def properties(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/engine/test_properties.py", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def new(session: nox.Session) -> None:
+    """Begin a patch: ``-- NAME [TOPIC]`` copies the templates of patch and test."""
+    session.run(sys.executable, "tools/new.py", *session.posargs, external=True)
+
+
+@nox.session(name="measure")
+def measure_session(session: nox.Session) -> None:
+    """The patches named after ``--``, or all that lack it, on the three stacks of the tests.
+
+    Takes some minutes a stack.
+    """
+    measure(session, TORCH, "--tested", *session.posargs)
+    session.run("python", "tools/catalog.py", "patches.md", "README.md")
+
+
 @nox.session
 def matrix(session: nox.Session) -> None:
     """Every patch on every released version, without and with it: tools/matrix.json.

@@ -23,6 +23,7 @@ from .engine.switches import read as _read_switches
 from .errors import InputError, MergeError, PatchError
 from .model.hooks import input_device
 from .model.host_memory import limit_page_locked
+from .versions import FLOORS as _FLOORS
 from .versions import NEWEST as _NEWEST
 
 __all__ = [
@@ -48,7 +49,7 @@ _logger = logging.getLogger(__name__)
 def _start() -> Engine:
     found = _patches.load()
     switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in found], _logger)
-    engine = Engine(found, switches, _logger, _NEWEST)
+    engine = Engine(found, switches, _logger, _FLOORS, _NEWEST)
     engine.start()
     return engine
 

@@ -23,8 +23,8 @@ from collections import defaultdict
 import pytest
 
 import gemma4_compat  # first: before any of the libraries that it patches
-from gemma4_compat.engine.gate import Outcome, evaluate
-from gemma4_compat.patches import load
+from gemma4_compat.engine.gate import Outcome
+from gemma4_compat.patches import gate, load
 from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,11 +33,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 warnings.filterwarnings("ignore", message=".*_check_is_size.*")
 
 WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
-GATES = {patch.name: patch.affects for patch in load()}
+PATCHES = {patch.name: patch for patch in load()}
 
 
 def inside(patch):
-    return evaluate(GATES[patch]).outcome is not Outcome.OUTSIDE
+    return gate(PATCHES[patch]).outcome is not Outcome.OUTSIDE
 
 
 #: How many of a regression test's parameters --sample and the matrix run.

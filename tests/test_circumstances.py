@@ -414,8 +414,8 @@ def test_version_that_code_tells(tmp_path, monkeypatch):
         "compiled": "5",
     }
     assert not sys.modules.keys() & found.keys()
-    assert gate.evaluate((("tells<1.2.4",),)).outcome is gate.Outcome.INSIDE
-    unknown = gate.evaluate((("is-silent<1",),))
+    assert gate.evaluate(("tells<1.2.4",)).outcome is gate.Outcome.INSIDE
+    unknown = gate.evaluate(("is-silent<1",))
     assert unknown.outcome is gate.Outcome.UNDECIDED
     assert unknown.versions == {"is-silent": None}
 

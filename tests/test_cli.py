@@ -97,7 +97,7 @@ def test_typo_in_the_environment_is_pointed_out():
 def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     """That was the user's choice."""
     patches = [
-        Patch(name, symptom="", affects=(("packaging>=1",),), changes="", ends="", requires=needed)
+        Patch(name, symptom="", affects=("packaging>=1",), changes="", requires=needed)
         for name, needed in (("first", ()), ("second", ("first",)))
     ]
     for patch in patches:
@@ -118,9 +118,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
-    patch = Patch(
-        name="gone", symptom="", affects=(("packaging>=1",),), changes="", ends="", links=()
-    )
+    patch = Patch(name="gone", symptom="", affects=("packaging>=1",), changes="", links=())
     patch.replaces("json.tool", "no_such_function")(lambda original: original)
     switches = Switches("TEST_COMPAT", strict=strict)
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)

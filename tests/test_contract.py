@@ -391,11 +391,12 @@ def libraries():
 @pytest.fixture(params=NAMES)
 def affected(request, libraries):
     """The name of a patch whose gate the installed releases are in."""
-    from gemma4_compat.engine.gate import Outcome, evaluate
+    from gemma4_compat.engine.gate import Outcome
+    from gemma4_compat.patches import gate
 
-    gate = evaluate(_patches()[request.param].affects)
-    if gate.outcome not in (Outcome.INSIDE, Outcome.UNDECIDED):
-        pytest.skip(f"{gate.outcome.value}: {gate.reason}")
+    found = gate(_patches()[request.param])
+    if found.outcome not in (Outcome.INSIDE, Outcome.UNDECIDED):
+        pytest.skip(f"{found.outcome.value}: {found.reason}")
     return request.param
 
 
@@ -427,10 +428,21 @@ def test_definition(name):
     assert patch.find is not None, "no probe"
     assert patch.replacements
     assert len(module.__doc__.strip().splitlines()) > 3
-    assert all((patch.symptom, patch.changes, patch.ends))
+    assert patch.symptom
+    assert patch.changes
+    assert bool(patch.links) != bool(patch.unreported)
     assert Switches("GEMMA4_COMPAT").variable(name) == ENVIRONMENT[name]
     tests = (ROOT / "tests" / "patches" / f"test_{name}.py").read_text()
     assert re.search(rf'\.regression\(\s*"{name}"', tests), "no regression test"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probe_can_end_the_patch(name):
+    """Each probe has a case in which it says that the bug is gone."""
+    code = _patches()[name].find.__code__
+    globals_ = _patches()[name].find.__globals__
+    helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
+    assert any("fixed" in each.co_names for each in (code, *helpers))
 
 
 def test_canary(affected):

@@ -386,17 +386,15 @@ def worker(name, *arguments):
 
 def targets():
     """What each patch replaces in the installed releases, if they have its bug."""
-    from gemma4_compat.engine import gate
-    from gemma4_compat.patches import load
+    from gemma4_compat.engine.gate import Outcome, holds
+    from gemma4_compat.patches import gate, load
 
     return {
         patch.name: [
-            (r.module, r.attribute)
-            for r in patch.replacements
-            if r.when is None or gate.holds(r.when)
+            (r.module, r.attribute) for r in patch.replacements if r.when is None or holds(r.when)
         ]
         for patch in load()
-        if gate.evaluate(patch.affects).outcome is gate.Outcome.INSIDE
+        if gate(patch).outcome is Outcome.INSIDE
     }
 
 

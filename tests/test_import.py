@@ -90,8 +90,8 @@ def test_without_the_libraries_of_this_process():
 
 
 def test_states_say_why():
-    from gemma4_compat.engine.gate import Outcome, evaluate
-    from gemma4_compat.patches import load
+    from gemma4_compat.engine.gate import Outcome
+    from gemma4_compat.patches import gate, load
 
     found, _ = report()
     expected = {
@@ -102,7 +102,7 @@ def test_states_say_why():
     }
     for patch in load():
         state, reason = found["patches"][patch.name]
-        wanted, start = expected[evaluate(patch.affects).outcome]
+        wanted, start = expected[gate(patch).outcome]
         assert state == wanted
         assert reason.startswith(start)
 

@@ -107,7 +107,7 @@ def model_is_the_ground_floor(found: Import) -> bool:
 def patches_stand_on_engine_and_model(found: Import) -> bool:
     """And on each other's helpers, which are the modules that begin with an underscore."""
     helper = is_in(found.module, "patches") and is_private(found.module.rpartition(".")[2])
-    allowed = helper or is_in(found.module, "engine", "model", "errors")
+    allowed = helper or is_in(found.module, "engine", "model", "errors", "versions")
     return not is_in(found.importer, "patches") or allowed
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from packaging.requirements import Requirement
 
@@ -12,20 +15,29 @@ from tools.measured import DATA, Measured, Run
 
 MEASURED = Measured.read(DATA)
 PATCHES = {patch.name: patch for patch in load()}
-#: What their regression tests show needs a GPU.
-ON_A_GPU = {"captured_decoding", "offload_device_copy", "offload_streaming"}
+MEASURE = "not measured: nox -s measure --"
+
+
+def needs_a_gpu(name):
+    """Whether every regression test of the patch is marked ``cuda``."""
+    file = Path(__file__).parent / "patches" / f"test_{name}.py"
+    functions = [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)]
+    marks = [[ast.unparse(mark) for mark in function.decorator_list] for function in functions]
+    regression = f"pytest.mark.regression('{name}'"
+    of_patch = [each for each in marks if any(mark.startswith(regression) for mark in each)]
+    return bool(of_patch) and all("pytest.mark.cuda" in each for each in of_patch)
 
 
 def inside(patch, stack):
-    return any(
-        all(Requirement(r).specifier.contains(stack[Requirement(r).name]) for r in alternative)
-        for alternative in patch.affects
-    )
+    floors = [f"{name}>={version}" for name, version in FLOORS.items()]
+    requirements = map(Requirement, (*patch.affects, *floors))
+    return all(each.specifier.contains(stack[each.name]) for each in requirements)
 
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_gate_agrees(name):
     """Where the bug is, the gate is open and the patch works; where it is not, nothing is done."""
+    assert name in MEASURED.found, f"{MEASURE} {name}"
     wrong = []
     for found in MEASURED.found[name]:
         fine = found.with_ != "fails" and found.state not in ("drifted", "failed")
@@ -41,8 +53,18 @@ def test_gate_agrees(name):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_every_bug_was_seen(name):
+    assert name in MEASURED.found, f"{MEASURE} {name}"
     seen = {found.without for found in MEASURED.found[name]}
-    assert ("broken" in seen) != (name in ON_A_GPU)
+    assert ("broken" in seen) != needs_a_gpu(name)
+
+
+def test_patches_that_show_on_a_gpu_alone():
+    """As the marks of their tests say."""
+    assert [name for name in PATCHES if needs_a_gpu(name)] == [
+        "captured_decoding",
+        "offload_device_copy",
+        "offload_streaming",
+    ]
 
 
 @pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])
@@ -53,7 +75,7 @@ def test_every_patch_was_measured_on_the_stacks_of_the_tests(stack):
         for name in PATCHES
         if not any(stack.items() <= each.stack.items() for each in MEASURED.found.get(name, ()))
     ]
-    assert not missing, f"not measured: nox -s matrix -- {' '.join(missing)}"
+    assert not missing, f"{MEASURE} {' '.join(missing)}"
 
 
 def test_no_release_is_left_out():

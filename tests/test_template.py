@@ -1,9 +1,8 @@
-"""What CONTRIBUTING.md says to copy, a patch and its test, keeps the contract of all patches."""
+"""What `nox -s new` writes, a patch and its test, keeps the contract of all patches."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,16 +25,35 @@ def project(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (folder / "gemma4_compat" / "patches").glob("*/[a-z]*.py"):
         file.unlink()
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    copies = re.findall(r"^ *sed (s/\S+) (\S+) > (\S+)$", contributing, re.MULTILINE)
-    for expression, source, target in copies:
-        _, old, new, flags = expression.replace("MY_BUG", NAME).split("/")
-        assert flags == "g"
-        text = (ROOT / source).read_text(encoding="utf-8").replace(old, new)
-        (folder / target.replace("MY_BUG", NAME)).write_text(text, encoding="utf-8")
-    assert (folder / PATCH).exists()
-    assert (folder / TEST).exists()
+    said = python(folder, "tools/new.py", NAME)
+    assert f"wrote {PATCH}\nwrote {TEST}\n" in said
     return folder
+
+
+def test_copies_say_nothing_of_the_template(project):
+    for file in (PATCH, TEST):
+        text = (project / file).read_text(encoding="utf-8")
+        assert text.startswith('"""')
+        assert "template" not in text
+        assert "patch_name" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "usage: nox -s new -- NAME"),
+        (("Not-a-name",), "'Not-a-name' is not a lower_snake_case name"),
+        ((NAME, "offlaoding"), "the topics are adapters, avx512_cpu, "),
+        ((NAME,), "there is a patch of that name"),
+    ],
+)
+def test_what_cannot_be_copied(project, arguments, message):
+    result = subprocess.run(
+        [sys.executable, "tools/new.py", *arguments],
+        capture_output=True, text=True, timeout=60, cwd=project, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert message in result.stderr
 
 
 def python(project, *arguments, **environ):

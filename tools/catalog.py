@@ -16,7 +16,9 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gemma4_compat.engine import Patch
+from packaging.requirements import Requirement
+
+from gemma4_compat.engine import Kind, Patch
 from gemma4_compat.patches import load, topics
 from gemma4_compat.versions import LIBRARIES, USERS
 from tools.measured import DATA, Measured
@@ -47,12 +49,19 @@ what the bug is in, are left out.
 """
 
 
+_KINDS = {
+    Kind.FIX: "",
+    Kind.WARNING: "It only warns. ",
+    Kind.SPEED: "It makes what is right already faster. ",
+}
+
+
 def render(patches: Iterable[Patch], measured: Measured) -> str:
     """The whole of ``patches.md``."""
     patches = list(patches)
     table = "\n".join(["| patch | symptom | affects |", "|---|---|---|", *_symptoms()])
     parts = [_HEAD, table, _MEASURED, _releases(measured), _matrix(patches, measured)]
-    return "\n".join([*parts, *(_section(patch) for patch in patches)])
+    return "\n".join([*parts, *(_section(patch, measured) for patch in patches)])
 
 
 def titles() -> dict[str, list[str]]:
@@ -107,11 +116,11 @@ def with_releases(readme: str, measured: Measured) -> str:
     return re.sub(r"<!-- measured -->.*<!-- /measured -->", table, readme, flags=re.DOTALL)
 
 
-def _section(patch: Patch) -> str:
+def _section(patch: Patch, measured: Measured) -> str:
     modules = (module for each in topics().values() for module in each)
     cause = next(module.__doc__ or "" for module in modules if module.PATCH is patch).strip()
     replaced = sorted(f"`{r}`" + (f" ({r.when})" if r.when else "") for r in patch.replacements)
-    links = "\n".join(f"- <{link}>" for link in patch.links) or "- none"
+    links = "\n".join(f"- <{link}>" for link in patch.links) or patch.unreported
     return f"""
 ## {patch.name}
 
@@ -119,13 +128,13 @@ def _section(patch: Patch) -> str:
 
 **Root cause.** {cause}
 
-**Changes.** {patch.changes}
+**Changes.** {_KINDS[patch.kind]}{patch.changes}
 
 **Replaces.** {", ".join(replaced)}
 
 **Affects.** {_gate(patch)}
 {_requires(patch)}
-**Ends.** {patch.ends}
+**Ends.** {_ends(patch, measured)}
 
 **Switch off.** `GEMMA4_COMPAT_{patch.name.upper()}=0`, or `gemma4_compat.uninstall("{patch.name}")`
 
@@ -136,7 +145,28 @@ def _section(patch: Patch) -> str:
 
 
 def _gate(patch: Patch) -> str:
-    return " or ".join(" and ".join(f"`{r}`" for r in alternative) for alternative in patch.affects)
+    return " and ".join(f"`{requirement}`" for requirement in patch.affects)
+
+
+def _ends(patch: Patch, measured: Measured) -> str:
+    """Where the bug ends: by the gate, and by what was measured on the newest releases."""
+    requirements = {each.name: each for each in map(Requirement, patch.affects)}
+    fixes = [
+        f"{name} {bound.version}"
+        for name, each in requirements.items()
+        for bound in each.specifier
+        if bound.operator == "<"
+    ]
+    newest = measured.newest()
+    releases = ", ".join(f"{name} {newest[name]}" for name in requirements)
+    texts = {
+        "broken": f"Not fixed in {releases} (measured).",
+        "fixed": f"Fixed in {' or '.join(fixes) or releases} (measured).",
+        "unknown": "Shows only on a GPU.",
+    }
+    verdict = measured.on_newest(patch.name)
+    text = texts[verdict] if patch.name in measured.found else "Not measured."
+    return f"{text} {patch.note}".rstrip()
 
 
 def _requires(patch: Patch) -> str:

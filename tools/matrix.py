@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gemma4_compat.patches import load  # noqa: E402
-from gemma4_compat.versions import FLOORS, LIBRARIES, USERS  # noqa: E402
+from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS  # noqa: E402
 from tools.measured import DATA, Measured  # noqa: E402
 
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
@@ -233,7 +233,10 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     of = {library: releases(library, index[library]) for library in LIBRARIES}
     names = [patch.name for patch in load()]
     found: list[Any] = []
-    asked = itertools.islice(stacks(of), 2 if options.newest else None)
+    tested = iter([USERS, FLOORS, NEWEST])
+    asked = (
+        tested if options.tested else itertools.islice(stacks(of), 2 if options.newest else None)
+    )
     for stack in itertools.chain(asked, early(of, index) if options.newest else ()):
         key = {**here, **stack}
         done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--overlays", type=Path, default=ROOT / ".nox" / "overlays")
     parser.add_argument("--offline", action="store_true", help="what the folder holds")
     parser.add_argument("--newest", action="store_true", help="these, the users', pre-releases")
+    parser.add_argument("--tested", action="store_true", help="the stacks of the tests alone")
     parser.add_argument("--expiry", action="store_true", help="say what is not needed any more")
     parser.add_argument("--jobs", type=int, default=1, help="stacks at a time, two cores each")
     options = parser.parse_intermixed_args()

@@ -4,6 +4,6 @@ It knows nothing of Gemma. A patch is a module that builds one :class:`Patch`; e
 patch needs is exported here, and nothing else of the engine is its business.
 """
 
-from .patch import Finding, Patch, Replacement, broken, drifted, fixed
+from .patch import Finding, Kind, Patch, Replacement, broken, drifted, fixed
 
-__all__ = ["Finding", "Patch", "Replacement", "broken", "drifted", "fixed"]
+__all__ = ["Finding", "Kind", "Patch", "Replacement", "broken", "drifted", "fixed"]

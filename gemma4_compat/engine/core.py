@@ -61,8 +61,8 @@ class Engine:
     """Arms, applies and takes back a fixed set of patches in this process.
 
     Patches of one slot are stacked in the order in which they are given here, in whatever order
-    they are applied.  ``newest`` holds the newest version of each distribution that the patches
-    were tested on: of a later one the status says so.
+    they are applied.  ``floors`` and ``newest`` hold the oldest supported and the newest measured
+    version of each distribution: no patch is for an older one, and the status names a later one.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Engine:
         patches: Iterable[Patch],
         switches: Switches,
         logger: logging.Logger,
+        floors: Mapping[str, str] | None = None,
         newest: Mapping[str, str] | None = None,
     ) -> None:
         self._records = {patch.name: _Record(Layer(patch)) for patch in patches}
@@ -77,7 +78,7 @@ class Engine:
         self._stack = Stack(record.layer for record in self._records.values())
         self._switches = switches
         self._logger = logger
-        self._newest = newest or {}
+        self._floors, self._newest = floors or {}, newest or {}
         self._imports = Imports(self._after_import)
         self._warned: set[tuple[str, str]] = set()
         self._failures: list[str] = []
@@ -204,7 +205,7 @@ class Engine:
         name = record.patch.name
         switch = self._switches.of(name)
         try:
-            found = gate.evaluate(record.patch.affects)
+            found = gate.evaluate(record.patch.affects, self._floors)
             record.versions = found.versions
             record.layer.replacements  # noqa: B018  (reads the gates of the single ones)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Version gates: PEP 508 requirement strings over what is installed."""
+"""Version gates: requirement strings over the installed versions."""
 
 from __future__ import annotations
 
@@ -52,23 +52,35 @@ def installed_version(distribution: str) -> str | None:
         return _declared_version(name)
 
 
-def evaluate(alternatives: Sequence[Sequence[str]]) -> Gate:
-    """Check alternatives (any) of requirements (all) against the installed distributions."""
-    from packaging.requirements import Requirement
+def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Gate:
+    """Check requirements, which must all hold, against the installed distributions.
 
+    ``floors`` are the oldest supported versions by distribution: they are required, too.
+    """
     versions: dict[str, str | None] = {}
     missing: set[str] = set()
-    outcomes = set() if alternatives else {Outcome.OUTSIDE}
-    for alternative in alternatives:
-        found = {_check(Requirement(text), versions, missing) for text in alternative}
-        outcomes.add(_first(found, Outcome.MISSING, Outcome.OUTSIDE, Outcome.UNDECIDED))
-    outcome = _first(outcomes, Outcome.INSIDE, Outcome.UNDECIDED, Outcome.OUTSIDE, Outcome.MISSING)
-    if outcome is Outcome.MISSING:
-        return Gate(outcome, versions, f"{', '.join(sorted(missing))} not installed")
-    wanted = " or ".join(" and ".join(alternative) for alternative in alternatives)
-    there = [f"{name} {version or '(unknown)'}" for name, version in versions.items()]
-    there += [f"no {name}" for name in sorted(missing)]
-    return Gate(outcome, versions, f"affects {wanted}; found {', '.join(there)}")
+    requirements = [_with_floor(text, floors or {}) for text in affects]
+    outcomes = {_check(requirement, versions, missing) for requirement in requirements}
+    if Outcome.MISSING in outcomes:
+        reason = f"{', '.join(sorted(missing))} not installed"
+        return Gate(Outcome.MISSING, versions, reason)
+    wanted = " and ".join(map(str, requirements))
+    installed = ", ".join(f"{name} {v or '(unknown)'}" for name, v in versions.items())
+    reason = f"affects {wanted}; installed: {installed}"
+    for outcome in (Outcome.OUTSIDE, Outcome.UNDECIDED):
+        if outcome in outcomes:
+            return Gate(outcome, versions, reason)
+    return Gate(Outcome.INSIDE, versions, reason)
+
+
+def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    requirement = Requirement(text)
+    if requirement.name in floors:
+        requirement.specifier &= SpecifierSet(f">={floors[requirement.name]}")
+    return requirement
 
 
 def holds(requirement: str) -> bool:
@@ -102,8 +114,6 @@ def _check(requirement: Requirement, versions: dict[str, str | None], missing: s
     except importlib.metadata.PackageNotFoundError:
         missing.add(name)
         return Outcome.MISSING
-    if requirement.marker is not None and not requirement.marker.evaluate():
-        return Outcome.OUTSIDE
     try:
         version = Version(found or "")
     except InvalidVersion:
@@ -112,11 +122,6 @@ def _check(requirement: Requirement, versions: dict[str, str | None], missing: s
         # "5.23.0.dev0" lies outside ">=5.23" and outside "<5.23": only the code itself can tell.
         return Outcome.UNDECIDED
     return Outcome.INSIDE if requirement.specifier.contains(version) else Outcome.OUTSIDE
-
-
-def _first(found: set[Outcome], *order: Outcome) -> Outcome:
-    """The first of these outcomes that was found."""
-    return next((outcome for outcome in order if outcome in found), Outcome.INSIDE)
 
 
 def _importable(name: str) -> bool:

@@ -12,6 +12,17 @@ Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 _SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
+class Kind(Enum):
+    """What a patch does to the bug."""
+
+    #: the result is right
+    FIX = "fix"
+    #: the result is as it was, and the user is warned
+    WARNING = "warning"
+    #: the result was right, and comes sooner
+    SPEED = "speed"
+
+
 class Verdict(Enum):
     """What a probe found at the real target."""
 
@@ -73,22 +84,26 @@ class Patch:
         name: slug; also the module's file name, the switch ``<PREFIX>_<NAME>``, the test id and
             the heading in the generated documentation.
         symptom: what the user sees, in one line, in the words of the exception if there is one.
-        affects: alternatives, each a tuple of PEP 508 requirement strings over installed
-            distributions that must *all* hold.  ``(("a<2", "b>=1"), ("a<2", "c<3"))`` reads
-            "a<2 and b>=1, or a<2 and c<3".
+        affects: requirement strings over installed distributions, such as ``("a<2", "b")``; the
+            patch is for versions for which all of them hold.  The oldest supported versions need
+            not be repeated: the engine adds them.
         changes: what the patch changes, in a sentence or two.
-        ends: which upstream release ends the bug, or why none does.
+        kind: what it is.
+        note: what the releases that have the bug do not show, such as a refusal on purpose.
         links: upstream issues and pull requests.
+        unreported: why there are no links.
         requires: patches whose bugs must be gone, by these patches or without them, for this one
             to be right.
     """
 
     name: str
     symptom: str
-    affects: Sequence[Sequence[str]]
+    affects: Sequence[str]
     changes: str
-    ends: str
+    kind: Kind = Kind.FIX
+    note: str = ""
     links: Sequence[str] = ()
+    unreported: str = ""
     requires: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
     find: Callable[[], Finding] | None = field(default=None, init=False)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..engine.gate import Outcome, evaluate
+from ..engine.gate import Outcome
 from ..engine.status import State
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, device_order, differs
@@ -343,12 +343,12 @@ def _about(name: str, text: str, patch: str) -> Iterator[Trap]:
     Nothing where the installed versions do not have it.
     """
     from .. import status
-    from ..patches import load
+    from ..patches import gate, load
 
     state = status()[patch].state
-    affects = next(each.affects for each in load() if each.name == patch)
-    # The gate is not asked of a patch that is switched off.
-    outside = evaluate(affects).outcome in (Outcome.OUTSIDE, Outcome.MISSING)
+    # The engine does not ask the gate of a patch that is switched off.
+    outcome = next(gate(each).outcome for each in load() if each.name == patch)
+    outside = outcome in (Outcome.OUTSIDE, Outcome.MISSING)
     if state not in _NOT_NEEDED and not outside:
         level = "handled" if state in _IN_PLACE else "warning"
         yield Trap(name, level, text, patch, state.value)

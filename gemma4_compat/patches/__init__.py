@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ..engine import Patch
+from ..engine.gate import Gate, evaluate
+from ..versions import FLOORS
 
 #: in the order in which people read about them
 TOPICS = (
@@ -37,6 +39,11 @@ def load() -> list[Patch]:
     """Import every patch module, and return their patches in order of name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
     return sorted(patches, key=lambda patch: patch.name)
+
+
+def gate(patch: Patch) -> Gate:
+    """Whether a patch is for the installed versions; no probe is asked."""
+    return evaluate(patch.affects, FLOORS)
 
 
 def _modules_in(package: ModuleType) -> Iterable[str]:

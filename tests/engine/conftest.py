@@ -16,8 +16,8 @@ from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.switches import Switches
 
 _numbers = itertools.count()
-ALWAYS = (("packaging>=1",),)
-NEVER = (("packaging<1",),)
+ALWAYS = ("packaging>=1",)
+NEVER = ("packaging<1",)
 
 
 class Library:
@@ -37,7 +37,7 @@ class Library:
 
     def patch(self, name, *targets, affects=ALWAYS, probe=None, tag=None, requires=()):
         """A patch that puts ``name>`` in front of what the targets ("module:attribute") return."""
-        patch = Patch(name, symptom="", affects=affects, changes="", ends="", requires=requires)
+        patch = Patch(name, symptom="", affects=affects, changes="", requires=requires)
         for target in targets:
             module, _, attribute = target.partition(":")
             patch.replaces(f"{self.name}.{module}", attribute)(tagging(tag or name))
@@ -91,10 +91,10 @@ def make(caplog):
     caplog.set_level(logging.DEBUG, "engine")
     made = []
 
-    def build(*patches, install=True, prefix=None, newest=None, **switches):
+    def build(*patches, install=True, prefix=None, floors=None, newest=None, **switches):
         prefix = prefix or f"TEST{next(_numbers)}"
         logger = logging.getLogger("engine")
-        engine = Engine(patches, Switches(prefix, **switches), logger, newest)
+        engine = Engine(patches, Switches(prefix, **switches), logger, floors, newest)
         made.append(engine)
         if install:
             engine.install()

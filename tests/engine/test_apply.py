@@ -445,12 +445,12 @@ def test_gates_and_switches(lib, make):
     lib.load("m")
     both = {"everything": False}
     for state, reason, affects, switches in [
-        (State.UNAFFECTED, "affects packaging<1; found packaging ", NEVER, {}),
-        (State.NOT_INSTALLED, "no_such_thing not installed", (("no_such_thing<1",),), {}),
+        (State.UNAFFECTED, "affects packaging<1; installed: packaging ", NEVER, {}),
+        (State.NOT_INSTALLED, "no_such_thing not installed", ("no_such_thing<1",), {}),
         (State.DISABLED, "=0", ALWAYS, both),
         (State.DISABLED, "_P=0", ALWAYS, {"patches": {"p": Switch.OFF}}),
         (State.APPLIED, "", NEVER, {"patches": {"p": Switch.FORCE}}),
-        (State.NOT_INSTALLED, "", (("nono<1",),), {"patches": {"p": Switch.FORCE}}),
+        (State.NOT_INSTALLED, "", ("nono<1",), {"patches": {"p": Switch.FORCE}}),
     ]:
         engine = make(lib.patch("p", "m:f", affects=affects), **switches)
         status = engine.status()["p"]
@@ -616,11 +616,11 @@ def test_the_engine_of_a_second_import_takes_over(lib, make):
 def test_patch_definitions_are_checked():
     for bad in ("Upper", "two words", "", "9", "a__b"):
         with pytest.raises(ValueError, match="slug"):
-            Patch(bad, symptom="", affects=ALWAYS, changes="", ends="")
+            Patch(bad, symptom="", affects=ALWAYS, changes="")
 
 
 def test_unreadable_gates_fail_their_patch_alone(lib, make):
-    bad = lib.patch("bad", "m:f", affects=(("bad ~~ requirement",),))
+    bad = lib.patch("bad", "m:f", affects=("bad ~~ requirement",))
     worse = lib.patch("worse")
     worse.replaces(f"{lib.name}.m", "f", when="no way")(tagging("worse"))
     engine = make(bad, worse, lib.patch("good", "m:g"))
@@ -658,7 +658,7 @@ def raising(lib):
     [
         (lambda lib: lib.patch("a", "m:f"), {}, State.APPLIED, ""),
         (lambda lib: lib.patch("a", "m:f", affects=NEVER), {}, State.APPLIED, ""),
-        (lambda lib: lib.patch("a", "m:f", affects=(("nono<1",),)), {}, State.APPLIED, ""),
+        (lambda lib: lib.patch("a", "m:f", affects=("nono<1",)), {}, State.APPLIED, ""),
         (lambda lib: lib.patch("a", "m:f", probe=lambda: fixed("gone")), {}, State.APPLIED, ""),
         (
             lambda lib: lib.patch("a", "m:f"),

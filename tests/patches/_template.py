@@ -1,4 +1,5 @@
-"""A whole test, to copy with the template of patches: what users do, and what they get.
+# The template of a patch's test, which `nox -s new` copies without this line.
+"""What users do, and what they get.
 
 Small models come from the fixtures of tests/conftest.py and the functions of tests/support.py.
 """

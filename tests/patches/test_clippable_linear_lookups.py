@@ -49,7 +49,7 @@ def native_wrappers(pristine):
     from gemma4_compat.patches.adapters.clippable_linear import PATCH
 
     gemma4_compat.uninstall("clippable_linear")
-    affects, PATCH.affects = PATCH.affects, (("peft<0.1",),)
+    affects, PATCH.affects = PATCH.affects, ("peft<0.1",)
     status = gemma4_compat.install("clippable_linear")
     yield [status[name].state.value for name in ("clippable_linear", "clippable_linear_lookups")]
     PATCH.affects = affects

@@ -25,13 +25,13 @@ from .._native_names import loading_with
 PATCH = Patch(
     name="clippable_linear",
     symptom="Target module Gemma4ClippableLinear(...) is not supported",
-    affects=(("transformers>=5.5", "peft>=0.18"),),
+    affects=("transformers", "peft"),
     changes=(
         "PEFT's tuners match the linear layer inside a ...ClippableLinear wherever a target, "
         "rank or alpha pattern matches the wrapper.  Adapter files whose keys lack '.linear' "
         "load through PEFT and through transformers' own load_adapter."
     ),
-    ends="not fixed upstream as of peft 0.21.2; the maintainers advise to target the inner module",
+    note="PEFT's maintainers advise to target the inner module.",
     links=("https://github.com/huggingface/peft/issues/3129",),
 )
 

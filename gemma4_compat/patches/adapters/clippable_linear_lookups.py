@@ -24,12 +24,12 @@ PATCH = Patch(
         "EVA and LoRA-GA leave out the layers inside Gemma4ClippableLinear, or Lily does not "
         "share matrices between them, when targets name the wrapper"
     ),
-    affects=(("transformers>=5.5", "peft>=0.18"),),
+    affects=("transformers", "peft"),
     changes=(
         "get_eva_state_dict, preprocess_loraga and Lily's sharing of matrices resolve the names "
         "of ...ClippableLinear wrappers to the layers inside."
     ),
-    ends="with the bug of clippable_linear",
+    note="It ends with the bug of clippable_linear.",
     requires=("clippable_linear",),
     links=("https://github.com/huggingface/peft/issues/3129",),
 )

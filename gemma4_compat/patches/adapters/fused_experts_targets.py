@@ -15,34 +15,41 @@ import logging
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...model.parts import experts_without_adapter
+from .._code import mentions
 
 logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="fused_experts_targets",
+    kind=Kind.WARNING,
     symptom=(
         "LoRA on gate_proj, up_proj and down_proj, or on all-linear, of 26B-A4B trains none of the "
         "experts, without a word"
     ),
-    affects=(("transformers>=5.5", "peft>=0.18"),),
+    affects=("transformers", "peft"),
     changes=(
         "Adding or loading an adapter on the MLP of a Gemma 4 model with fused experts warns where "
         "the experts get none, with the target_parameters that reach them.  The adapter does not "
         "change."
     ),
-    ends="not fixed upstream as of peft 0.21.2",
+    unreported="A limit of the design; reported only in another project (unsloth #4907).",
 )
 
 
 @PATCH.probe
 def layers_can_be_asked() -> Finding:
-    """Whether an adapter is on a layer is asked of PEFT's layers."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    """Look for the attribute of PEFT's layers that the warning reads, and for one of PEFT's own."""
+    import inspect
+
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
     if not hasattr(BaseTunerLayer, "adapter_layer_names"):
         return drifted("BaseTunerLayer has no adapter_layer_names")
+    code = getattr(inspect.unwrap(BaseTuner.inject_adapter), "__code__", None)
+    if code is not None and mentions(code, "xperts"):
+        return fixed("BaseTuner.inject_adapter asks about experts itself")
     return broken()
 
 

@@ -25,12 +25,12 @@ PATCH = Patch(
         "model.load_adapter leaves the modules in modules_to_save, and trainable tokens, at the "
         "base model's values, without a word"
     ),
-    affects=(("transformers>=5.5,<5.18", "peft>=0.18"),),
+    affects=("transformers<5.18", "peft"),
     changes=(
         "PeftAdapterMixin.load_adapter loads the tensors of modules_to_save and "
         "trainable_token_indices."
     ),
-    ends="transformers 5.18.0",
+    links=("https://github.com/huggingface/transformers/pull/48595",),
 )
 
 

@@ -24,12 +24,12 @@ PATCH = Patch(
         "saving an adapter on offloaded embeddings: Cannot copy out of meta tensor; no data!; "
         "loading one leaves the embeddings as they were"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    affects=("transformers", "accelerate", "peft"),
     changes=(
         "PEFT's get_peft_model_state_dict and set_peft_model_state_dict read and write offloaded "
         "weights of the base model through their accelerate hooks."
     ),
-    ends="not fixed upstream as of peft 0.21.2",
+    unreported=("Found by the tests of this package; no report is known upstream."),
 )
 
 

@@ -39,7 +39,7 @@ PATCH = Patch(
         "loading an adapter undoes the base model's offload, moves layers to another GPU, or "
         "raises (meta tensors, KeyError: 22) while or after PEFT dispatches the model again"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    affects=("transformers", "accelerate", "peft"),
     # A base model that stays offloaded meets these bugs; PEFT's own dispatch hides them.
     requires=(
         "offloaded_adapter_embeddings",
@@ -53,7 +53,6 @@ PATCH = Patch(
         "without one, for a base model that has no device map).  Adapters of offloaded layers "
         "are created, run and merged on the layer's execution device."
     ),
-    ends="not fixed upstream as of peft 0.21.2",
     links=(
         "https://github.com/huggingface/peft/issues/3169",
         "https://github.com/huggingface/transformers/issues/45482",

@@ -17,22 +17,24 @@ import weakref
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from .._code import mentions
 
 logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="quantized_merge",
+    kind=Kind.WARNING,
     symptom=(
         "merge_and_unload() or merge_adapter() on a 4-bit or 8-bit base gives another model than "
         "the one with the adapter loaded"
     ),
-    affects=(("transformers>=5.5", "peft>=0.18", "bitsandbytes>=0.46"),),
+    affects=("transformers", "peft", "bitsandbytes"),
     changes=(
         "One warning for each model before an adapter is merged into quantised weights, with the "
         "safe way.  The merge itself is not changed."
     ),
-    ends="inherent in quantised weights; nothing upstream can end it",
+    note="It is inherent in quantised weights: nothing upstream can end it.",
     links=("https://github.com/huggingface/peft/issues/2321",),
 )
 
@@ -41,11 +43,17 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @PATCH.probe
 def merging_is_in_base_tuner() -> Finding:
-    """Look for the two methods that all merges go through."""
+    """Look for the two methods that all merges go through, and for a warning of PEFT's own."""
+    import inspect
+
     from peft.tuners.tuners_utils import BaseTuner
 
-    found = all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter"))
-    return broken() if found else drifted("BaseTuner has no _check_merge_allowed")
+    if not all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter")):
+        return drifted("BaseTuner has no _check_merge_allowed")
+    code = getattr(inspect.unwrap(BaseTuner._check_merge_allowed), "__code__", None)
+    if code is not None and mentions(code, "quanti"):
+        return fixed("BaseTuner._check_merge_allowed asks about quantised weights itself")
+    return broken()
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")

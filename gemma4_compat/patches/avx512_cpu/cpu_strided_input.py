@@ -18,9 +18,8 @@ from ...engine import Finding, Patch, broken, fixed
 PATCH = Patch(
     name="cpu_strided_input",
     symptom="a 4-bit audio tower that runs on an AVX512-BF16 CPU gives wrong outputs, silently",
-    affects=(("transformers>=5.5", "bitsandbytes>=0.49"),),
+    affects=("transformers", "bitsandbytes>=0.49"),
     changes="Inputs of bitsandbytes' 4-bit CPU kernel are made contiguous where they are not.",
-    ends="not fixed upstream as of bitsandbytes 0.50.2",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1995",),
 )
 

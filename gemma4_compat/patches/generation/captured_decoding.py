@@ -27,25 +27,27 @@ import threading
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from .._cache_memory import use_lent
+from .._code import mentions
 from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="captured_decoding",
+    kind=Kind.SPEED,
     symptom=(
         'generate(cache_implementation="static") is not faster with a 4-bit or split model: '
         "nothing is compiled, and nothing says so"
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "generate captures the decode step of Gemma 4 and Gemma 3n with a static cache as a CUDA "
         "graph where transformers does not compile it."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
     requires=("static_cache_full_window",),
+    unreported="transformers #36519 turned compilation off for such models on purpose.",
 )
 
 _GENERATION = "transformers.generation.utils"
@@ -63,6 +65,9 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
     missing = {"get_compiled_call", "_valid_auto_compile_criteria"} - set(names)
     if missing:
         return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
+    code = inspect.unwrap(GenerationMixin._valid_auto_compile_criteria).__code__
+    if not (mentions(code, "hf_quantizer") or mentions(code, "hf_device_map")):
+        return fixed("transformers compiles the steps of quantised and split models")
     return broken()
 
 

@@ -25,11 +25,12 @@ PATCH = Patch(
         "12B, 26B-A4B and 31B run out of memory in long contexts (31B: 24 GiB too much at 32k "
         'tokens); IndexError: list index out of range with cache_implementation="static"'
     ),
-    affects=(("transformers>=5.5,<5.14",),),
+    affects=("transformers<5.14",),
     changes=(
         "DynamicCache and StaticCache keep all layer types of a config with num_kv_shared_layers=0."
     ),
-    ends="StaticCache: transformers 5.10.1; DynamicCache: transformers 5.14.0",
+    note="StaticCache is fixed earlier, in transformers 5.10.1.",
+    links=("https://github.com/huggingface/transformers/pull/46235",),
 )
 
 _CACHES = "transformers.cache_utils"

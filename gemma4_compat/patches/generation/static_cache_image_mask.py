@@ -25,15 +25,13 @@ PATCH = Patch(
         "12B, 26B-A4B and 31B see images differently, without an error, with "
         'cache_implementation="static" than with a dynamic cache'
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "prepare_inputs_for_generation of Gemma 4 makes the mask of a static cache from all token "
         "types, where there are images."
     ),
-    ends=(
-        "transformers 5.23.0, but for chunked prefill and for images after cached tokens, which "
-        "are not fixed upstream as of transformers 5.23.0"
-    ),
+    note="Chunked prefill, and images after cached tokens, are not fixed in 5.23.0.",
+    unreported="Reported only in another project (unsloth #10903).",
 )
 
 _MODEL = "transformers.models.gemma4.modeling_gemma4"

@@ -17,15 +17,13 @@ PATCH = Patch(
         "Gemma 4 unified sees images differently, without an error, with "
         'cache_implementation="static" than with a dynamic cache'
     ),
-    affects=(("transformers>=5.10",),),
+    affects=("transformers>=5.10",),
     changes=(
         "prepare_inputs_for_generation of Gemma 4 unified makes the mask of a static cache from "
         "all token types, where there are images."
     ),
-    ends=(
-        "transformers 5.23.0, but for chunked prefill and for images after cached tokens, which "
-        "are not fixed upstream as of transformers 5.23.0"
-    ),
+    note="Chunked prefill, and images after cached tokens, are not fixed in 5.23.0.",
+    unreported="Reported only in another project (unsloth #10903).",
 )
 
 _MODEL = "transformers.models.gemma4_unified.modeling_gemma4_unified"

@@ -25,12 +25,12 @@ PATCH = Patch(
         "Gemma4AudioModel does not support an attention implementation through "
         "torch.nn.functional.scaled_dot_product_attention yet"
     ),
-    affects=(("transformers>=5.20",),),
+    affects=("transformers>=5.20",),
     changes=(
         "An attn_implementation that the audio tower does not support becomes eager attention "
         "for that tower alone, with one INFO line; the other parts keep what was asked for."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    unreported=("Found by the tests of this package; no report is known upstream."),
 )
 
 _TOWER = "transformers.models.gemma4.modeling_gemma4"

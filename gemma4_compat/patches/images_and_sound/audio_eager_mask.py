@@ -23,9 +23,12 @@ PATCH = Patch(
         'attn_implementation="eager" gives other outputs for sound than sdpa, and wrong ones, '
         "without an error"
     ),
-    affects=(("transformers>=5.5,<5.20",),),
+    affects=("transformers<5.20",),
     changes="Gemma4AudioModel makes the mask of eager attention boolean, as its layers expect.",
-    ends="transformers 5.20.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/48818",
+        "https://github.com/huggingface/transformers/pull/48922",
+    ),
 )
 
 _MODEL = "transformers.models.gemma4.modeling_gemma4"

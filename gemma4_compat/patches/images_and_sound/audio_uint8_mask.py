@@ -19,9 +19,9 @@ from .._claimed_dtype import claiming, is_float
 PATCH = Patch(
     name="audio_uint8_mask",
     symptom="torch.finfo() requires a floating point input type, in the 4-bit or 8-bit audio tower",
-    affects=(("transformers>=5.5,<5.11", "bitsandbytes>=0.46"),),
+    affects=("transformers<5.11", "bitsandbytes"),
     changes="Clamp bounds and casts in the audio tower follow the activations' dtype.",
-    ends="fixed in transformers 5.11.0",
+    links=("https://github.com/huggingface/transformers/issues/45672",),
 )
 
 _MODULE = "transformers.models.gemma4.modeling_gemma4"

@@ -26,12 +26,15 @@ PATCH = Patch(
         "12B, 26B-A4B and 31B see images differently than since transformers 5.13, without an "
         "error: image tokens attend to each other in full-attention layers, and beyond the window"
     ),
-    affects=(("transformers>=5.5,<5.13",),),
+    affects=("transformers<5.13",),
     changes=(
         "The masks of Gemma 4 and Gemma 4 unified keep images bidirectional in sliding layers "
         "alone, and within their window."
     ),
-    ends="transformers 5.13.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/46711",
+        "https://github.com/huggingface/transformers/pull/46850",
+    ),
 )
 
 _MODELS = ("gemma4_text", "gemma4_unified_text")

@@ -21,9 +21,12 @@ PATCH = Patch(
         "a 4-bit or 8-bit Gemma4Unified model does not hear, and does not see or raises "
         "mixed dtype (CPU)"
     ),
-    affects=(("transformers>=5.10,<5.13", "bitsandbytes>=0.46"),),
+    affects=("transformers>=5.10,<5.13", "bitsandbytes"),
     changes="Image and audio inputs keep a floating-point dtype where a layer is quantised.",
-    ends="fixed in transformers 5.13.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/46899",
+        "https://github.com/huggingface/transformers/pull/46904",
+    ),
 )
 
 _MODULE = "transformers.models.gemma4_unified.modeling_gemma4_unified"

@@ -19,9 +19,12 @@ from .._claimed_dtype import claiming, is_float
 PATCH = Patch(
     name="vision_uint8_pixels",
     symptom="the vision of a 4-bit or 8-bit model is blind: grey shapes, wrong descriptions",
-    affects=(("transformers>=5.5,<5.13", "bitsandbytes>=0.46"),),
+    affects=("transformers<5.13", "bitsandbytes"),
     changes="Pixels are cast to the vision tower's floating-point dtype, not to uint8 or int8.",
-    ends="fixed in transformers 5.13.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/46932",
+        "https://github.com/huggingface/transformers/pull/46933",
+    ),
 )
 
 _MODULE = "transformers.models.gemma4.modeling_gemma4"

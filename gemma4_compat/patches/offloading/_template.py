@@ -1,5 +1,5 @@
-# A whole patch to copy: CONTRIBUTING.md says how.  Files that begin with "_" are no patches: this
-# is never applied, and left out of the wheel.  Its bug is real and harmless: nobody iterates here.
+# The template of a patch, which `nox -s new` copies without these lines.  A file whose name begins
+# with "_" is not a patch: this one is never applied and not in the wheel.  Its bug is real.
 """Iterating over a view of the offloaded weights yields keys that the view does not have.
 
 accelerate gives the hook of each module a ``PrefixedDataset``: the whole model's weights, seen from
@@ -22,12 +22,12 @@ PATCH = Patch(
     name="patch_name",
     # The users' words: the text of the exception, or what they see where there is none.
     symptom="KeyError: 'layer.layer.weight' from dict(PrefixedDataset(weights, 'layer.'))",
-    # Alternatives, of each of which all requirements must hold.  As measured: the first release
-    # that has the bug, and the first that does not, if there is one ("<").
-    affects=(("accelerate>=1.10",),),
+    # Requirements that must all hold.  As measured: the first release that has the bug (">="),
+    # unless all that we support have it, and the first that does not, if there is one ("<").
+    affects=("accelerate",),
     changes="PrefixedDataset yields the keys that it can be asked for, and counts those alone.",
-    ends="not fixed upstream as of accelerate 1.15.0",
-    links=(),  # upstream issues and pull requests
+    # Or links=(...,), the upstream issues and pull requests.
+    unreported="Nobody iterates over this mapping here.",
 )
 
 _OFFLOAD = "accelerate.utils.offload"

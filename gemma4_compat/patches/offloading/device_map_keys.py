@@ -28,13 +28,16 @@ PATCH = Patch(
         "ignored: without a word, or with accelerate's 'The following device_map keys do not "
         "match any submodules in the model' after loading"
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "from_pretrained of a Gemma 4 or Gemma 3n model warns, once a load, about entries of an "
         "explicit device_map that name no module, parameter or buffer, and names the closest "
         "modules.  The map is used as it is."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    links=(
+        "https://github.com/huggingface/accelerate/issues/3584",
+        "https://github.com/huggingface/accelerate/pull/3613",
+    ),
 )
 
 _MODELS = ("gemma4", "gemma3n")

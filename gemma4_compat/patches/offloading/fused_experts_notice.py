@@ -14,22 +14,27 @@ import logging
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from .._code import mentions
 
 logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="fused_experts_notice",
+    kind=Kind.WARNING,
     symptom=(
         "load_in_4bit or load_in_8bit of 26B-A4B needs far more memory than expected: the experts "
         "stay unquantised (some 42 GiB in bfloat16), without a word"
     ),
-    affects=(("transformers>=5.5", "bitsandbytes>=0.46"),),
+    affects=("transformers", "bitsandbytes"),
     changes=(
         "Loading a Gemma 4 model with fused experts under bitsandbytes warns once a load that "
         "they are not quantised, with their size.  What is loaded does not change."
     ),
-    ends="not fixed upstream as of transformers 5.23.0 and bitsandbytes 0.50.2",
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1965",
+    ),
 )
 
 _QUANTIZERS = "transformers.quantizers.quantizer_bnb"
@@ -37,13 +42,18 @@ _QUANTIZERS = "transformers.quantizers.quantizer_bnb"
 
 @PATCH.probe
 def quantizers_can_be_asked() -> Finding:
-    """What is quantised is asked at each load; the means to ask must be there."""
+    """Look for the method that each load asks what is quantised, and for experts in it."""
+    import inspect
+
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
     from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
     for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
         if "param_needs_quantization" not in vars(quantizer):
             return drifted(f"{quantizer.__name__} has no param_needs_quantization")
+    code = inspect.unwrap(Bnb4BitHfQuantizer.param_needs_quantization).__code__
+    if mentions(code, "xperts"):
+        return fixed("the 4-bit quantizer asks about experts itself")
     return broken()
 
 

@@ -25,12 +25,11 @@ PATCH = Patch(
         "Params4bit.__new__() (or Int8Params.__new__()) got an unexpected keyword argument "
         "'_is_hf_initialized'"
     ),
-    affects=(("transformers>=5.5", "accelerate<1.14", "bitsandbytes<0.50"),),
+    affects=("transformers", "accelerate<1.14", "bitsandbytes<0.50"),
     changes=(
         "accelerate's set_module_tensor_to_device no longer passes the flag on to the "
         "constructors of bitsandbytes parameters; it is on the parameter again afterwards."
     ),
-    ends="accelerate 1.14.0, or bitsandbytes 0.50.0",
     links=(
         "https://github.com/huggingface/transformers/issues/43872",
         "https://github.com/huggingface/accelerate/pull/3976",

@@ -36,12 +36,11 @@ PATCH = Patch(
         "per-layer embeddings on the CPU or disk cost a copy of the whole table, and its VRAM, in "
         "every forward"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    affects=("transformers", "accelerate"),
     changes=(
         "AlignDevicesHook brings the rows that an offloaded nn.Embedding looks up to its execution "
         "device, not the weight; from disk only those rows are read."
     ),
-    ends="not fixed upstream as of accelerate 1.15.0",
     links=("https://github.com/huggingface/transformers/issues/47705",),
 )
 

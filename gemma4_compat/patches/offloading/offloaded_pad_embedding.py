@@ -20,12 +20,12 @@ from .._seen import Seen
 PATCH = Patch(
     name="offloaded_pad_embedding",
     symptom="Tensor on device meta is not on the expected device, with embed_tokens offloaded",
-    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    affects=("transformers", "accelerate"),
     changes=(
         "Gemma4Model.forward, with embed_tokens offloaded, gets the pad token's row of the weight "
         "from the host or disk."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    links=("https://github.com/huggingface/transformers/pull/48409",),
 )
 
 

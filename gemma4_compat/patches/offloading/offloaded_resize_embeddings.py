@@ -27,12 +27,12 @@ PATCH = Patch(
         "resize_token_embeddings with embed_tokens or lm_head offloaded, then a forward: Trying to "
         'set a tensor of shape ... in "weight" (which has shape ...), this looks incorrect'
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    affects=("transformers", "accelerate"),
     changes=(
         "resize_token_embeddings and tie_weights load offloaded embeddings while they run, and the "
         "accelerate hooks of resized embeddings get the new weights."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    unreported=("Only a report about another model is known upstream (transformers #30048)."),
 )
 
 

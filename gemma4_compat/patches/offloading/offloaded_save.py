@@ -32,13 +32,16 @@ PATCH = Patch(
         "attribute 'weights_map', Cannot copy out of meta tensor; no data!, or (8-bit) `...SCB` "
         "is neither a parameter, buffer, nor extra state"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    affects=("transformers", "accelerate"),
     changes=(
         "transformers' load_offloaded_parameter looks for the hook that offloads the tensor, and "
         "save_pretrained takes every model with such hooks for offloaded, finds buffers on meta, "
         "and writes the statistics of offloaded 8-bit layers."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    unreported=(
+        "Parts are in a closed pull request (transformers #46902); no report of SequentialHook is "
+        "known upstream."
+    ),
 )
 
 

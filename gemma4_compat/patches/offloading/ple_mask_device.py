@@ -23,12 +23,15 @@ PATCH = Patch(
         "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
         "and cuda:1 (when the token embeddings are not on the first GPU of the device map)"
     ),
-    affects=(("transformers>=5.5,<5.9", "accelerate>=1.10"),),
+    affects=("transformers<5.9", "accelerate"),
     changes=(
         "Gemma4Model.forward brings input_ids, mm_token_type_ids and inputs_embeds to the device "
         "that the token embeddings execute on, if a device map gave them one."
     ),
-    ends="transformers 5.9.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/45823",
+        "https://github.com/huggingface/transformers/pull/45826",
+    ),
 )
 
 _MODEL = "transformers.models.gemma4.modeling_gemma4"

@@ -35,14 +35,13 @@ PATCH = Patch(
         "Tensor.item() cannot be called on meta tensors (nested quantisation), or Cannot copy out "
         "of meta tensor; no data! (single quantisation), when 4-bit weights are offloaded"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),),
+    affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
         "Params4bit.to('meta') leaves the quant state alone and gives the meta parameter a copy "
         "on the host, made once; coming back from meta copies it to the execution device. "
         "accelerate's AlignDevicesHook drops the module's own reference to the device copy, and "
         "Linear4bit refuses to serialise a quant state without values, naming the module."
     ),
-    ends="not fixed upstream as of bitsandbytes 0.50.2",
     links=("https://github.com/huggingface/transformers/issues/43873",),
 )
 

@@ -28,12 +28,12 @@ from ...engine import Finding, Patch, broken, fixed
 PATCH = Patch(
     name="shared_kv_states",
     symptom="KeyError: 22 (E4B), 13 (E2B) or 'sliding_attention' in shared_kv_states[...]",
-    affects=(("transformers>=5.5.2,<5.23",),),
+    affects=("transformers>=5.5.2,<5.23",),
     changes=(
         "Decoder layers that are called with shared_kv_states get that dictionary inside a "
         "container that neither accelerate's hooks nor FSDP2 copy."
     ),
-    ends="fixed in transformers 5.23.0 (FSDP2: 5.9.0)",
+    note="For FSDP2 it is fixed earlier, in transformers 5.9.0.",
     links=("https://github.com/huggingface/transformers/issues/45482",),
 )
 

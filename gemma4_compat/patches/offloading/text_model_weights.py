@@ -28,13 +28,13 @@ PATCH = Patch(
         "Gemma4ForCausalLM.from_pretrained of a multimodal checkpoint has random weights: "
         "all of the model's weights are MISSING in the load report, and nothing is raised"
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "Gemma 4's text model loads the weights that a multimodal checkpoint names "
         "model.language_model.*.  A checkpoint that holds weights under both names is refused, and "
         "a quantised one whose quantization_config the text model does not get."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    links=("https://github.com/huggingface/transformers/pull/45953",),
 )
 
 _INSIDE = r"^(?:model\.)?language_model\."

@@ -25,13 +25,14 @@ PATCH = Patch(
         "You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk "
         "offload"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "bitsandbytes>=0.46"),),
+    affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
         "Accelerator.prepare_model takes the offloaded modules of a 4-bit model for modules on "
         "their execution device, if none of their parameters is to be trained."
     ),
-    ends="not fixed upstream as of accelerate 1.15.0: the refusal is deliberate",
+    note="accelerate refuses this on purpose.",
     requires=("quant_state_offload",),
+    unreported=("A limit of the design: accelerate refuses it on purpose."),
 )
 
 

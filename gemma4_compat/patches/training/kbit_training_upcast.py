@@ -32,13 +32,13 @@ PATCH = Patch(
         "out of memory in prepare_model_for_kbit_training: the per-layer embeddings (E2B: 4.4 GiB) "
         "and the experts of 26B-A4B (42 GiB) are cast to float32"
     ),
-    affects=(("transformers>=5.5", "peft>=0.18"),),
+    affects=("transformers", "peft"),
     changes=(
         "PEFT's prepare_model_for_kbit_training leaves the per-layer-embedding table and the fused "
         "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and says at level "
         "INFO what that saves.  Hooks on these modules see to the dtypes around them."
     ),
-    ends="not fixed upstream as of peft 0.21.2",
+    unreported=("Only reports about other models are known upstream (peft #816 and #1149)."),
 )
 
 _TABLE = "embed_tokens_per_layer"

@@ -23,12 +23,15 @@ PATCH = Patch(
         "garbage with use_cache=False, and a far too high training loss with gradient "
         "checkpointing, without an error"
     ),
-    affects=(("transformers>=5.5,<5.5.2",),),
+    affects=("transformers<5.5.2",),
     changes=(
         "Gemma4TextModel.forward hands the decoder layers an object that holds the shared keys "
         "and values; Gemma4TextAttention uses it where it has no cache."
     ),
-    ends="transformers 5.5.2",
+    links=(
+        "https://github.com/huggingface/transformers/issues/45242",
+        "https://github.com/huggingface/transformers/pull/45312",
+    ),
 )
 
 _MODEL = "transformers.models.gemma4.modeling_gemma4"

@@ -20,12 +20,15 @@ from ...engine import Finding, Patch, broken, fixed
 PATCH = Patch(
     name="mm_token_type_ids",
     symptom="`mm_token_type_ids` is required as a model input when training",
-    affects=(("transformers>=5.5,<5.6",),),
+    affects=("transformers<5.6",),
     changes=(
         "Gemma4Model.forward in training takes the mm_token_type_ids of a batch without pixels, "
         "if there are none, for zeros."
     ),
-    ends="transformers 5.6.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/45200",
+        "https://github.com/huggingface/transformers/pull/45454",
+    ),
 )
 
 _MODEL = "transformers.models.gemma4.modeling_gemma4"

@@ -20,7 +20,8 @@ import logging
 from functools import partial, wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,12 @@ PATCH = Patch(
         "wrong gradients, without an error, under use_reentrant=True or after "
         "prepare_model_for_kbit_training(model)"
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "Gradient checkpointing of models with KV-shared layers is non-reentrant.  A warning says "
         "so where use_reentrant=True was asked for, an INFO line where nothing was said."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
+    unreported="Reported only in another project (unsloth-zoo #813).",
 )
 
 #: Where the functions live of which transformers makes the partial that a model is given.
@@ -44,15 +45,18 @@ _CHECKPOINT_MODULES = ("torch.utils.checkpoint", "transformers.modeling_utils")
 
 @PATCH.probe
 def models_are_given_a_checkpoint_function() -> Finding:
-    """Look at what a model is told."""
+    """Look whether a model gets the function that checkpoints it, unchanged."""
     import inspect
 
     from transformers.modeling_utils import PreTrainedModel
 
     method = PreTrainedModel._set_gradient_checkpointing
-    if "gradient_checkpointing_func" in inspect.signature(method).parameters:
-        return broken()
-    return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
+    if "gradient_checkpointing_func" not in inspect.signature(method).parameters:
+        return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    if code is not None and (mentions(code, "reentrant") or mentions(code, "kv_shared")):
+        return fixed("_set_gradient_checkpointing chooses the variant itself")
+    return broken()
 
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")
