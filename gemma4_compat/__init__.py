@@ -35,7 +35,6 @@ __all__ = [
     "Status",
     "__version__",
     "disabled",
-    "enabled",
     "input_device",
     "install",
     "limit_page_locked",
@@ -102,9 +101,3 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
     Process-wide: other threads see the patches off as well.
     """
     return _engine.switched(names, on=False)
-
-
-def enabled(*names: str) -> AbstractContextManager[Status]:
-    """A ``with`` block in which the named patches (all without names) are on, as far as the
-    environment and their gates allow."""
-    return _engine.switched(names, on=True)

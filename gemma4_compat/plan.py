@@ -76,7 +76,6 @@ class Plan(Result):
     adapter: int
     adapter_dir: str | None
     weights: int
-    weights_whole: int
     kv_cache: int
     activations: int
     outside: int
@@ -184,7 +183,6 @@ def plan(
         adapter=sum(size.on_cuda for size in lora),
         adapter_dir=None if adapter is None else os.fspath(adapter),
         weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
-        weights_whole=_resident(whole, ()) + sum(size.on_cuda for size in lora),
         kv_cache=kv_cache(model, context),
         activations=activations(model, context) + _streamed(streamed, offloaded),
         outside=OUTSIDE,

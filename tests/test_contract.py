@@ -162,13 +162,15 @@ def libraries_first():
     found = {"states": states(), "patched": leftovers(), "alone": {}}
     gemma4_compat.uninstall()
     found["changes"] = changes(before)
-    for name in gemma4_compat._engine.names:
+    for name in [each.name for each in gemma4_compat.status()]:
         required = gemma4_compat._engine._records[name].patch.requires
         gemma4_compat.install(name, *required)
         gemma4_compat.uninstall(name, *required)
         found["alone"][name] = changes(before)
     gemma4_compat.install()
-    for name in gemma4_compat._engine.names:  # the lower ones of each stack first
+    for name in [
+        each.name for each in gemma4_compat.status()
+    ]:  # the lower ones of each stack first
         gemma4_compat.uninstall(name)
     found["one by one"] = changes(before)
     gemma4_compat.install()
@@ -425,7 +427,7 @@ def test_definition(name):
 
     patch = _patches()[name]
     module = _modules()[name]
-    assert patch.find is not None, "no probe"
+    assert patch.probe_function is not None, "no probe"
     assert patch.replacements
     assert len(module.__doc__.strip().splitlines()) > 3
     assert patch.symptom
@@ -439,8 +441,8 @@ def test_definition(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_can_end_the_patch(name):
     """Each probe has a case in which it says that the bug is gone."""
-    code = _patches()[name].find.__code__
-    globals_ = _patches()[name].find.__globals__
+    code = _patches()[name].probe_function.__code__
+    globals_ = _patches()[name].probe_function.__globals__
     helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
     assert any("fixed" in each.co_names for each in (code, *helpers))
 

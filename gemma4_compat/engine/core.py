@@ -19,7 +19,7 @@ from .imports import Imports
 from .patch import Finding, Patch, Verdict, broken, drifted
 from .random_numbers import same_random_numbers
 from .references import count_held, holders
-from .slots import Missing
+from .slots import Mismatch
 from .stack import Layer, Stack, originals
 from .status import PatchStatus, State, Status
 from .switches import Switch, Switches
@@ -97,11 +97,6 @@ class Engine:
         _ENGINES[switches.prefix] = self
         if predecessor is not None:
             predecessor.retire()
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all patches."""
-        return list(self._records)
 
     # -- public verbs -----------------------------------------------------------------------
 
@@ -299,7 +294,7 @@ class Engine:
                 state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, found.reason)
             record.layer.put()
-        except Missing as error:
+        except Mismatch as error:
             return self._set(record, State.DRIFTED, str(error))
         except Exception as error:
             self._logger.debug("%s failed", record.patch.name, exc_info=True)
@@ -309,7 +304,7 @@ class Engine:
     def _ask(self, patch: Patch) -> Finding:
         try:
             with same_random_numbers():
-                return patch.find() if patch.find else broken()
+                return patch.probe_function() if patch.probe_function else broken()
         except (AttributeError, ImportError, TypeError) as error:
             # What it looks at is not there, or it calls what takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")

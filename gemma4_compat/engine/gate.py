@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Gate:
+class Evaluation:
     """A gate's outcome, with the versions it was decided on (``None``: unknown)."""
 
     outcome: Outcome
@@ -52,7 +52,7 @@ def installed_version(distribution: str) -> str | None:
         return _declared_version(name)
 
 
-def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Gate:
+def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
     """Check requirements, which must all hold, against the installed distributions.
 
     ``floors`` are the oldest supported versions by distribution: they are required, too.
@@ -63,14 +63,14 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     outcomes = {_check(requirement, versions, missing) for requirement in requirements}
     if Outcome.MISSING in outcomes:
         reason = f"{', '.join(sorted(missing))} not installed"
-        return Gate(Outcome.MISSING, versions, reason)
+        return Evaluation(Outcome.MISSING, versions, reason)
     wanted = " and ".join(map(str, requirements))
     installed = ", ".join(f"{name} {v or '(unknown)'}" for name, v in versions.items())
     reason = f"affects {wanted}; installed: {installed}"
     for outcome in (Outcome.OUTSIDE, Outcome.UNDECIDED):
         if outcome in outcomes:
-            return Gate(outcome, versions, reason)
-    return Gate(Outcome.INSIDE, versions, reason)
+            return Evaluation(outcome, versions, reason)
+    return Evaluation(Outcome.INSIDE, versions, reason)
 
 
 def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:

@@ -106,7 +106,7 @@ class Patch:
     unreported: str = ""
     requires: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
-    find: Callable[[], Finding] | None = field(default=None, init=False)
+    probe_function: Callable[[], Finding] | None = field(default=None, init=False)
     release: Callable[[], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Patch:
         It runs once all target modules are imported, inside the user's import of the last of
         them: it must import nothing else.
         """
-        self.find = function
+        self.probe_function = function
         return function
 
     def taken_back(self, function: Callable[[], None]) -> Callable[[], None]:

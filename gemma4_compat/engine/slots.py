@@ -18,7 +18,7 @@ from .signatures import takes_all_calls_of
 _ABSENT = object()
 
 
-class Missing(AttributeError):
+class Mismatch(AttributeError):
     """A target that a patch names is not there, or not as the patch takes it to be."""
 
 
@@ -102,32 +102,32 @@ def resolve(replacement: Replacement) -> Target:
     """Find what a replacement names.
 
     Raises:
-        Missing: the target, or a part of its path, does not exist.
+        Mismatch: the target, or a part of its path, does not exist.
     """
     try:
         return Target(*wrapt.resolve_path(sys.modules[replacement.module], replacement.attribute))
     except (AttributeError, KeyError) as error:
-        raise Missing(f"{replacement} does not exist") from error
+        raise Mismatch(f"{replacement} does not exist") from error
 
 
 def prepare(replacement: Replacement) -> Entry:
     """The change that a replacement makes.  Nothing is written yet.
 
     Raises:
-        Missing: the target does not exist, is no function, or takes calls that the replacement
+        Mismatch: the target does not exist, is no function, or takes calls that the replacement
             would not.
     """
     target = resolve(replacement)
     function, rewrap = _unwrap(target.raw)
     if not isinstance(function, types.FunctionType):
-        raise Missing(f"{replacement} is a {type(function).__name__}, not a function")
+        raise Mismatch(f"{replacement} is a {type(function).__name__}, not a function")
     new = replacement.factory(function)
     # A wrapt proxy claims to be a function; torch.compile would leave it out.
     if type(new) is not types.FunctionType:
         raise TypeError(f"the factory of {replacement} made no plain function: {type(new)}")
     if not takes_all_calls_of(function, new):
         takes = ", ".join(inspect.signature(function).parameters)
-        raise Missing(f"{replacement} takes other parameters than expected: {takes}")
+        raise Mismatch(f"{replacement} takes other parameters than expected: {takes}")
     before = vars(target.owner).get(target.name, _ABSENT)
     if before is _ABSENT and isinstance(target.owner, type):
         # Pickled by reference, it must be found under this class, not under the one it is from.
@@ -144,7 +144,7 @@ def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
     try:
         now = inspect.unwrap(resolve(replacement).function)
         known = [inspect.unwrap(entry.original) for entry in entries]
-    except (Missing, ValueError):
+    except (Mismatch, ValueError):
         return False
     code = getattr(now, "__code__", None)
     return all(now is not each for each in known) and any(code == each.__code__ for each in known)

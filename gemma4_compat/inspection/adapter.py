@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..model.files import Entry, Header, read_adapter_config, read_header
 from ..model.parts import TOWERS, is_shared_kv, tower_of
 from ..result import Result
-from .targets import Looked, look_at, lora_parameters, matching, needs_patch
+from .targets import BaseModel, base_model_of, lora_parameters, matching, needs_patch
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -186,8 +186,8 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterI
         if key.method and key.layer:
             layers.setdefault(key.layer, []).append(key)
     ranks = Counter(rank for of_layer in layers.values() for rank in _ranks(of_layer))
-    looked = look_at(model) if model is not None else None
-    shared = looked.shared if looked is not None else _known_shared(layers)
+    base = base_model_of(model) if model is not None else None
+    shared = base.shared if base is not None else _known_shared(layers)
     targets = config.get("target_modules")
     return AdapterInspection(
         file=str(file),
@@ -200,14 +200,14 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterI
         dtypes=dict(sorted(Counter(key.entry.dtype for key in keys).items())),
         parts=dict(sorted(Counter(key.part for key in keys).items())),
         towers=tuple(_towers(keys, layers)),
-        layout=_layout(layers, looked),
+        layout=_layout(layers, base),
         ranks=dict(sorted(ranks.items())),
         rank=config.get("r"),
         alpha=config.get("lora_alpha"),
         target_modules=tuple(sorted(targets)) if isinstance(targets, list) else targets,
         orphans=tuple(layer for layer in layers if is_shared_kv(layer, shared)),
         notes=tuple(_notes(header, keys, config, ranks)),
-        fit=None if looked is None else _fit(header, keys, layers, config, looked),
+        fit=None if base is None else _fit(header, keys, layers, config, base),
     )
 
 
@@ -312,13 +312,13 @@ def _towers(keys: list[_Key], layers: Iterable[str]) -> Iterator[Tower]:
             yield Tower(tower, tensors[tower], sum(counts.values()), counts)
 
 
-def _layout(layers: Iterable[str], looked: Looked | None) -> str | None:
+def _layout(layers: Iterable[str], base: BaseModel | None) -> str | None:
     found = set()
     for layer in layers:
         match = _WRAPPED.search(layer)
-        if looked is not None:
+        if base is not None:
             outer = layer.removesuffix(".linear")
-            if looked.inner(outer) != outer if outer in looked.modules else match:
+            if base.inner(outer) != outer if outer in base.modules else match:
                 found.add("inner" if outer != layer else "outer")
         elif match is not None:
             found.add("inner" if match[1] else "outer")
@@ -387,11 +387,11 @@ def _fit(
     keys: list[_Key],
     layers: Mapping[str, list[_Key]],
     config: Mapping[str, Any],
-    looked: Looked,
+    base: BaseModel,
 ) -> Fit:
-    targeted = _targeted(config, looked)
-    inside = {looked.inner(name): name for name in targeted or ()}
-    adapted = {*inside, *_with_parameters(config, looked)} if targeted is not None else None
+    targeted = _targeted(config, base)
+    inside = {base.inner(name): name for name in targeted or ()}
+    adapted = {*inside, *_with_parameters(config, base)} if targeted is not None else None
     groups: dict[tuple[str, str], Group] = {}
 
     def add(kind: str, reason: str, example: str, harmless: bool = False) -> None:
@@ -399,13 +399,13 @@ def _fit(
         groups[kind, reason] = replace(group, count=group.count + 1)
 
     loads = 0
-    wrapped = any(looked.inner(name) != name for name in targeted or ())
+    wrapped = any(base.inner(name) != name for name in targeted or ())
     renamed = False
     cut = _cut_off(header)
     unknown = bool(config) and not _is_known(config.get("peft_type"))
     for own in keys:
-        key = replace(own, layer=_name_here(own.layer, looked))
-        fate = _fate(key, adapted, looked)
+        key = replace(own, layer=_name_here(own.layer, base))
+        fate = _fate(key, adapted, base)
         if unknown:
             fate = _Fate(
                 "refused", f"{CONFIG} has peft_type {config.get('peft_type')!r}, {_NO_TYPE}"
@@ -423,13 +423,13 @@ def _fit(
         else:
             loads += 1
             renamed = renamed or key.layer != own.layer
-            wrapped = wrapped or (bool(key.method) and looked.inner(key.layer) != key.layer)
+            wrapped = wrapped or (bool(key.method) and base.inner(key.layer) != key.layer)
     rank = config.get("r") or 1
     for layer, name in inside.items() if config.get("peft_type") == "LORA" else ():
-        if lora_parameters(looked.modules[layer], rank) is None:
-            told = f"target_modules names {type(looked.modules[name]).__name__}, not supported"
+        if lora_parameters(base.modules[layer], rank) is None:
+            told = f"target_modules names {type(base.modules[name]).__name__}, not supported"
             add("refused", told, name)
-    filled = {looked.inner(_name_here(layer, looked)) for layer in layers}
+    filled = {base.inner(_name_here(layer, base)) for layer in layers}
     for layer in inside:
         if layer not in filled:
             told = f"{tower_of(layer)}: target_modules names them, the file has nothing for them"
@@ -438,7 +438,7 @@ def _fit(
     found = sorted(groups.values(), key=lambda group: (order.index(group.kind), -group.count))
     needs = ["clippable_linear"] if wrapped and needs_patch("clippable_linear") else []
     needs += ["text_model_adapter"] if renamed and needs_patch("text_model_adapter") else []
-    return Fit(looked.name, looked.architecture, loads, tuple(needs), tuple(found))
+    return Fit(base.name, base.architecture, loads, tuple(needs), tuple(found))
 
 
 def _is_known(peft_type: Any) -> bool:
@@ -452,17 +452,17 @@ def _is_known(peft_type: Any) -> bool:
     return peft_type in {str(each.value) for each in PeftType}
 
 
-def _name_here(layer: str, looked: Looked) -> str:
+def _name_here(layer: str, base: BaseModel) -> str:
     """The name in this model of a layer that the text model, or the multimodal one, has too."""
-    if layer not in looked.modules and looked.model.config.model_type.startswith("gemma4"):
+    if layer not in base.modules and base.model.config.model_type.startswith("gemma4"):
         for pattern, called in _OTHER_CLASS:
             other = re.sub(pattern, called, layer)
-            if other != layer and other in looked.modules:
+            if other != layer and other in base.modules:
                 return other
     return layer
 
 
-def _targeted(config: Mapping[str, Any], looked: Looked) -> list[str] | None:
+def _targeted(config: Mapping[str, Any], base: BaseModel) -> list[str] | None:
     """The modules that the config's targets match; ``None`` where it does not say."""
     if not config.get("target_modules"):
         return None
@@ -471,7 +471,7 @@ def _targeted(config: Mapping[str, Any], looked: Looked) -> list[str] | None:
         "layers_pattern", "peft_type",
     )  # fmt: skip
     settings = {name: config[name] for name in names if config.get(name) is not None}
-    return matching(looked, SimpleNamespace(**settings))
+    return matching(base, SimpleNamespace(**settings))
 
 
 def _cut_off(header: Header) -> set[str]:
@@ -486,52 +486,52 @@ def _cut_off(header: Header) -> set[str]:
     return cut
 
 
-def _with_parameters(config: Mapping[str, Any], looked: Looked) -> Iterator[str]:
+def _with_parameters(config: Mapping[str, Any], base: BaseModel) -> Iterator[str]:
     """The modules of the parameters that ``target_parameters`` names."""
     targets = config.get("target_parameters") or ()
     for target in [targets] if isinstance(targets, str) else targets:
         module = target.rpartition(".")[0]
-        yield from (n for n in looked.modules if n == module or n.endswith(f".{module}"))
+        yield from (n for n in base.modules if n == module or n.endswith(f".{module}"))
 
 
-def _fate(key: _Key, adapted: Collection[str] | None, looked: Looked) -> _Fate:
+def _fate(key: _Key, adapted: Collection[str] | None, base: BaseModel) -> _Fate:
     if not key.layer:  # shared by all layers
         return _Fate()
-    if key.layer not in looked.modules:
-        return _absent(key, looked)
+    if key.layer not in base.modules:
+        return _absent(key, base)
     if key.adapter and holds("peft<0.21"):
         return _Fate("ignored", "named with an adapter's name, which this PEFT does not expect")
-    layer = looked.inner(key.layer) if key.method else key.layer
+    layer = base.inner(key.layer) if key.method else key.layer
     if adapted is not None and key.method not in ("", "trainable tokens") and layer not in adapted:
         return _Fate("ignored", "target_modules does not name these layers")
-    if wrong := _misshapen(key, looked.modules[layer]):
+    if wrong := _misshapen(key, base.modules[layer]):
         return _Fate("refused", _WIDTHS, detail=wrong)
     return _Fate()
 
 
-def _absent(key: _Key, looked: Looked) -> _Fate:
+def _absent(key: _Key, base: BaseModel) -> _Fate:
     """Why the model has no such module."""
     name, tower = key.layer, tower_of(key.layer)
-    if is_shared_kv(name, looked.shared):
-        first, last = looked.shared[0], looked.shared[-1]
+    if is_shared_kv(name, base.shared):
+        first, last = base.shared[0], base.shared[-1]
         told = f"layers {first} to {last} take keys and values from earlier ones: never used"
         return _Fate("ignored", told, harmless=True)
-    if name.endswith(".linear") and name.removesuffix(".linear") in looked.modules:
+    if name.endswith(".linear") and name.removesuffix(".linear") in base.modules:
         return _Fate("ignored", "named .linear, where the model has the layer itself")
     for pattern, called in _CALLED:
         other = re.sub(pattern, called, name)
-        if other != name and other in looked.modules:
-            if wrong := _misshapen(key, looked.modules[looked.inner(other)]):
+        if other != name and other in base.modules:
+            if wrong := _misshapen(key, base.modules[base.inner(other)]):
                 return _Fate("ignored", "for another model: other names and widths", detail=wrong)
             mine, here = re.split(r"\d", name)[0], re.split(r"\d", other)[0]
             told = f"made for another class of the model: {mine}* is {here}* here"
             return _Fate("ignored", told)
     layer = re.match(r"(.*?(?:^|\.)layers)\.(\d+)\.", name)
-    if layer is not None and layer[1] in looked.modules:
-        count = len(looked.modules[layer[1]])
+    if layer is not None and layer[1] in base.modules:
+        count = len(base.modules[layer[1]])
         if int(layer[2]) >= count:
             return _Fate("ignored", f"from layer {count} on: {layer[1]} has {count} here")
-    if tower in ("vision", "audio") and not any(tower_of(n) == tower for n in looked.modules):
+    if tower in ("vision", "audio") and not any(tower_of(n) == tower for n in base.modules):
         return _Fate("ignored", f"the model has no {tower} tower")
     return _Fate("ignored", "the model has no such layer")
 

@@ -103,14 +103,14 @@ def check_device_map(
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelSizes:
     """A model's class, and its bytes by quantisation and part."""
 
     architecture: str
     bytes: Mapping[str, Mapping[str, int]]
 
 
-def describe(model: Any) -> Described:
+def model_sizes(model: Any) -> ModelSizes:
     """What a model takes whole; raises as `check_device_map` does."""
     with source_of(model) as source:
         mapped = Mapped(source, {"": 0})
@@ -119,7 +119,7 @@ def describe(model: Any) -> Described:
         parts = totals.setdefault(quant, {})
         for tensor in tensors:
             parts[tensor.part] = parts.get(tensor.part, 0) + tensor.bytes
-    return Described(type(mapped.model).__name__, totals)
+    return ModelSizes(type(mapped.model).__name__, totals)
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _lines(check: DeviceMapCheck) -> Iterator[str]:
     if any(check.saves.values()) and not check.uncovered:
         rows.append(["saved on the GPU", "", *_cells(check.saves, quants)])
     yield table(rows, ["entry", "on", *quants], right=range(2, 2 + len(quants)))
-    told = list(_told(check))
+    told = list(_messages(check))
     if told:
         yield ""
         yield from told
@@ -188,7 +188,7 @@ def _short(number: int) -> str:
     return text
 
 
-def _told(check: DeviceMapCheck) -> Iterator[str]:
+def _messages(check: DeviceMapCheck) -> Iterator[str]:
     indent = " " * 9
     for unknown in check.unknown:
         text = f"{unknown.key} is no module of this model: nothing is placed by it"

@@ -106,7 +106,7 @@ class ModelInspection(Result):
         lines = [*_title(self)]
         for head, rows, right in _tables(self):
             lines += ["", table(rows, head, right=right)]
-        told = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _told(self)]
+        told = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(self)]
         return "\n".join([*lines, "", *told])
 
     __repr__ = __str__
@@ -182,7 +182,7 @@ def _place(device: str) -> str:
     return "lost" if device == "meta" else device
 
 
-def _told(found: ModelInspection) -> Iterator[tuple[str, str]]:
+def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
     for problem in found.problems:
         names = _some(problem.modules)
         patch = f" [{problem.patch}]" if problem.patch else ""
@@ -218,7 +218,7 @@ def _html(found: ModelInspection) -> Iterator[str]:
             yield f"<tr>{''.join(cells)}</tr>"
         yield "</tbody></table>"
     yield "<ul>"
-    for kind, text in _told(found):
+    for kind, text in _messages(found):
         yield f"<li><b>{html.escape(kind)}</b> {html.escape(text)}</li>"
     yield "</ul>"
 

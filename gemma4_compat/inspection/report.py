@@ -106,18 +106,18 @@ def build_report(
     elif model is not None:
         from .model import inspect_model
 
-        placement = _told(private.clean(inspect_model(model)))
+        placement = _as_data(private.clean(inspect_model(model)))
     if device_map is not None:
         from ..errors import InputError
         from .device_map import check_device_map
 
         if model is None:
             raise InputError("a device map is checked against a model: name one")
-        mapped = _told(private.clean(check_device_map(model, device_map)))
+        mapped = _as_data(private.clean(check_device_map(model, device_map)))
     if adapter is not None:
         from .adapter import inspect_adapter
 
-        fits = _told(private.clean(inspect_adapter(adapter, model)))
+        fits = _as_data(private.clean(inspect_adapter(adapter, model)))
     clean = private.clean
     return Report(
         system=clean(_system()),
@@ -132,7 +132,7 @@ def build_report(
     )
 
 
-def _told(found: Any) -> dict[str, Any]:
+def _as_data(found: Any) -> dict[str, Any]:
     return {**found.as_dict(), "text": str(found)}
 
 
@@ -315,7 +315,7 @@ def _switches() -> dict[str, str]:
 
 
 def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    from .device_map import describe
+    from .device_map import model_sizes
 
     config = read_config(model_dir)
     folder = existing_folder(model_dir)
@@ -340,7 +340,7 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
             "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
             "missing_bytes": sum(header.missing for header in headers),
         }
-    view = describe(model_dir)
+    view = model_sizes(model_dir)
     found["class"] = view.architecture
     found["bytes"] = {
         part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}

@@ -130,18 +130,18 @@ def scan_targets(
     targets = target_modules if isinstance(target_modules, str) else tuple(target_modules)
     if not targets or not all(targets):
         raise InputError("no target modules are named")
-    looked = look_at(model)
-    matched = matching(looked, SimpleNamespace(target_modules=targets))
+    base = base_model_of(model)
+    matched = matching(base, SimpleNamespace(target_modules=targets))
     needed = needs_patch("clippable_linear")
     layers: dict[str, Any] = {}
     counted: Counter[tuple[str, str, str]] = Counter()
     parameters = 0
     for name in matched:
-        inner = looked.inner(name)
-        module = looked.modules[inner]
+        inner = base.inner(name)
+        module = base.modules[inner]
         number = lora_parameters(module, rank)
         takes = "no" if number is None else "patched" if inner != name and needed else "yes"
-        counted[tower_of(name), type(looked.modules[name]).__name__, takes] += 1
+        counted[tower_of(name), type(base.modules[name]).__name__, takes] += 1
         if number is not None and inner not in layers:
             layers[inner] = module
             parameters += number
@@ -149,14 +149,14 @@ def scan_targets(
     by_target = {}
     if not isinstance(targets, str):
         by_target = {
-            target: len(matching(looked, SimpleNamespace(target_modules=(target,))))
+            target: len(matching(base, SimpleNamespace(target_modules=(target,))))
             for target in sorted(set(targets), key=targets.index)
         }
     matches = tuple(Matches(t, name, counted[t, name, takes], takes) for t, name, takes in order)
     return TargetScan(
-        model=looked.name,
-        architecture=looked.architecture,
-        quantised=looked.quantised,
+        model=base.name,
+        architecture=base.architecture,
+        quantised=base.quantised,
         targets=targets,
         matches=matches,
         by_target=by_target,
@@ -164,7 +164,7 @@ def scan_targets(
         needs=("clippable_linear",) if any(m.takes == "patched" for m in matches) else (),
         rank=rank,
         parameters=parameters,
-        notes=tuple(_notes(looked, matched, by_target)),
+        notes=tuple(_notes(base, matched, by_target)),
     )
 
 
@@ -180,7 +180,7 @@ def parse_targets(text: str) -> str | tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Looked:
+class BaseModel:
     """A model to match names in.
 
     ``modules`` are by name; adapters that it has already are left out, with what they wrap in
@@ -200,7 +200,7 @@ class Looked:
         return inner if inner in self.modules and is_clippable(self.modules[name]) else name
 
 
-def look_at(model: Any) -> Looked:
+def base_model_of(model: Any) -> BaseModel:
     """A model, or that of a folder's ``config.json`` on the meta device."""
     quantised: str | None = None
     if isinstance(model, (str, os.PathLike)):
@@ -220,7 +220,7 @@ def look_at(model: Any) -> Looked:
             adapted.append(path)
             module = module.get_base_layer()
         modules[path] = module
-    return Looked(
+    return BaseModel(
         name, type(model).__name__, quantised, model, modules, shared_layers(model.config)
     )
 
@@ -228,7 +228,7 @@ def look_at(model: Any) -> Looked:
 # -- matching -------------------------------------------------------------------------------------
 
 
-def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
+def matching(base: BaseModel, config: SimpleNamespace) -> list[str]:
     """The modules that PEFT matches with these settings, which are those of a ``PeftConfig``.
 
     Without the patch clippable_linear, that is: wrappers are matched as they are.
@@ -238,7 +238,7 @@ def matching(looked: Looked, config: SimpleNamespace) -> list[str]:
     """
     if isinstance(config.target_modules, str):
         check_expression(config.target_modules)
-    return list(_matching(looked, config))
+    return list(_matching(base, config))
 
 
 def check_expression(targets: str) -> None:
@@ -253,12 +253,12 @@ def check_expression(targets: str) -> None:
         raise InputError(f"{targets!r} is not a regular expression: {error}") from error
 
 
-def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
+def _matching(base: BaseModel, config: SimpleNamespace) -> Iterator[str]:
     targets = config.target_modules
     if importlib.util.find_spec("peft") is None:
         if targets == ALL_LINEAR:
             raise InputError(f"{ALL_LINEAR} needs peft, which knows what it means")
-        yield from (name for name in looked.modules if _plain_match(targets, name))
+        yield from (name for name in base.modules if _plain_match(targets, name))
         return
     from peft.tuners import tuners_utils
 
@@ -275,9 +275,9 @@ def _matching(looked: Looked, config: SimpleNamespace) -> Iterator[str]:
     if not isinstance(targets, str):
         settings["target_modules"] = set(targets)
     asked: Any = SimpleNamespace(**settings)
-    tuners_utils._maybe_include_all_linear_layers(asked, looked.model)
+    tuners_utils._maybe_include_all_linear_layers(asked, base.model)
     matches = tuners_utils.check_target_module_exists
-    yield from (name for name in looked.modules if matches(asked, name))
+    yield from (name for name in base.modules if matches(asked, name))
 
 
 def _plain_match(targets: str | Iterable[str], name: str) -> bool:
@@ -311,7 +311,7 @@ def lora_parameters(module: Any, rank: int) -> int | None:
 # -- what is printed ------------------------------------------------------------------------------
 
 
-def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
+def _notes(base: BaseModel, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
     nothing = [target for target, count in by_target.items() if not count]
     if nothing and matched:
         yield f"{text.some(nothing)}: matches nothing in this model"
@@ -321,13 +321,13 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
         yield "the language model gets no adapter" + (
             ": only the vision and audio towers have layers called '.linear'" if inner else ""
         )
-    shared = [name for name in matched if is_shared_kv(name, looked.shared)]
+    shared = [name for name in matched if is_shared_kv(name, base.shared)]
     if shared:
         yield (
             f"{text.plural(len(shared), 'module')} in layers that share keys and values: "
             "transformers >= 5.5.2 has none there, and drops their adapters"
         )
-    experts = experts_without_adapter(looked.modules, matched)
+    experts = experts_without_adapter(base.modules, matched)
     if experts:
         names = sorted({".".join(name.split(".")[-2:]) for name in experts})
         layers = len({name.rpartition(".")[0] for name in experts})
@@ -336,8 +336,8 @@ def _notes(looked: Looked, matched: list[str], by_target: Mapping[str, int]) -> 
             "not reach parameters that hold all experts of a layer. In PEFT's config, "
             f"target_parameters={names} does"
         )
-    if looked.quantised not in (None, "bitsandbytes"):
-        yield f"quantised by {looked.quantised}: the classes are those of the unquantised model"
+    if base.quantised not in (None, "bitsandbytes"):
+        yield f"quantised by {base.quantised}: the classes are those of the unquantised model"
 
 
 def _lines(scan: TargetScan) -> Iterator[str]:

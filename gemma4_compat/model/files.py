@@ -384,15 +384,6 @@ def _shards(index: Path) -> dict[str, list[str]]:
     return dict(sorted(shards.items()))
 
 
-def read_tensors(model_dir: str | os.PathLike[str]) -> dict[str, Entry]:
-    """Every tensor of a checkpoint's weights, by name; raises as `weight_headers` does."""
-    return {
-        name: entry
-        for header in weight_headers(model_dir)
-        for name, entry in header.tensors.items()
-    }
-
-
 def adapter_header(adapter_dir: str | os.PathLike[str]) -> Header:
     """The header of an adapter's ``adapter_model.safetensors``.
 

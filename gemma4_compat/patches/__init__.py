@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ..engine import Patch
-from ..engine.gate import Gate, evaluate
+from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
 
 #: in the order in which people read about them
@@ -41,7 +41,7 @@ def load() -> list[Patch]:
     return sorted(patches, key=lambda patch: patch.name)
 
 
-def gate(patch: Patch) -> Gate:
+def gate(patch: Patch) -> Evaluation:
     """Whether a patch is for the installed versions; no probe is asked."""
     return evaluate(patch.affects, FLOORS)
 

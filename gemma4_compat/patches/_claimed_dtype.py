@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._seen import Seen
+from ._module_view import View
 
 
 def is_float(layer: Any) -> bool:
@@ -28,5 +28,5 @@ def claiming(module: Any, layer: str, dtype: Any) -> Any:
     """
     child, _, rest = layer.partition(".")
     inner = getattr(module, child)
-    seen = claiming(inner, rest, dtype) if rest else Seen(inner, weight=_Weight(dtype))
-    return Seen(module, **{child: seen})
+    seen = claiming(inner, rest, dtype) if rest else View(inner, weight=_Weight(dtype))
+    return View(module, **{child: seen})

@@ -194,8 +194,7 @@ def test_modules_to_save(model_dir):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(target_modules=["o_proj"], modules_to_save=["embed_vision"], r=2)
-    with gemma4_compat.enabled():
-        model = get_peft_model(load_model(model_dir), config)
+    model = get_peft_model(load_model(model_dir), config)
     (adapter,) = inspect_model(model).adapters
     saved = sum(
         p.numel() * p.element_size()

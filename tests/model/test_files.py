@@ -18,6 +18,12 @@ from tests import damage
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8}
 
 
+def read_tensors(folder):
+    """Every tensor of a checkpoint's weights, by name."""
+    headers = files.weight_headers(folder)
+    return {name: entry for header in headers for name, entry in header.tensors.items()}
+
+
 @pytest.fixture(scope="module")
 def sharded_dir(model_dir, tmp_path_factory):
     from tests.support import load_model
@@ -61,7 +67,7 @@ def test_header_is_what_safetensors_reads(model_dir):
 
 
 def test_shards(sharded_dir):
-    found = files.read_tensors(sharded_dir)
+    found = read_tensors(sharded_dir)
     expected = {}
     for file in sharded_dir.glob("*.safetensors"):
         expected |= as_safetensors_says(file)
@@ -74,7 +80,7 @@ def test_quantised_checkpoint(model_dir, tmp_path):
     from tests.support import load_model
 
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
-    found = files.read_tensors(tmp_path)
+    found = read_tensors(tmp_path)
     quantised = [name for name in found if name.endswith("q_proj.weight.absmax")]
     assert quantised
     for name in quantised:
@@ -82,11 +88,11 @@ def test_quantised_checkpoint(model_dir, tmp_path):
 
 
 def test_no_tensor_data_is_read(sharded_dir, tmp_path):
-    whole = files.read_tensors(sharded_dir)
+    whole = read_tensors(sharded_dir)
     copy(sharded_dir, tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         header_only(file)
-    cut = files.read_tensors(tmp_path)
+    cut = read_tensors(tmp_path)
     assert {n: (e.dtype, e.shape, e.bytes) for n, e in cut.items()} == {
         n: (e.dtype, e.shape, e.bytes) for n, e in whole.items()
     }
@@ -316,10 +322,10 @@ def test_damaged_index(sharded_dir, tmp_path):
         (places | {name: ""}, f"{tmp_path}: a folder, and a file is needed (a shard that"),
         (places | {name: "null\0byte"}, "embedded null byte (a shard that"),
     ):
-        refused(files.read_tensors, with_index(tmp_path, weight_map), message)
+        refused(read_tensors, with_index(tmp_path, weight_map), message)
     with_index(tmp_path, places)
     (tmp_path / first).unlink()
-    refused(files.read_tensors, tmp_path, f"{first}: no such file (a shard that {files.INDEX}")
+    refused(read_tensors, tmp_path, f"{first}: no such file (a shard that {files.INDEX}")
 
 
 def test_shard_outside_of_the_folder(sharded_dir, tmp_path):
@@ -341,7 +347,7 @@ def test_shards_as_the_hub_keeps_them(sharded_dir, tmp_path):
     for shard in set(places.values()):
         (tmp_path / "sub" / shard).symlink_to(sharded_dir / shard)
     with_index(tmp_path, {name: f"sub/{shard}" for name, shard in places.items()})
-    found, whole = files.read_tensors(tmp_path), files.read_tensors(sharded_dir)
+    found, whole = read_tensors(tmp_path), read_tensors(sharded_dir)
     assert {n: (e.dtype, e.shape) for n, e in found.items()} == {
         n: (e.dtype, e.shape) for n, e in whole.items()
     }

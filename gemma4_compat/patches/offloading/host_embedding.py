@@ -26,9 +26,9 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offload_hooks
+from .._module_view import View
 from .._not_copied import NotCopied, attached
 from .._page_locked import in_place_of, nbytes_in_place
-from .._seen import Seen
 
 PATCH = Patch(
     name="host_embedding",
@@ -171,7 +171,7 @@ def _lookups_of(hook: Any) -> _Lookups:
 
 def _without_weight(module: Any) -> Any:
     """The module, for a hook that is to load all of it but the weight."""
-    return Seen(module, named_parameters=lambda *args, **kwargs: iter(()))
+    return View(module, named_parameters=lambda *args, **kwargs: iter(()))
 
 
 def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import offload_hook
-from .._seen import Seen
+from .._module_view import View
 
 PATCH = Patch(
     name="offloaded_pad_embedding",
@@ -51,8 +51,8 @@ def model_forward(original: Any) -> Any:
         embedding = self.language_model.embed_tokens
         if any(offload_hook(module) is not None for module in embedding.modules()):
             # The weight is on meta at the latest after the lookup of the ids.
-            rows = Seen(embedding, weight=_rows(embedding))
-            self = Seen(self, language_model=Seen(self.language_model, embed_tokens=rows))
+            rows = View(embedding, weight=_rows(embedding))
+            self = View(self, language_model=View(self.language_model, embed_tokens=rows))
         return original(self, *args, **kwargs)
 
     return forward

@@ -61,8 +61,8 @@ def model_forward(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         no_pixels = pixel_values is None and pixel_values_videos is None
-        directed = self.config.get_text_config().use_bidirectional_attention != "vision"
-        if self.training and no_pixels and not directed and not args:
+        by_image = self.config.get_text_config().use_bidirectional_attention == "vision"
+        if self.training and no_pixels and by_image and not args:
             tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
             if tokens is not None and kwargs.get("mm_token_type_ids") is None:
                 kwargs["mm_token_type_ids"] = torch.zeros(

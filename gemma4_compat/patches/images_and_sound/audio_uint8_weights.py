@@ -17,7 +17,7 @@ from ...engine import Finding, Patch, broken, fixed
 from .._claimed_dtype import claiming, is_float
 
 PATCH = Patch(
-    name="audio_uint8_mask",
+    name="audio_uint8_weights",
     symptom="torch.finfo() requires a floating point input type, in the 4-bit or 8-bit audio tower",
     affects=("transformers<5.11", "bitsandbytes"),
     changes="Clamp bounds and casts in the audio tower follow the activations' dtype.",

@@ -1,15 +1,15 @@
-"""A module as the forward of the one around it is to see it."""
+"""A stand-in for a module, with some attributes replaced."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-class Seen:
-    """``module``, with some attributes replaced.
+class View:
+    """Reads from ``module``, but for the attributes given here.
 
-    Passed in place of the module, as ``self`` too, so that nothing is changed on the module: other
-    threads may be in its forward as well.
+    Pass it where a forward expects the module, also as ``self``.  The module itself does not
+    change, so that other threads can be in its forward.
     """
 
     def __init__(self, module: Any, **attributes: Any) -> None:

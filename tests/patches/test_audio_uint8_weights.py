@@ -29,7 +29,7 @@ def features(model):
     return found.last_hidden_state.float()
 
 
-@pytest.mark.regression("audio_uint8_mask", FINFO, then="cpu_strided_input")
+@pytest.mark.regression("audio_uint8_weights", FINFO, then="cpu_strided_input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
     """Against the same weights, dequantised: the roundings of the activations are between, to
@@ -64,5 +64,5 @@ def test_unquantized_tower_is_untouched(model_dir):
 
     model = load_model(model_dir)
     expected = features(model)
-    with gemma4_compat.disabled("audio_uint8_mask"):
+    with gemma4_compat.disabled("audio_uint8_weights"):
         assert torch.equal(features(model), expected)
