@@ -78,7 +78,8 @@ def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:
     from packaging.specifiers import SpecifierSet
 
     requirement = Requirement(text)
-    if requirement.name in floors:
+    begins = any(each.operator in (">", ">=") for each in requirement.specifier)
+    if requirement.name in floors and not begins:
         requirement.specifier &= SpecifierSet(f">={floors[requirement.name]}")
     return requirement
 
