@@ -37,15 +37,21 @@ TRL = {
 }
 #: Another library that patches what we patch, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: what pytest runs on them, call by call: everything on the newest; on the others that each
-#: bug is fixed, and what depends on their versions most
+#: what pytest runs on them, call by call: nearly everything on the newest; on the others that
+#: each bug is fixed, and what depends on their versions most
 PARTS = {
-    "newest": (("tests",),),
+    "newest": (("tests", "-m", "not slow"),),
     "users": (
-        ("tests", "-m", "regression"),
-        ("tests/test_contract.py", "tests/test_import.py", "tests/test_users_code.py"),
+        ("tests", "--sample"),
+        (
+            "tests/test_contract.py",
+            "tests/test_import.py",
+            "tests/test_users_code.py",
+            "-m",
+            "not slow",
+        ),
     ),
-    "oldest": (("tests", "--sample"), ("tests/test_contract.py", "tests/test_import.py")),
+    "oldest": (("tests", "--sample"), ("tests/test_import.py", "-m", "not slow")),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # what the libraries' own tests import beyond that

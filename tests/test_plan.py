@@ -151,6 +151,7 @@ def test_does_not_fit(e2b_dir, capsys):
     assert printed.err == ""
 
 
+@pytest.mark.slow
 def test_a_shorter_context_that_fits(e2b_dir):
     """What is advised is planned, and fits; where none does, it is said."""
     found = plan(e2b_dir, 3 * GIB // 2, context=131072)
