@@ -47,8 +47,7 @@ class Memory:
 def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
     """Initialise a cache layer with the tensors that were lent to it.
 
-    Returns ``False`` if none were lent, or if their shape, dtype or device differs from that of
-    the layer's first keys and values.
+    Returns ``False`` if none were lent, or if they do not fit the layer's first keys and values.
     """
     own: _Layer | None = vars(layer).pop(_LENT, None)
     if own is None or not own.fits(key_states, value_states):
