@@ -402,9 +402,7 @@ class Part(NotCopied):
             self.layer.drop()
             return False
         for name, pieces in self.pieces.items():
-            tensors = {
-                key: piece.view_in(self.layer.on_device) for key, piece in pieces.items()
-            }
+            tensors = {key: piece.view_in(self.layer.on_device) for key, piece in pieces.items()}
             placed = _like(self.meta[name], tensors.pop(_ITSELF))
             self.placed[name] = placed
             if _SCALES in tensors:
