@@ -10,7 +10,9 @@ def mentions(code: CodeType, text: str) -> bool:
     strings = (const for const in code.co_consts if isinstance(const, str))
     names = (*code.co_names, *code.co_varnames, *code.co_freevars, *strings)
     inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return any(text in name for name in names) or any(mentions(each, text) for each in inner)
+    return any(text in name for name in names) or any(
+        mentions(function, text) for function in inner
+    )
 
 
 def loads(code: CodeType, variable: str) -> bool:
