@@ -8,25 +8,25 @@ from typing import Any
 
 
 class Result(ABC):
-    """A result to print, to read in a program, or to show in a notebook.
+    """A result to print, to use in a program, or to show in a notebook.
 
-    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 where ``ok``, else
+    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok``, else
     with 1.
     """
 
     @property
     @abstractmethod
     def ok(self) -> bool:
-        """Whether what was asked about works."""
+        """Whether the checked model, adapter, device map or step works."""
 
     @property
     def verdict(self) -> str:
-        """The words in ``str(self)`` that say whether it works; a terminal shows them in colour."""
+        """The part of ``str(self)`` that says whether it works; shown in colour in a terminal."""
         return ""
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """The result as plain values, for JSON."""
 
     @abstractmethod
     def __str__(self) -> str: ...

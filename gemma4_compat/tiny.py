@@ -1,7 +1,7 @@
 """A tiny random Gemma 4 multimodal checkpoint, inputs for it, and LoRA adapters for it.
 
-Every tensor is filled from a generator seeded by its own name, so the files hold the same values
-whichever transformers version wrote them.
+Every tensor is filled from a generator that is seeded with the tensor's name.  So the files hold
+the same values, whatever transformers version wrote them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ TOWERS = ("model.vision_tower", "model.audio_tower")
 
 BROAD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# bitsandbytes' AVX512-BF16 path wants in_features in multiples of 128 and out_features in
-# multiples of 32; every Linear below is sized for that.
+# bitsandbytes' AVX512-BF16 path needs in_features to be a multiple of 128 and out_features to be a
+# multiple of 32, as in every Linear below.
 _WIDTH = 128
 _VOCAB = 512
 _FIRST_SPECIAL_TOKEN = 500
@@ -28,8 +28,8 @@ _LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 _KV_SHARED_LAYERS = 3
 _FIRST_SHARED_LAYER = len(_LAYER_TYPES) - _KV_SHARED_LAYERS
 
-# KV-shared layers have no key and value projections of their own (where a transformers version
-# makes modules for them, they are unused), so an adapter has nothing for them.
+# KV-shared layers have no key and value projections of their own, so an adapter has no weights for
+# them.  Some transformers versions create such modules, but do not use them.
 _LANGUAGE_TARGETS = (
     r".*\.language_model\.layers\."
     rf"(\d+\..*\.(q|o|gate|up|down)_proj|[0-{_FIRST_SHARED_LAYER - 1}]\.self_attn\.[kv]_proj)"
@@ -124,9 +124,9 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         narrow = 0.1 if ".down_proj." in name or ".ffw_layer_2." in name else 1.0
         value = uniform(0.2, 1.0) * narrow * (1.0 if leaf.endswith("max") else -1.0)
     elif leaf == "layer_scalar":
-        value = uniform(0.75, 0.95)  # fade the token's own embedding, or every token repeats itself
+        value = uniform(0.75, 0.95)  # else the token's own embedding wins: each token is repeated
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
-        value = uniform(0.2, 0.4)  # Gemma 4 does not scale q.k: keep the softmax soft
+        value = uniform(0.2, 0.4)  # Gemma 4 does not scale q.k: avoid a one-hot softmax
     elif name.endswith("language_model.norm.weight"):
         value = uniform(2.0, 4.0)  # spread the logits
     elif len(shape) == 1 and leaf == "weight":
@@ -145,8 +145,8 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
     """The key/value tensors of the KV-shared layers.
 
-    They are never used: newer transformers versions skip them on loading, 5.5.0 has modules for
-    them and would report them as missing.
+    They are never used.  Newer transformers versions skip them on loading; 5.5.0 has modules for
+    them and would report the tensors as missing.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):
@@ -161,10 +161,10 @@ def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
 def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
     """Write a random `Gemma4ForConditionalGeneration` checkpoint of a few MB to `path`.
 
-    Six text layers, width 128, of which the last three share the keys and values of the first
-    three (sliding and full attention on both sides); per-layer embeddings; tied embeddings; two
-    vision and two audio layers whose clipped linears have finite bounds that do clip. All tensors
-    are bfloat16.
+    It has six text layers of width 128.  The last three share keys and values with the first
+    three, with sliding and full attention in both halves.  It has per-layer embeddings and tied
+    embeddings, and two vision and two audio layers whose clipped linears do clip.  All tensors are
+    bfloat16.
     """
     import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
@@ -208,7 +208,7 @@ def _prompt(parts: list[Tensor], soft_token_type: int, soft_token_id: int) -> di
 
 
 def text_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
-    """Text only, longer than the sliding window.
+    """A text prompt that is longer than the sliding window.
 
     `input_ids`, `attention_mask` and `mm_token_type_ids`, int64 [batch, 12].
     """
@@ -255,7 +255,7 @@ def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     """
     import torch
 
-    # More soft tokens than one attention chunk (12), so that the chunked path is taken.
+    # More soft tokens than one attention chunk (12), so that upstream's chunked code runs.
     soft_tokens = config.audio_config.attention_chunk_size + 2
     frames = 4 * soft_tokens
     mel_bins = config.audio_config.subsampling_conv_channels[0]
@@ -286,8 +286,8 @@ def build_adapter(
     `lora_A` is float32 [rank, in_features], `lora_B` float32 [out_features, rank]; neither is zero.
     The tensors of the towers' clipped linears are named `q_proj.linear.lora_A.weight` in the
     "inner" layout and `q_proj.lora_A.weight` in the "outer" one, while `target_modules` is
-    `BROAD_TARGETS`, which names the wrappers: such an adapter loads only where PEFT supports them.
-    With `language_only` the towers are left out, and PEFT can load the adapter as it is.
+    `BROAD_TARGETS`, which names the wrappers: such an adapter loads only if PEFT supports them.
+    With `language_only` the adapter has no tensors for the towers, and PEFT can load it as it is.
     """
     import torch
     from peft import LoraConfig, get_peft_model

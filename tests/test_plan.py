@@ -169,7 +169,8 @@ def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "does NOT fit: loading it stops with an error" in printed.err
-    assert f"gemma4-compat adapter {adapter_dir} --model {e2b_dir} says why" in printed.err
+    command = f"gemma4-compat adapter {adapter_dir} --model {e2b_dir}"
+    assert f"Run {command} to see why" in printed.err
 
 
 # -- the code -------------------------------------------------------------------------------------
