@@ -143,8 +143,8 @@ def measure_session(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Measure every patch on every release, without and with it, into tools/matrix.json.
 
-    Measures what is missing in that file, and again the patches named after ``--``.  A full run
-    takes two hours.
+    Measures the patches named after ``--``, else all that the file lacks, which takes two hours if
+    it is empty.
     """
     measure(session, TORCH, *session.posargs)
     session.run("python", "tools/catalog.py", "patches.md", "README.md")

@@ -28,7 +28,7 @@ PREFILL = 2048
 #: The default context of a plan, in tokens.
 CONTEXT = 32768
 _COSTS = {
-    parts.PLE: "nothing: looked up on the host",
+    parts.PLE: "nothing: rows are looked up on the host",
     parts.VISION: "streamed for each image",
     parts.AUDIO: "streamed for each sound",
     parts.LAYERS: "streamed for every token: slow",
@@ -238,7 +238,7 @@ def parse_size(text: str) -> int:
 
 
 def kv_cache(model: Any, context: int) -> int:
-    """The most bytes that a static cache, or a dynamic one after prompt or answer, holds."""
+    """The bytes of the larger cache: static, or dynamic after the prompt or during the answer."""
     prompt = [PREFILL] * (context // PREFILL)
     if context % PREFILL:
         prompt.append(context % PREFILL)

@@ -10,7 +10,8 @@ from ._command import Command, argument
 from ._libraries import quiet_libraries
 
 _HELP = """\
-Show what an adapter contains, and with --model, which of it would load there.
+Show what an adapter contains and, with --model, which of its tensors would load
+onto that model.
 
 Reads the header of adapter_model.safetensors and adapter_config.json, and no
 tensor.  With --model, also reads MODEL_DIR/config.json, compares the tensors'

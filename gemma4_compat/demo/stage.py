@@ -197,16 +197,16 @@ def check_placement(model: Any, before: set[str]) -> None:
         raise Failure(f"no values in {len(empty)} of {len(adapters)} adapter tensors")
 
 
-def compare(found: Any, expected: Any) -> None:
+def compare(actual: Any, expected: Any) -> None:
     """Check for equal logits for text, image and sound, twice, and equal generated tokens."""
     import torch
 
-    placed = offloaded(found)
-    prompts = inputs(found)
+    placed = offloaded(actual)
+    prompts = inputs(actual)
     worst = 0.0
     for _ in range(_FORWARDS):
         for kind, prompt in prompts.items():
-            logits, reference = _logits(found, prompt), _logits(expected, prompt)
+            logits, reference = _logits(actual, prompt), _logits(expected, prompt)
             for whose, values in (("the reference's ", reference), ("", logits)):
                 if not values.isfinite().all():
                     raise Failure(f"{whose}{kind} logits are not finite")
@@ -214,9 +214,9 @@ def compare(found: Any, expected: Any) -> None:
     if worst:
         raise Failure(f"wrong by {worst:.2g}")
     for kind, prompt in prompts.items():
-        if not torch.equal(_generate(found, prompt), _generate(expected, prompt)):
+        if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
             raise Failure(f"{kind}: other tokens generated")
-    check_placement(found, placed)
+    check_placement(actual, placed)
 
 
 def inputs(model: Any) -> dict[str, dict[str, Any]]:

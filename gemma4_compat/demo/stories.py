@@ -205,9 +205,9 @@ def _forwards(module: Any) -> Iterator[list[None]]:
         module.forward = forward
 
 
-def _compare_losses(found: list[float], expected: list[float]) -> None:
-    if found != expected:
-        worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def _compare_losses(actual: list[float], expected: list[float]) -> None:
+    if actual != expected:
+        worst = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
         raise Failure(f"losses wrong by {worst:.2g}")
 
 

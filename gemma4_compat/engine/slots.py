@@ -127,8 +127,8 @@ def prepare(replacement: Replacement) -> Entry:
     if type(new) is not types.FunctionType:
         raise TypeError(f"the factory of {replacement} returned no plain function: {type(new)}")
     if not takes_all_calls_of(function, new):
-        takes = ", ".join(inspect.signature(function).parameters)
-        raise Mismatch(f"{replacement} has other parameters than expected: {takes}")
+        parameters = ", ".join(inspect.signature(function).parameters)
+        raise Mismatch(f"{replacement} has other parameters than expected: {parameters}")
     before = vars(target.owner).get(target.name, _ABSENT)
     if before is _ABSENT and isinstance(target.owner, type):
         # pickle stores a reference by name: it must name this class, not the one inherited from.

@@ -42,10 +42,10 @@ def rounded_once_more(model: Any, dtype: str) -> Iterator[None]:
             hook.remove()
 
 
-def compare(name: str, found: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
+def compare(name: str, actual: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
     """Compare logits, float32 [positions, vocabulary] on the CPU."""
-    difference = worst(found, expected)
-    other = found.argmax(-1) != expected.argmax(-1)
+    difference = worst(actual, expected)
+    other = actual.argmax(-1) != expected.argmax(-1)
     first, second = expected.topk(2).values.T
     # Either of the two may be off by the tolerance times the usual size of a logit.
     undecided = first - second <= 2 * tolerance * expected.square().mean(-1).sqrt()
@@ -60,11 +60,11 @@ def compare(name: str, found: Tensor, expected: Tensor, effect: float, tolerance
     )
 
 
-def worst(found: Tensor, expected: Tensor) -> float:
+def worst(actual: Tensor, expected: Tensor) -> float:
     """The relative difference at the worst position; infinite if a value is not finite."""
-    if not found.isfinite().all():
+    if not actual.isfinite().all():
         return math.inf
-    relative: Tensor = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    relative: Tensor = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(relative.max())
 
 
