@@ -1,4 +1,4 @@
-"""Plan a model for one GPU: sizes, a device map and code to paste, from ``config.json`` alone.
+"""Plan a model for one GPU from ``config.json`` alone: sizes, a device map and code to paste.
 
 ``plan`` is also the command ``gemma4-compat plan MODEL_DIR --gpu 12GiB``.
 """
@@ -23,15 +23,15 @@ from .text import size, table
 
 #: GPU memory of the CUDA context, its libraries and the driver, which PyTorch does not count.
 OUTSIDE = 2**29
-#: The plan assumes that a prompt is read this many tokens at a time.
+#: The tokens of a chunk: a plan assumes that a long prompt is read in chunks.
 PREFILL = 2048
-#: The default context of a plan, in tokens.
+#: The default context, in tokens.
 CONTEXT = 32768
 _COSTS = {
     parts.PLE: "nothing: rows are looked up on the host",
-    parts.VISION: "streamed for each image",
-    parts.AUDIO: "streamed for each sound",
-    parts.LAYERS: "streamed for every token: slow",
+    parts.VISION: "copied for each image",
+    parts.AUDIO: "copied for each sound",
+    parts.LAYERS: "copied for each token: slow",
 }
 
 
@@ -46,10 +46,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Offload:
-    """Modules of one part that the device map could offload as well.
+    """Modules of one part that the device map could also put on the CPU.
 
-    ``saves`` is the GPU memory in bytes that this saves.  Decoder layers are offloaded one by one;
-    for them it is what the largest layer saves.
+    ``saves`` is GPU memory in bytes; for decoder layers, that of the largest one.
     """
 
     part: str
@@ -60,12 +59,12 @@ class Offload:
 
 @dataclass(frozen=True)
 class Plan(Result):
-    """A device map and the memory that it needs; all sizes in bytes.
+    """A placement and the memory that it needs; all sizes in bytes.
 
-    ``weights`` is what ``torch.cuda.memory_allocated`` returns after loading, ``adapter``
-    included.  ``kv_cache`` is for one sequence of ``context`` tokens, in the larger of a dynamic
-    and a static cache.  ``activations`` is an estimate for text, if the prompt is read 2048 tokens
-    at a time.  ``outside`` is GPU memory that CUDA uses and PyTorch does not count.
+    ``weights`` is what ``torch.cuda.memory_allocated`` returns after loading, ``adapter`` included.
+    ``kv_cache`` is for one sequence of ``context`` tokens: the larger of a dynamic and a static
+    cache.  ``activations`` is an estimate for text, with a prompt that is read in chunks of 2048
+    tokens.  ``outside`` is GPU memory that CUDA takes and PyTorch does not count.
     """
 
     model: str
@@ -82,7 +81,7 @@ class Plan(Result):
     outside: int
     device_map: Mapping[str, int | str]
     further: tuple[Offload, ...]
-    #: a shorter context that fits, if ``context`` does not and one exists
+    #: if the plan does not fit: a shorter context that does, or None
     shorter: int | None = None
 
     @property
@@ -91,12 +90,12 @@ class Plan(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether all of it fits on the GPU."""
+        """Whether everything fits on the GPU."""
         return self.needed <= self.gpu
 
     @property
     def code(self) -> str:
-        """Python code that loads the model with this device map."""
+        """Python code that loads the model as planned."""
         return _code(self)
 
     @property
@@ -104,7 +103,7 @@ class Plan(Result):
         if self.ok:
             return f"fits on a GPU of {size(self.gpu)}"
         much = size(self.needed - self.gpu)
-        return f"does NOT fit on a GPU of {size(self.gpu)}: needs {much} more"
+        return f"does NOT fit on a GPU of {size(self.gpu)}: {much} too much"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "needed": self.needed, "ok": self.ok, "code": self.code}
@@ -121,22 +120,25 @@ def plan(
     context: int = CONTEXT,
     adapter: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Plan a model for one GPU, with the least offloading that leaves room for ``context`` tokens.
+    """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
 
-    Modules are offloaded in this order, the cheapest first: the per-layer embeddings, whose rows
-    are then looked up on the host; the vision and audio towers; decoder layers, the last one first.
+    The parts that cost least are offloaded first: the per-layer embeddings, whose rows are then
+    looked up on the host, the vision tower, the audio tower, and decoder layers from the last one
+    on.
 
     Args:
-        model_dir: folder with the model's ``config.json``; no weights are read.
-        gpu_bytes: memory of the GPU, in bytes.
+        model_dir: the folder with the model's ``config.json``; no weights are read.
+        gpu_bytes: the memory of the GPU, in bytes.
         quant: "nf4" (with double quantisation), "int8" or "bf16".  Offloaded modules stay in
-            bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code then loads
-            the model on the CPU and dispatches it.
-        context: tokens of prompt and answer together.
-        adapter: folder of a PEFT adapter.  Its size is that in float32, in which PEFT loads it.
+            bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code loads the
+            model on the CPU first, and then dispatches it.
+        context: the tokens of prompt and answer together.
+        adapter: the folder of a PEFT adapter; it counts in float32, the dtype that PEFT loads it
+            in.
 
     Raises:
-        InputError: an argument or a file is invalid.
+        InputError: an argument is invalid, a file is missing or damaged, or the adapter does not
+            fit the model.
     """
     if quant not in QUANTS:
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
@@ -159,8 +161,8 @@ def plan(
     steps = list(_steps(model))
     offloaded: list[str] = []
     taken = 0
-    streamed = _onloaded_bytes(model, whole, quant)
-    while _resident(whole, offloaded) + _streamed(streamed, offloaded) + fixed > gpu_bytes:
+    onloaded = _onloaded_bytes(model, whole, quant)
+    while _resident(whole, offloaded) + _streamed(onloaded, offloaded) + fixed > gpu_bytes:
         if taken == len(steps):
             break
         offloaded += steps[taken][1]
@@ -171,7 +173,7 @@ def plan(
         if _is_dispatched(quant, offloaded):
             config = bnb_config(quant, llm_int8_skip_modules=_unquantised(offloaded))
             model = meta_model(model_dir, config)
-        else:  # transformers does not quantise offloaded modules
+        else:  # transformers leaves offloaded modules unquantised
             model = meta_model(model_dir, bnb_config(quant, offload=True), device_map)
     placed = sizes.tensor_sizes(model)
     result = Plan(
@@ -185,7 +187,7 @@ def plan(
         adapter_dir=None if adapter is None else os.fspath(adapter),
         weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
         kv_cache=kv_cache(model, context),
-        activations=activations(model, context) + _streamed(streamed, offloaded),
+        activations=activations(model, context) + _streamed(onloaded, offloaded),
         outside=OUTSIDE,
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
@@ -212,13 +214,13 @@ def _check_adapter(adapter: str | os.PathLike[str], model_dir: Path) -> None:
     if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
         return
     command = f"gemma4-compat adapter {os.fspath(adapter)} --model {model_dir}"
-    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. Run {command} to see why")
+    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. To see why, run {command}")
 
 
 def _check_context(model: Any, context: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > max(limit, CONTEXT):
-        raise InputError(f"context of {context} tokens: the model's limit is {limit} tokens")
+        raise InputError(f"context of {context} tokens: the model supports {limit} at most")
 
 
 def parse_size(text: str) -> int:
@@ -234,11 +236,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-# -- memory beside the weights --------------------------------------------------------------------
+# -- memory besides the weights --------------------------------------------------------------------
 
 
 def kv_cache(model: Any, context: int) -> int:
-    """The bytes of the larger cache: static, or dynamic after the prompt or during the answer."""
+    """The bytes of the largest cache: dynamic after a prompt or while answering, or static."""
     prompt = [PREFILL] * (context // PREFILL)
     if context % PREFILL:
         prompt.append(context % PREFILL)
@@ -250,13 +252,13 @@ def kv_cache(model: Any, context: int) -> int:
 
 
 def activations(model: Any, context: int) -> int:
-    """An estimate of the peak memory of a forward in bytes, for the last part of a prompt.
+    """An estimate of the peak of activations in bytes, for the last chunk of a prompt.
 
-    These tensors are alive at once, in bfloat16: the residual stream and its norm, the per-layer
-    inputs twice, and the larger of MLP (gate, up and their product) and attention.  Attention
-    holds queries and output, one layer's keys and values copied when the cache grows, and once more
-    for all heads, and the mask as bool and as bfloat16.  Logits are those of the last token, twice
-    in float32.  We assume an attention kernel that does not hold all scores at once.
+    These tensors exist at once, in bfloat16: the residual stream and its norm, the per-layer inputs
+    twice, and the larger of MLP (gate, up and their product) and attention (queries and output; one
+    layer's keys and values, copied when the cache grows, and once more for all heads; the mask as
+    bool and as bfloat16).  Logits are those of the last token, in float32 and twice.  The estimate
+    assumes an attention kernel that does not materialise all scores.
     """
     text = model.config.get_text_config()
     tokens = min(PREFILL, context)
@@ -281,7 +283,7 @@ def _is_decoder(name: str, end: str) -> bool:
 
 
 def _onloaded_bytes(model: Any, whole: Iterable[TensorSize], quant: str) -> dict[str, int]:
-    """The bytes of GPU memory that each weight takes during a forward if it is offloaded."""
+    """The GPU memory in bytes of each weight during a forward, if it is offloaded."""
     onloaded = {name: 2 * parameter.numel() for name, parameter in model.named_parameters()}
     if quant == "nf4":
         onloaded = {n: taken for n, taken in onloaded.items() if parts.part_of(n) != parts.LAYERS}
@@ -290,7 +292,7 @@ def _onloaded_bytes(model: Any, whole: Iterable[TensorSize], quant: str) -> dict
 
 
 def _streamed(onloaded: Mapping[str, int], offloaded: Iterable[str]) -> int:
-    """The most bytes that offloaded weights take at once: three layers, or one tensor."""
+    """The most GPU memory that offloaded weights take at once: three layers, or one tensor."""
     streamed = [name for name in offloaded if parts.part_of(name) != parts.PLE]
     layers: Counter[str] = Counter()
     largest = 0
@@ -304,11 +306,11 @@ def _streamed(onloaded: Mapping[str, int], offloaded: Iterable[str]) -> int:
     return max(largest, sum(taken for _, taken in layers.most_common(3)))
 
 
-# -- the device map -------------------------------------------------------------------------------
+# -- the map --------------------------------------------------------------------------------------
 
 
 def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
-    """The parts to offload, in this order: a part's name and its modules."""
+    """What can be offloaded, in this order: a part's name and its modules."""
     tops: dict[str, list[str]] = {parts.PLE: [], parts.VISION: [], parts.AUDIO: []}
     layers = []
     for name, module in model.named_modules():
@@ -319,18 +321,19 @@ def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
         elif part == parts.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
             layers.append(name)
     yield from ((part, names) for part, names in tops.items() if names)
-    # The last layer first: in models with shared keys and values the last layers are the largest.
-    # And no map names layers.3 without layers.30, which transformers < 5.23 matches with it.
+    # From the last one on.  In models that share keys and values the last layers are the largest.
+    # And transformers < 5.23 treats layers.3 as a pattern that also matches layers.30: in this
+    # order layers.30 to layers.39 are always offloaded before layers.3.
     yield from ((parts.LAYERS, [name]) for name in reversed(layers))
 
 
 def _is_dispatched(quant: str, offloaded: Iterable[str]) -> bool:
-    """Whether to load on the CPU and dispatch: else offloaded layers would not be in 4 bits."""
+    """Whether the code dispatches after loading: only then are offloaded layers in 4 bits."""
     return quant == "nf4" and any(parts.part_of(name) == parts.LAYERS for name in offloaded)
 
 
 def _unquantised(offloaded: Iterable[str]) -> list[str]:
-    """The modules that stay unquantised in a model that is loaded on the CPU and dispatched."""
+    """The modules that are not in 4 bits in a model that is dispatched after loading."""
     others = (parts.LAYERS, parts.PLE)
     return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
 
@@ -362,7 +365,7 @@ def _further(
         yield Offload(part, names, max(saves for _, saves in modules_saves), _COSTS[part])
 
 
-# -- output ---------------------------------------------------------------------------------------
+# -- what is printed ------------------------------------------------------------------------------
 
 
 def _code(plan: Plan) -> str:
@@ -396,19 +399,19 @@ def _code(plan: Plan) -> str:
     ]
     if dispatched:
         lines += [
-            "# With device_map, from_pretrained would leave offloaded layers in bfloat16.",
+            "# A device_map for from_pretrained would leave layers on the CPU in bfloat16.",
             "skip_keys = model._skip_keys_device_placement",
             "model = dispatch_model(model, device_map, skip_keys=skip_keys)",
         ]
     if plan.adapter_dir is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
     if plan.quant != "int8":
-        lines.append('# several times faster: model.generate(..., cache_implementation="static")')
+        lines.append('# several times as fast: model.generate(..., cache_implementation="static")')
     return "\n".join(lines)
 
 
 def _quoted(value: Any) -> str:
-    # A JSON string is a Python string too, in double quotes as in most code.
+    # A JSON string is a Python string too, with double quotes as in the code around it.
     if isinstance(value, (str, list)):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
@@ -432,16 +435,16 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield table(rows, ("", "GPU", "CPU"), right=(1, 2))
     yield plan.verdict
     if plan.context > PREFILL:
-        yield f"with generate(..., prefill_chunk_size={PREFILL}); else a long prompt needs more"
+        yield f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
     yield ""
     if plan.ok:
         yield plan.code
     else:
-        yield f"All modules that can be offloaded are offloaded. {_advice(plan)}"
+        yield f"Everything that can be offloaded is offloaded. {_advice(plan)}"
     if plan.ok and plan.further:
         yield ""
         rest = [(_offload_label(more), size(more.saves), more.costs) for more in plan.further]
-        yield table(rest, ("can be offloaded too", "saves", "costs"), right=(1,))
+        yield table(rest, ("can also be offloaded", "saves", "costs"), right=(1,))
 
 
 def _offload_label(offload: Offload) -> str:

@@ -8,20 +8,20 @@ from typing import Any
 
 
 class Result(ABC):
-    """A result to print, to use in a program, or to show in a notebook.
+    """A result to print, to read in a program, or to show in a notebook.
 
-    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok``, else
-    with 1.
+    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
+    else with 1.
     """
 
     @property
     @abstractmethod
     def ok(self) -> bool:
-        """Whether the checked model, adapter, device map or step works."""
+        """Whether the inspected thing works."""
 
     @property
     def verdict(self) -> str:
-        """The part of ``str(self)`` that says whether it works; shown in colour in a terminal."""
+        """The part of ``str(self)`` that says whether it works; a terminal shows it in colour."""
         return ""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Plain text for a terminal: tables, sizes and paragraphs that fit its width."""
+"""Plain text for a terminal: tables, sizes and paragraphs, as wide as the terminal is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NARROWEST = 40
 
 
 def columns() -> int:
-    """The terminal's width in characters: COLUMNS if it is set; 80 if there is no terminal."""
+    """The terminal's width in characters: COLUMNS if it is set, 80 without a terminal."""
     return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
@@ -28,7 +28,7 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
 
 
 def some(names: Sequence[str], most: int = 12) -> str:
-    """The first ``most`` names, separated by commas, and how many more there are."""
+    """The first ``most`` names with commas between them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -42,9 +42,9 @@ def table(
 ) -> str:
     """Rows in columns, two spaces apart.
 
-    If a row is too long, its last column is wrapped.  A no-break space keeps two words of it on
-    one line, and is printed as a space.  If that is not enough, the first column is shortened in
-    its middle.  ``right`` holds the indices of the columns to align to the right.
+    If a row is too wide, its last cell is wrapped; if that is not enough, its first cell is
+    shortened in the middle.  A no-break space in the last cell keeps two words on one line, and is
+    printed as a space.  ``right`` are the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
@@ -74,7 +74,7 @@ def table(
 
 
 def shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters; "..." replaces its middle."""
+    """``text`` in at most ``width`` characters, with "..." in place of its middle."""
     if len(text) <= width:
         return text
     kept = max(width - 3, 2)
@@ -82,9 +82,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool = False) -> str:
-    """One paragraph, wrapped; ``first`` is the text that its first line starts with.
+    """One paragraph; its first line starts with ``first``, the others with ``indent``.
 
-    Words are broken only if ``breaks`` is true, so that paths and names can be copied.
+    Words are not broken unless ``breaks`` is true, so that paths and names can be copied.
     """
     return textwrap.fill(
         text,
