@@ -1,6 +1,6 @@
-"""Everything that is run on this project.
+"""The linters, tests and other checks of this project.
 
-With nox installed, ``nox``; without, ``python noxfile.py`` fetches it into ``.nox/`` first.
+Run ``nox``.  If it is not installed, run ``python noxfile.py``, which installs it into ``.nox/``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent
 
-# By its path: nothing is installed yet.
+# Run by its path, as the package is not installed yet.
 VERSIONS = runpy.run_path(str(ROOT / "gemma4_compat" / "versions.py"))
 
 
 def pinned(versions: dict[str, str]) -> tuple[str, ...]:
-    """Requirements for exactly these."""
+    """Requirements for exactly these versions."""
     return tuple(f"{name}=={version}" for name, version in versions.items())
 
 
@@ -29,16 +29,16 @@ STACKS = {
     "oldest": pinned(VERSIONS["FLOORS"]),
     "newest": pinned(VERSIONS["NEWEST"]),
 }
-#: datasets 5 fails to prepare TRL's, with and without us
+#: datasets 5 fails on TRL's data sets, with and without the patches
 TRL = {
     "users": ("trl==1.3.0", "datasets==4.8.5"),
     "oldest": ("trl==1.3.0", "datasets==4.8.5"),
     "newest": ("trl==1.16.0", "datasets==4.8.5"),
 }
-#: Another library that patches what we patch, for tests/test_neighbours.py.
+#: Another library that patches the same functions as we do, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: what pytest runs on them, call by call: nearly everything on the newest; on the others that
-#: each bug is fixed, and what depends on their versions most
+#: The arguments of each call of pytest on these stacks.  Nearly all tests run on the newest stack.
+#: On the others, the tests that each bug is fixed run, and those that depend most on the versions.
 PARTS = {
     "newest": (("tests", "-m", "not slow"),),
     "users": (
@@ -54,7 +54,7 @@ PARTS = {
     "oldest": (("tests", "--sample"), ("tests/test_import.py", "-m", "not slow")),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
-# what the libraries' own tests import beyond that
+# additional imports of the libraries' own tests
 UPSTREAM_TOOLS = (
     "pytest-timeout",
     "parameterized",
@@ -67,7 +67,7 @@ UPSTREAM_TOOLS = (
 
 
 def run_nox(arguments: list[str]) -> int:
-    """Run nox on this file, from a virtual environment of its own where it is not installed."""
+    """Run nox on this file; if it is not installed, from a virtual environment of its own."""
     python = Path(sys.executable)
     try:
         import nox  # noqa: F401
@@ -93,7 +93,7 @@ nox.options.error_on_missing_interpreters = False
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff and, strict on package and tools, mypy."""
+    """Run ruff on all files, and mypy, strict, on package and tools."""
     session.install("ruff==0.16.*", "mypy==2.*", "wrapt", "packaging", "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -103,25 +103,25 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("stack", list(STACKS))
 def tests(session: nox.Session, stack: str) -> None:
-    """The tests on one stack; then, without the patches, that regression tests fail.
+    """Run the tests on one stack; then check that regression tests fail without the patches.
 
-    Arguments after ``--`` go to pytest instead, as in ``-- tests``: all tests.
+    Arguments after ``--`` replace those of pytest: ``-- tests`` runs all tests.
     """
     others = NEIGHBOURS.get(stack, ())
     session.install(TORCH, *STACKS[stack], *TRL[stack], *others, *TEST_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
     session.install("wrapt", "packaging")
-    session.env["OMP_NUM_THREADS"] = "1"  # two workers of as many threads take twice as long
+    session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
     for part in (session.posargs,) if session.posargs else PARTS[stack]:
         session.run("pytest", "-n", "2", "--durations=10", *part)
     if not session.posargs:
-        session.log("the users' failures, with the patches switched off:")
+        session.log("with the patches switched off, the regression tests must show the bugs:")
         session.run("pytest", "-n", "2", "--sample", env={"GEMMA4_COMPAT": "0"})
 
 
 @nox.session
 def properties(session: nox.Session) -> None:
-    """The engine under 10,000 random examples of each property; half an hour."""
+    """Test the engine on 10,000 random examples of each property.  Takes half an hour."""
     session.install(*TEST_TOOLS, "wrapt", "packaging")
     session.env["PROPERTY_EXAMPLES"] = "10000"
     session.env["PYTHONPATH"] = "."
@@ -130,15 +130,16 @@ def properties(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def new(session: nox.Session) -> None:
-    """Begin a patch: ``-- NAME [TOPIC]`` copies the templates of patch and test."""
+    """Start a new patch: ``-- NAME [TOPIC]`` copies the templates of patch and test."""
     session.run(sys.executable, "tools/new.py", *session.posargs, external=True)
 
 
 @nox.session(name="measure")
 def measure_session(session: nox.Session) -> None:
-    """The patches named after ``--``, or all that lack it, on the three stacks of the tests.
+    """Measure patches on the three stacks of the tests, and update the documentation.
 
-    Takes some minutes a stack.
+    Measures the patches named after ``--``, else all that are not measured yet.  Takes some minutes
+    per stack.
     """
     measure(session, TORCH, "--tested", *session.posargs)
     session.run("python", "tools/catalog.py", "patches.md", "README.md")
@@ -146,9 +147,10 @@ def measure_session(session: nox.Session) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Every patch on every released version, without and with it: tools/matrix.json.
+    """Measure every patch on every release, without and with it, into tools/matrix.json.
 
-    Takes two hours for all that is missing there; names of patches after ``--`` measure these anew.
+    Measures the patches named after ``--``, else all that the file lacks, which takes two hours if
+    it is empty.
     """
     measure(session, TORCH, *session.posargs)
     session.run("python", "tools/catalog.py", "patches.md", "README.md")
@@ -156,19 +158,19 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(name="matrix-oldest-torch")
 def matrix_oldest_torch(session: nox.Session) -> None:
-    """The same for the users' and the newest libraries on the oldest torch that they take."""
+    """Measure the users' and the newest libraries on the oldest torch that they support."""
     measure(session, OLDEST_TORCH, "--newest", *session.posargs)
 
 
 @nox.session
 def expiry(session: nox.Session) -> None:
-    """Which patches the newest releases, and pre-releases, do not need any more."""
+    """List the patches that the newest releases and pre-releases no longer need."""
     measure(session, TORCH, "--newest")
     session.run("python", "tools/matrix.py", "--expiry")
 
 
 def measure(session: nox.Session, torch: str, *arguments: str) -> None:
-    """Run tools/matrix.py where the newest libraries and all that they need are installed."""
+    """Run tools/matrix.py in an environment with the newest libraries and their dependencies."""
     session.install(torch, *STACKS["newest"], *TEST_TOOLS, "wrapt", "packaging", "pip")
     session.run("python", "tools/matrix.py", "--overlays", ".nox/overlays", *arguments)
 
@@ -176,9 +178,9 @@ def measure(session: nox.Session, torch: str, *arguments: str) -> None:
 @nox.session
 @nox.parametrize("stack", list(STACKS))
 def upstream(session: nox.Session, stack: str) -> None:
-    """The libraries' own tests, without and with the patches: none may fare worse.
+    """Run the libraries' own tests without and with the patches; no result may get worse.
 
-    Takes hours; names of libraries after ``--`` select some.
+    Takes hours.  Names of libraries after ``--`` select some.
     """
     session.install(TORCH, *STACKS[stack], *TEST_TOOLS, *UPSTREAM_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
@@ -189,30 +191,30 @@ def upstream(session: nox.Session, stack: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The users' stories, without and with the patches, on the newest libraries."""
+    """Run the users' stories without and with the patches, on the newest libraries."""
     session.install(TORCH, ".[gemma4]")
     session.run("gemma4-compat", "demo", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write patches.md, and the README's table of versions, anew."""
+    """Regenerate patches.md, and the README's table of versions."""
     session.install(".")
     session.run("python", "tools/catalog.py", "patches.md", "README.md")
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build, check, and use the wheel in an empty environment, from outside the checkout."""
+    """Build and check the wheel, and use it in an empty environment, outside the checkout."""
     build_and_try(session)
 
 
 @nox.session(name="release-check")
 def release_check(session: nox.Session) -> None:
-    """What ``package`` does, and all else that a release needs, on the newest libraries.
+    """Run all checks before a release: those of ``package``, and more, on the newest libraries.
 
-    sdist and wheel are compared with the checkout; demo and contract tests run on the installed
-    wheel.  A version after ``--`` says that this is to be released, as that version.
+    sdist and wheel are compared with the checkout.  The demo and the contract tests run on the
+    installed wheel.  A version after ``--`` is the one to release.
     """
     source, wheel = build_and_try(session)
     work = source.parents[1]
@@ -225,7 +227,7 @@ def release_check(session: nox.Session) -> None:
     bin_dir = empty_environment(session, work / "newest", *wanted)
     shutil.unpack_archive(source, work)
     unpacked = work / source.name.removesuffix(".tar.gz")
-    shutil.rmtree(unpacked / "gemma4_compat")  # so that the tests find the installed one
+    shutil.rmtree(unpacked / "gemma4_compat")  # so that the tests import the installed one
     session.env["OMP_NUM_THREADS"] = "1"
     session.chdir(unpacked)
     session.run(str(bin_dir / "gemma4-compat"), "demo", external=True)
@@ -236,9 +238,9 @@ def release_check(session: nox.Session) -> None:
 
 
 def build_and_try(session: nox.Session) -> tuple[Path, Path]:
-    """Build sdist and wheel in a folder of their own, and use the wheel without libraries."""
+    """Build sdist and wheel in a separate folder, and use the wheel without the libraries."""
     session.install("build", "twine")
-    session.env["PYTHONPATH"] = ""  # or what it names would be there as well
+    session.env["PYTHONPATH"] = ""  # else packages that it names could be imported
     work = Path(session.create_tmp()).resolve()
     shutil.rmtree(work)
     work.mkdir()
@@ -253,7 +255,7 @@ def build_and_try(session: nox.Session) -> tuple[Path, Path]:
 
 
 def empty_environment(session: nox.Session, folder: Path, *requirements: str) -> Path:
-    """A virtual environment with these alone; its folder of programs."""
+    """Create a virtual environment with only these requirements; returns its folder of programs."""
     session.run("python", "-m", "venv", "--clear", str(folder))
     bin_dir = folder / ("Scripts" if sys.platform == "win32" else "bin")
     session.run(str(bin_dir / "python"), "-m", "pip", "install", "-q", *requirements, external=True)

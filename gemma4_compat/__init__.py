@@ -4,10 +4,10 @@ Import this at the top of a script::
 
     import gemma4_compat
 
-and version-gated patches for transformers, accelerate, peft and bitsandbytes are armed.  They
-are applied when those libraries are imported (or at once where they already are), only on the
-versions that have the bug, and can be taken back exactly.  Importing this package imports none
-of those libraries.
+This arms version-gated patches for transformers, accelerate, peft and bitsandbytes.  A patch is
+applied when the library that it changes is imported, or at once if it is imported already, and
+only on versions that have the bug.  Every patch can be undone exactly.  Importing this package
+imports none of those libraries.
 """
 
 from __future__ import annotations
@@ -46,58 +46,62 @@ _logger = logging.getLogger(__name__)
 
 
 def _start() -> Engine:
-    found = _patches.load()
-    switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in found], _logger)
-    engine = Engine(found, switches, _logger, _FLOORS, _NEWEST)
+    all_patches = _patches.load()
+    switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in all_patches], _logger)
+    engine = Engine(all_patches, switches, _logger, _FLOORS, _NEWEST)
     engine.start()
     return engine
 
 
-# A reload of this module must not arm a second engine beside the first.
+# A reload of this module must not start a second engine.
 _engine: Engine = globals().get("_engine") or _start()
 
 
 def status(*, import_targets: bool = False) -> Status:
-    """The state of every patch in this process, with the reason and the versions found.
+    """Return the state of every patch in this process, with its reason and installed versions.
 
-    This may apply patches: those that wait for nothing any more, and again those whose target
-    module was reloaded.
+    This call may apply patches: those whose target modules are all imported by now, and those
+    whose target module was reloaded.
 
     Args:
-        import_targets: first import the modules that armed patches wait for, and with them
-            torch, transformers, accelerate, peft and bitsandbytes as far as they are installed.
-            Then no patch is ``armed``.  Without it nothing is imported.
+        import_targets: first import the modules that armed patches wait for, and with them those
+            of torch, transformers, accelerate, peft and bitsandbytes that are installed.  Then no
+            patch is ``armed``.  Without it nothing is imported.
     """
     return _engine.import_targets() if import_targets else _engine.status()
 
 
 def install(*names: str) -> Status:
-    """Arm or apply the named patches (all without names); idempotent.
+    """Arm or apply the named patches, or all patches if no name is given.  Idempotent.
 
-    Called by the import of this package.  A patch switched off by the environment stays off.
+    Importing this package does this for all patches.  A patch that an environment variable
+    switches off stays off.
 
     Raises:
-        ValueError: there is no patch of that name.
+        ValueError: no patch has that name.
     """
     return _engine.install(*names)
 
 
 def uninstall(*names: str) -> Status:
-    """Take the named patches back (all without names), leaving their owners as they were.
+    """Undo the named patches, or all patches if no name is given; restore the original code.
 
-    A patch that requires one of them is taken back first; it is ``blocked`` until that one is
-    installed again.  A patch that somebody else has patched over is left in place, with a
-    warning, and so are the patches that it needs.
+    Patches that require a named one are undone first.  They are ``blocked`` until the named one
+    is installed again.  If other code has changed the same attribute afterwards, the patch stays
+    in place with a warning, and so do the patches that it requires.
 
     Raises:
-        ValueError: there is no patch of that name.
+        ValueError: no patch has that name.
     """
     return _engine.uninstall(*names)
 
 
 def disabled(*names: str) -> AbstractContextManager[Status]:
-    """A ``with`` block in which the named patches (all without names) are off.
+    """A ``with`` block in which the named patches, or all patches if no name is given, are off.
 
-    Process-wide: other threads see the patches off as well.
+    The patches are off in all threads of the process.
+
+    Raises:
+        ValueError: no patch has that name.
     """
     return _engine.switched(names, on=False)

@@ -1,6 +1,6 @@
 """The errors that this package raises.
 
-All are importable from ``gemma4_compat`` itself::
+All of them can be imported from ``gemma4_compat``::
 
     try:
         plan("gemma-4-E2B-it", gpu="4GiB")
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """A file or an argument cannot work.  The message is one line that names it."""
+    """A file or an argument is invalid.  The message is one line that names it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
@@ -25,7 +25,8 @@ class InputError(ValueError):
 class MergeError(RuntimeError):
     """Merging an adapter failed, and nothing was written.
 
-    ``result`` is the ``MergeResult`` with the comparison of the two models, if it was made.
+    ``result`` is the ``MergeResult`` with the comparison of the two models.  It is ``None`` if
+    merging failed before the comparison.
     """
 
     def __init__(self, message: str, result: Any = None) -> None:
@@ -34,16 +35,16 @@ class MergeError(RuntimeError):
 
 
 class PatchError(RuntimeError):
-    """Raised in place of a warning where the strict switch is on."""
+    """A patch failed or drifted.  Raised instead of a warning in strict mode."""
 
 
 def suggestion(name: str, names: Collection[str]) -> str:
-    """ " (did you mean NAME?)", or nothing where no name is close."""
+    """ " (did you mean NAME?)", or "" if no name is similar."""
     close = get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def reason(error: BaseException) -> str:
-    """What another library's error says, in one line."""
+    """The type and the first line of another library's error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

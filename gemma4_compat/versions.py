@@ -1,25 +1,25 @@
-"""The releases that the project is made for: each of these facts stands here alone.
+"""The releases that the project supports, each stated only in this file.
 
-Imports nothing, so that it can be run where nothing is installed yet, as ``noxfile.py`` does.
+It imports nothing, so that ``noxfile.py`` can run it before anything is installed.
 """
 
 from __future__ import annotations
 
-#: The oldest that are supported: the lower bounds of the extra in ``pyproject.toml``.
+#: The oldest supported releases: the lower bounds of the extra in ``pyproject.toml``.
 FLOORS = {
     "transformers": "5.5.0",
     "accelerate": "1.10.0",
     "peft": "0.18.0",
     "bitsandbytes": "0.46.1",
 }
-#: What the users had when they reported the failures.
+#: The releases on which users reported the bugs.
 USERS = {
     "transformers": "5.6.2",
     "accelerate": "1.13.0",
     "peft": "0.19.1",
     "bitsandbytes": "0.49.2",
 }
-#: The newest that the patches were measured on: those of ``tools/matrix.json``.
+#: The newest releases on which the patches were measured: those of ``tools/matrix.json``.
 NEWEST = {
     "transformers": "5.23.0",
     "accelerate": "1.15.0",

@@ -31,7 +31,7 @@ def _bytes(change):
 ANY = {
     "missing target": (_link("/nowhere/blob"), "a link to /nowhere/blob, which does not exist"),
     "link to itself": (_link(None), "cannot be read: Too many levels of symbolic links"),
-    "folder": (_replaced(lambda file, raw: file.mkdir()), "a folder, and a file is needed"),
+    "folder": (_replaced(lambda file, raw: file.mkdir()), "a folder, not a file"),
     "pipe": (_replaced(lambda file, raw: os.mkfifo(file)), "not a regular file"),
     # Opening it works and reading fails, as root too.
     "unreadable": (_link("/proc/self/mem"), "cannot be read: Input/output error"),
@@ -47,7 +47,7 @@ JSON = {
     "null": (_bytes(lambda raw: b"null"), "not a JSON object, but null"),
     "UTF-16": (_bytes(lambda raw: raw.decode().encode("utf-16")), "not JSON in UTF-8, but in"),
     "UTF-32": (_bytes(lambda raw: raw.decode().encode("utf-32")), "not JSON in UTF-8, but in"),
-    "mark": (_bytes(lambda raw: codecs.BOM_UTF8 + raw), "a byte order mark comes first"),
+    "mark": (_bytes(lambda raw: codecs.BOM_UTF8 + raw), "it starts with a byte order mark"),
     "Latin-1": (_bytes(lambda raw: b'{"a": "\xe9"}'), "not UTF-8 (byte 7 is 0xe9)"),
     "deep": (_bytes(lambda raw: b"[" * 100_000), "not JSON: "),
     "long number": (_bytes(lambda raw: b'{"a": ' + b"1" * 5000 + b"}"), "not JSON: "),
@@ -85,7 +85,7 @@ SAFETENSORS = {
     **ANY,
     "empty": (_bytes(lambda raw: b""), "cut off in the safetensors header (0 bytes)"),
     "cut off in the header": (_bytes(lambda raw: raw[:100]), "cut off in the safetensors header"),
-    "longer": (_bytes(lambda raw: raw + b"more"), "4 bytes follow the last tensor's"),
+    "longer": (_bytes(lambda raw: raw + b"more"), "4 extra bytes follow the last tensor"),
     "pickle": (_bytes(lambda raw: b"PK\x03\x04" + raw), "not a safetensors file"),
     "huge header": (
         _bytes(lambda raw: struct.pack("<Q", 2**63) + raw[8:]), "not a safetensors file",

@@ -545,7 +545,7 @@ found["placed"] = sorted(n for n, p in parted.named_parameters() if p.is_meta an
 if late == "True":
     found["parted, 4-bit"] = parted_4bit if isinstance(parted_4bit, str) else attempt(
         lambda: logits(PeftModel.from_pretrained(parted_4bit, adapter)))
-    found["kept"] = [s.name for s in status if "taken before the patch keep the or" in s.reason]
+    found["kept"] = [s.name for s in status if "still point to the original" in s.reason]
 torch.save(found, out)
 """
 

@@ -189,7 +189,7 @@ WRONG = [
     ("adapter ADAPTER --model NONE", "--model: NONE: no such folder"),
     ("report --model NONE", "--model: NONE: no such folder"),
     ("report --adapter NONE", "--adapter: NONE: no such file or folder"),
-    ('report --map {"":0}', "--map is checked against a model: name one with --model"),
+    ('report --map {"":0}', "--map is checked against a model: name it with --model"),
     ("merge MODEL ADAPTER", "the following arguments are required: OUT"),
     ("merge NONE ADAPTER OUT", "NONE: no such folder"),
     ("merge BROKEN ADAPTER OUT", "BROKEN/config.json: not JSON"),

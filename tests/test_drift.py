@@ -437,7 +437,9 @@ def test_what_is_gone_or_no_function_is_not_patched(changes):
 def test_drift_is_said_once(changes):
     for found in changes:
         assert len(found["warnings"]) == (found["state"] == "drifted"), found
-        assert all(f"{found['reason']}; stepping aside" in text for text in found["warnings"])
+        assert all(
+            f"{found['reason']}; the patch is not applied" in text for text in found["warnings"]
+        )
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_disagreeing_merge_writes_nothing(model_dir, cancelling_adapter, work, c
     assert main(["merge", *arguments]) == 1
     printed = capsys.readouterr()
     assert "DISAGREES" in printed.out
-    assert "does not agree with the adapter; nothing written" in printed.err
+    assert "does not agree with the adapter; nothing was written" in printed.err
     assert names(work) == ["out"]
     assert names(work / "out") == ["old"]
 
@@ -447,7 +447,7 @@ def test_tokenizer_of_another_model(copies, work):
     content = json.loads(file.read_text())
     content["model"]["vocab"]["capital"] = 10**6
     file.write_text(json.dumps(content))
-    message = "its tokenizer is of another model: token 1000000 of 'the capital' is outside"
+    message = "its tokenizer belongs to another model: token 1000000 of 'the capital' is outside"
     refused(*copies.values(), work / "out", message, prompts=["the capital"])
 
 
@@ -506,12 +506,12 @@ def test_mutations(copies, work, seed):
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cudda", "device 'cudda': torch has none"),
+        ("cudda", "device 'cudda': unknown to torch"),
         ("cuda:99", "device 'cuda:99': torch finds "),
-        ("meta", "device 'meta': computes nothing"),
+        ("meta", "device 'meta': cannot compute"),
         ("vulkan", "device 'vulkan': torch cannot use it"),
-        ("", "device '': torch has none"),
-        (None, "device None: torch has none"),
+        ("", "device '': unknown to torch"),
+        (None, "device None: unknown to torch"),
     ],
 )
 def test_devices(model_dir, language_adapter_dir, work, device, message):
@@ -525,13 +525,13 @@ def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_no_gpu(model_dir, language_adapter_dir, work):
-    message = "device 'cuda': torch finds 0 CUDA GPUs; name one, or cpu"
+    message = "device 'cuda': torch finds 0 CUDA GPUs; name another device"
     refused(model_dir, language_adapter_dir, work / "out", message, device="cuda")
 
 
 @pytest.mark.parametrize("prompts", ["the capital", [4], ["the capital", " "]])
 def test_prompts_are_checked(copies, work, prompts):
-    message = "a prompt is empty" if prompts[-1] == " " else "prompts must be a list of texts"
+    message = "a prompt is empty" if prompts[-1] == " " else "prompts must be a list of strings"
     refused(*copies.values(), work / "out", message, prompts=prompts)
 
 
@@ -573,8 +573,8 @@ def test_exit_code_of_files(copies, work, capsys):
 def test_out_that_cannot_be_made(model_dir, language_adapter_dir, work):
     for out, message in (
         ("x" * 250, f"{work}: cannot be written to: OSError: "),
-        ("x" * 300, f"{work / ('x' * 300)}: cannot be OUT: OSError: "),
-        ("null\0byte", "cannot be OUT: ValueError: embedded null byte"),
+        ("x" * 300, f"{work / ('x' * 300)}: cannot be used as OUT: OSError: "),
+        ("null\0byte", "cannot be used as OUT: ValueError: embedded null byte"),
     ):
         refused(model_dir, language_adapter_dir, work / out, message)
 
@@ -606,7 +606,7 @@ def test_no_room(model_dir, language_adapter_dir, work, tmp_path):
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + 2**42)
     assert shutil.disk_usage(work).free < 2**42
-    refused(base, language_adapter_dir, work / "out", "are free, and the merged model takes 4096.0")
+    refused(base, language_adapter_dir, work / "out", "are free, but the merged model needs 4096.0")
 
 
 def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work, monkeypatch):
@@ -614,7 +614,7 @@ def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work
     (work / "kept").mkdir()
     monkeypatch.chdir(work / "kept")
     for out in ("", ".", "..", str(work), "/"):
-        with pytest.raises(InputError, match="is the current folder or one above it"):
+        with pytest.raises(InputError, match="is the current folder or a parent of it"):
             merge_adapter(
                 model_dir, language_adapter_dir, out, force=True, progress=stop_at_loading
             )
@@ -626,7 +626,7 @@ def test_out_that_appears_meanwhile(model_dir, language_adapter_dir, work):
         if line.startswith("reading it back"):
             (work / "out").mkdir()
 
-    with pytest.raises(MergeError, match=r"cannot be put in place: .*exists already"):
+    with pytest.raises(MergeError, match=r"cannot be replaced or created: .*exists already"):
         merge_adapter(model_dir, language_adapter_dir, work / "out", progress=make)
     assert names(work) == ["out"]
     assert names(work / "out") == []
@@ -648,7 +648,7 @@ def test_writing_fails(model_dir, language_adapter_dir, work):
     assert ran.returncode == 1
     last = ran.stderr.splitlines()[-1]
     assert last.startswith(f"gemma4-compat merge: writing to {work} failed: ")
-    assert last.endswith("; nothing written")
+    assert last.endswith("; nothing was written")
     assert "Traceback" not in ran.stderr
     assert names(work) == []
 

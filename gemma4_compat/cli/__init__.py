@@ -1,6 +1,6 @@
-"""The command line: one module a command.
+"""The command line: one module per command.
 
-Nothing heavy is imported before a command needs it.
+A command imports the libraries only when it needs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMMANDS: tuple[Command, ...] = tuple(
 )
 _EXAMPLES = """\
 examples:
-  gemma4-compat status                                what is patched here, and why
+  gemma4-compat status                                the state of every patch, and why
   gemma4-compat plan gemma-4-E4B-it --gpu 12GiB       a device map that fits, as Python
   gemma4-compat adapter my-lora --model gemma-4-E4B-it
   gemma4-compat run train.py                          your script, with the patches
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if options.command == run.COMMAND.name:
             raise
-        # ``| head`` has read enough; Python would complain once more on its way out.
+        # A reader such as ``| head`` closed the pipe.  Else Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

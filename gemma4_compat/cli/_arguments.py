@@ -1,4 +1,4 @@
-"""Types of arguments: each checks its text before any library is imported."""
+"""Types of arguments, which check their text before any library is imported."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..model.files import existing_folder, read_config
 
 
 def model_folder(text: str) -> str:
-    """A folder with a readable ``config.json``."""
+    """Check for a folder with a readable ``config.json``."""
     existing_folder(text)
     read_config(text)
     return text
 
 
 def existing_path(text: str) -> str:
-    """A file or a folder."""
+    """Check for an existing file or folder."""
     if not os.path.exists(text):
         raise InputError(f"{text}: no such file or folder")
     return text

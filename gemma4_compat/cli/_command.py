@@ -1,4 +1,4 @@
-"""The frame around every command: arguments, libraries, errors, output and exit code."""
+"""The base of every command: arguments, libraries, errors, output and exit code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Command:
     """One command.
 
     ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
-    without it overrides `execute`.  ``needs`` names the libraries that it imports.  ``stopped`` is
-    added to the message after Ctrl-C or SIGTERM.
+    without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
+    ``stopped`` is added to the message after Ctrl-C or SIGTERM.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """A parser that prints an error in the arguments as one line."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
-    """A ``type`` for argparse whose `InputError` is printed in its own words."""
+    """A ``type`` for argparse that prints the message of an `InputError`."""
 
     def converted(text: str) -> T:
         try:

@@ -1,4 +1,4 @@
-"""The libraries that matter: which are installed, and how to import them without output."""
+"""The installed versions of torch and the patched libraries, and importing them silently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..versions import WITH_TORCH
 
 
 def library_versions() -> dict[str, str | None]:
-    """The installed versions of the libraries that matter; ``None`` for those not installed."""
+    """The installed versions of torch and the patched libraries; ``None`` if not installed."""
     versions: dict[str, str | None] = {}
     for name in WITH_TORCH:
         try:
@@ -33,7 +33,7 @@ def missing_libraries(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep what the libraries say on import off the terminal, but not what we say."""
+    """Hide the output and warnings of the libraries, but not our own log messages."""
     handler = logging.StreamHandler()
     handler.addFilter(logging.Filter(__package__.partition(".")[0]))
     root = logging.getLogger()

@@ -10,15 +10,16 @@ from ._command import Command, argument
 from ._libraries import quiet_libraries
 
 _HELP = """\
-Show what an adapter holds, and with --model what of it would load there.
+Show what an adapter contains and, with --model, which of its tensors would load
+onto that model.
 
 Reads the header of adapter_model.safetensors and adapter_config.json, and no
-tensor.  With --model also MODEL_DIR/config.json: the tensors' names and widths
-are compared with the model's, and target_modules are matched as PEFT does it.
+tensor.  With --model, also reads MODEL_DIR/config.json, compares the tensors'
+names and widths with the model's, and matches target_modules as PEFT does.
 
 Exit code: 0 the adapter was read, and with --model it loads completely, with
-the patches that are named; 1 it does not fit the model, or only in part;
-2 invalid argument or file.
+the named patches; 1 it does not fit the model, or only in part; 2 invalid
+argument or file.
 """
 
 
@@ -46,7 +47,7 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="adapter",
-    help="what an adapter holds, and whether it fits a model",
+    help="what an adapter contains, and whether it fits a model",
     description=_HELP,
     arguments=_arguments,
     needs=lambda options: () if options.model is None else ("torch", "transformers"),

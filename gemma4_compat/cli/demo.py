@@ -10,11 +10,11 @@ from ..versions import WITH_TORCH
 from ._command import Command
 
 _HELP = """\
-Build a tiny random Gemma 4, and run users' stories on it: each in a process
+Build a tiny random Gemma 4, and run users' stories on it, each in a process
 without the patches and in one with them.  Downloads nothing; takes a minute or
 two.
 
-Exit code: 0 every story ends well with the patches; 1 one does not; 2 invalid
+Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
 argument, or the tiny model could not be built.
 """
 
@@ -34,7 +34,7 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="demo",
-    help="try it on a tiny random Gemma 4: without and with the patches",
+    help="try a tiny random Gemma 4, without and with the patches",
     description=_HELP,
     arguments=_arguments,
     needs=lambda options: WITH_TORCH,

@@ -12,15 +12,15 @@ from ._libraries import quiet_libraries
 _HELP = """\
 Check a device map before loading: names that the model does not have, modules
 without an entry, the bytes on each device, what offloading saves on the GPU,
-and known traps, each with the patch that takes care of it.
+and known problems, each with the patch that fixes it.
 
-Reads MODEL_DIR/config.json and no weights, and needs no GPU.  What a map puts
-on the CPU is not quantised: that is transformers' design.
+Reads MODEL_DIR/config.json and no weights, and needs no GPU.  Modules that
+a map puts on the CPU are not quantised: that is transformers' design.
 
 A map is for the base model's from_pretrained.  PEFT ignores a device_map: an
-adapter goes where the layers that it adapts compute.
+adapter is put on the execution device of the layers that it adapts.
 
-Exit code: 0 the map works; 1 it does not work, or not as it seems; 2 invalid
+Exit code: 0 the map works; 1 it does not work, or not as expected; 2 invalid
 argument or file.
 """
 
@@ -38,14 +38,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=argument(model_folder),
         help="a folder with config.json",
     )
-    add_map(parser, required=True, help="""as in '{"model.vision_tower": "cpu", "": 0}'""")
+    add_map(parser, required=True, help="""such as '{"model.vision_tower": "cpu", "": 0}'""")
     parser.add_argument(
-        "--offload-folder", metavar="DIR", help="as you give it to from_pretrained, for the disk"
+        "--offload-folder", metavar="DIR", help="from_pretrained's offload_folder, for the disk"
     )
 
 
 def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
-    """The argument ``--map``."""
+    """Add the argument ``--map``."""
     parser.add_argument(
         "--map",
         required=required,

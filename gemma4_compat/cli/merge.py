@@ -12,17 +12,17 @@ from ._command import Command, argument
 _HELP = """\
 Merge an adapter into its base model, and write the result as a checkpoint.
 
-Merge an adapter that was trained on a 4-bit base (QLoRA) into the unquantised
-model: name that as BASE.  It is loaded once, in --dtype, and the adapter is
-merged in place.  Logits and greedy tokens of the merged model are compared with
-those of the model with the adapter loaded, for text, and for a synthetic image
-and sound where the model takes them.  The files are loaded again and compared
-with the merged model.  OUT appears only if all of that agrees.  It is complete,
-with the tokenizer and processor of BASE, or of ADAPTER where it has its own.
+If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
+as BASE.  It is loaded once, in --dtype, and the adapter is merged in place.
+Logits and greedy tokens of the merged model are compared with those of the
+model with the adapter loaded, for text, and for a synthetic image and sound if
+the model accepts them.  The written files are loaded again and compared with
+the merged model.  OUT appears only if all of them agree.  It is complete, with
+the tokenizer and processor of BASE, or of ADAPTER if it has its own.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
 nothing was written; 2 invalid argument or file, or the adapter does not fit,
-nothing was loaded; 130 interrupted, nothing was written.
+no weights were loaded; 130 interrupted, nothing was written.
 """
 
 
@@ -34,7 +34,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float16", "float32"),
-        help="of computing and of what is written (default: bfloat16)",
+        help="for computing and for the written weights (default: bfloat16)",
     )
     parser.add_argument(
         "--prompt",
@@ -42,7 +42,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         default=[],
-        help="compare the answers to this text, in place of ours (may be given several times)",
+        help="compare the models on this text, not on ours (may be given several times)",
     )
     parser.add_argument(
         "--device",
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="merge",
-    help="merge an adapter into its unquantised base model, with proof",
+    help="merge an adapter into its unquantised base model, and check it",
     description=_HELP,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),

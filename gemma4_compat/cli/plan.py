@@ -10,12 +10,12 @@ from ._command import Command, argument
 from ._libraries import quiet_libraries
 
 _HELP = """\
-Plan a model for a GPU: what it needs, and the code that loads it so.
+Plan a model for a GPU: the memory that it needs, and code that loads it.
 
 Reads MODEL_DIR/config.json and no weights, and needs no GPU.  Prints the bytes
-of each part of the model, of the KV cache at --context, a device map that
-offloads the least, as Python to paste, and what could be offloaded further.
-The per-layer embeddings are offloaded first, then vision and sound, then
+of each part of the model and of the KV cache at --context, a device map that
+offloads the least, as Python to paste, and what else could be offloaded.
+The per-layer embeddings are offloaded first, then vision and audio, then
 decoder layers.
 
 "loaded" is what torch.cuda.memory_allocated() returns after loading.
@@ -40,13 +40,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with config.json",
     )
     parser.add_argument(
-        "--gpu", required=True, metavar="SIZE", type=argument(_size), help="as in 12GiB or 12GB"
+        "--gpu", required=True, metavar="SIZE", type=argument(_size), help="such as 12GiB or 12GB"
     )
     parser.add_argument(
         "--quant",
         default="nf4",
         choices=("nf4", "int8", "bf16"),
-        help="of what stays on the GPU (default: nf4, with double quantisation)",
+        help="of the weights on the GPU (default: nf4, with double quantisation)",
     )
     parser.add_argument(
         "--context",
@@ -59,7 +59,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         metavar="DIR",
         type=argument(existing_path),
-        help="the folder of a PEFT adapter to load too",
+        help="the folder of a PEFT adapter to load as well",
     )
 
 

@@ -13,14 +13,15 @@ from .device_map import add_map
 
 _HELP = """\
 Print what an upstream issue asks for, as Markdown to paste: system, GPUs,
-driver, versions, the state of each patch, and what a model, a device map and an
-adapter are, from their headers.
+driver, versions, the state of each patch, and facts about a model, a device map
+and an adapter, from their headers.
 
 It contains nothing private: paths are reduced to their last component, and user
-and host name, home folder and tokens are taken out.  Read it all the same
-before you post it.
+and host name, home folder and tokens are removed.  Read it before you post it
+all the same.
 
-Exit code: 0; 1 in strict mode where a patch fails; 2 invalid argument or file.
+Exit code: 0 printed; 1 a patch failed, in strict mode; 2 invalid argument or
+file.
 """
 
 
@@ -39,7 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> Result:
     if options.device_map is not None and options.model is None:
-        raise InputError("--map is checked against a model: name one with --model")
+        raise InputError("--map is checked against a model: name it with --model")
     with quiet_libraries():
         from ..inspection.report import build_report
 

@@ -22,7 +22,7 @@ by other means (subprocess, os.exec...) are not, unless they import gemma4_compa
 
 
 class _Run(Command):
-    """A program's output, exceptions and exit code are its own: nothing is printed around it."""
+    """Runs a program, and leaves its output, exceptions and exit code as they are."""
 
     def execute(self, options: argparse.Namespace) -> int:
         return launcher.run(options.program, as_module=options.module)
@@ -43,10 +43,10 @@ COMMAND = _Run(
 
 
 def split_program(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and the program to run with its.
+    """Split our own arguments from the program and its arguments.
 
-    argparse would look for our options among the program's, and each Python version treats "--"
-    differently.
+    argparse would treat the program's options as ours, and treats "--" differently in each Python
+    version.
     """
     if argv[:1] != ["run"]:
         return argv, []

@@ -14,12 +14,12 @@ Show which modules of a model an adapter's target_modules match, before making
 the adapter.
 
 Reads MODEL_DIR/config.json and no weights.  Names are matched as PEFT matches
-them, by PEFT itself where it is installed.  --targets is a list of names
+them, by PEFT itself if it is installed.  --targets is a list of names
 (q_proj,v_proj), a regular expression, or all-linear.  Prints the matched
 modules by tower and class, the patch that they need, and a LoRA adapter's size.
 
-Exit code: 0 PEFT takes them, with the patches that are named; 1 no module
-matches, or LoRA cannot adapt a module that does; 2 invalid argument or file.
+Exit code: 0 PEFT accepts the targets, with the named patches; 1 no module
+matches, or LoRA cannot adapt a matched module; 2 invalid argument or file.
 """
 
 
@@ -44,14 +44,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="TARGETS",
         type=argument(_targets),
-        help="as in q_proj,v_proj or '.*language_model.*_proj' or all-linear",
+        help="such as q_proj,v_proj or '.*language_model.*_proj' or all-linear",
     )
     parser.add_argument(
         "--rank",
         type=argument(at_least_one),
         default=16,
         metavar="R",
-        help="of LoRA (default: 16)",
+        help="the rank of LoRA (default: 16)",
     )
 
 

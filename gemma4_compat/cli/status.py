@@ -22,15 +22,15 @@ _HELP = """\
 Show every patch, its state here and why.  With PATCH, show what that patch is
 for and which attributes it replaces.  Imports the libraries.
 
-Exit code: 0; 1 a patch failed, or stepped aside because its target changed
-shape; 2 invalid argument.  A patch that is blocked, because another one that it
-requires was switched off, does not count.
+Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
+the patch expects; 2 invalid argument.  A patch that is blocked, because another
+one that it requires was switched off, does not count.
 """
 
 
 @dataclass(frozen=True)
 class Overview(Result):
-    """The libraries and the patches; ``untested`` are versions newer than any measured one."""
+    """The libraries and the patches; ``untested`` lists versions newer than any measured one."""
 
     patches: Status
     libraries: Mapping[str, str | None]
@@ -66,8 +66,8 @@ class Overview(Result):
         for release in self.untested:
             yield ""
             yield wrap(
-                f"untested version: {release} is newer than any measured one; each patch decides "
-                "by its probe"
+                f"untested version: {release} is newer than any measured one; the probe of each "
+                "patch decides whether it is applied"
             )
         yield ""
         yield table([(entry.name, entry.state, entry.reason) for entry in self.patches])

@@ -1,1 +1,1 @@
-"""A tiny random Gemma 4 to try the patches on, and users' stories played on it."""
+"""Runs users' stories on a tiny random Gemma 4, without and with the patches."""

@@ -1,4 +1,4 @@
-"""Plays stories without and with the patches, each in a process of its own; prints a table."""
+"""Runs stories without and with the patches, each in its own process, and prints a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHORT = 100
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a story went: ``equal``, ``wrong``, ``error`` or ``crash``, and the words for it."""
+    """How a story ended: ``equal``, ``wrong``, ``error`` or ``crash``, and text about it."""
 
     outcome: str
     text: str
@@ -43,7 +43,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Demo(Result):
-    """The stories and how each went, "without" and "with" the patches; ``seconds`` it took."""
+    """The stories, and how each ended "without" and "with" the patches.
+
+    ``seconds`` is the duration of the demo.
+    """
 
     stories: tuple[Story, ...]
     outcomes: tuple[Mapping[str, Outcome], ...]
@@ -52,16 +55,16 @@ class Demo(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether every story ends well with the patches."""
+        """Whether every story succeeds with the patches."""
         return all(outcome["with"].ok for outcome in self.outcomes)
 
     @property
     def verdict(self) -> str:
         good = sum(outcome["with"].ok for outcome in self.outcomes)
-        return f"{good} of {len(self.stories)} stories end well with gemma4_compat"
+        return f"{good} of {len(self.stories)} stories succeed with gemma4_compat"
 
     def as_dict(self) -> dict[str, Any]:
-        """Exceptions are in full."""
+        """The stories and their outcomes, with the full text of exceptions."""
         rows = [
             {"story": story.title, **{side: asdict(outcome[side]) for side in _SIDES}}
             for story, outcome in zip(self.stories, self.outcomes, strict=True)
@@ -76,11 +79,11 @@ class Demo(Result):
 
 
 def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
-    """Build a tiny model and play the stories; progress goes to stderr.
+    """Build a tiny model and run the stories on it; progress goes to stderr.
 
     Args:
-        stories: what to play.
-        keep: an empty or new folder, which keeps checkpoint, adapters and logs.
+        stories: the stories to run.
+        keep: an empty or new folder, to keep checkpoint, adapters and logs in.
 
     Raises:
         InputError: ``keep`` is not empty, or the tiny model could not be built.
@@ -101,7 +104,7 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
 def play(
     stories: Sequence[Story], folder: Path, progress: _Progress, *, device: str
 ) -> list[dict[str, Outcome]]:
-    """Play each story on both sides, in a process each."""
+    """Run each story on both sides, each time in its own process."""
 
     def one(start: _Start, side: str, story: Story) -> Outcome:
         with progress.work(f"{side:<7}  {story.title}") as done:
@@ -134,12 +137,12 @@ def play(
 
 
 def _table(demo: Demo) -> str:
-    """Story | without | with, as wide as the terminal."""
+    """A table with the columns story, without and with, as wide as the terminal."""
     width = max(60, min(columns(), 120))
     rows: list[tuple[str, ...]] = [("story", *_SIDES)]
     for story, outcome in zip(demo.stories, demo.outcomes, strict=True):
         rows.append((story.title, *(_short(outcome[side].text) for side in _SIDES)))
-    # The last column is as wide as it needs to be; usually it says "equal".
+    # The last column is only as wide as its text, which is usually "equal".
     last = min(max(len(row[2]) for row in rows), width // 4)
     first = (width - last - 6) * 9 // 20
     widths = (first, width - last - 6 - first, last)
@@ -161,30 +164,30 @@ def _short(text: str) -> str:
 
 # -- processes ----------------------------------------------------------------------------------
 
-#: Runs a worker with these arguments, its output going to a file, and returns the exit code.
+#: Runs a worker with these arguments, writes its output to this file, and returns the exit code.
 _Start = Callable[[Sequence[str], Path], int]
 
 
 def _process(start: _Start, folder: Path, scratch: Path, *story: str) -> Outcome:
-    """Run a worker; whatever becomes of it is a result."""
+    """Run a worker and return its outcome, even if it crashes or hangs."""
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
     try:
         code = start([str(folder), str(scratch), *story], log)
     except subprocess.TimeoutExpired:
-        return Outcome("crash", f"no end within {_SECONDS} s")
+        return Outcome("crash", f"not finished after {_SECONDS} s")
     except ChildProcessError as error:
         return Outcome("crash", str(error))
     try:
         return Outcome(**json.loads((scratch / "result.json").read_text()))
     except (OSError, ValueError):
-        said = log.read_text(errors="replace").split("\n") if log.exists() else []
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return Outcome("crash", f"exit code {code}: {last}" if last else f"exit code {code}")
 
 
 def _fresh(*, with_patches: bool) -> _Start:
-    """Every worker a new Python process."""
+    """Start every worker as a new Python process."""
 
     def start(arguments: Sequence[str], log: Path) -> int:
         with log.open("wb") as output:
@@ -203,7 +206,7 @@ def _fresh(*, with_patches: bool) -> _Start:
 
 @contextmanager
 def _forking(log: Path, *, with_patches: bool) -> Iterator[_Start]:
-    """Every worker a fork of one process that has imported the libraries."""
+    """Start every worker as a fork of one process that has imported the libraries."""
     with log.open("wb") as errors, subprocess.Popen(
         _WORKER,
         stdin=subprocess.PIPE,
@@ -223,7 +226,7 @@ def _forking(log: Path, *, with_patches: bool) -> Iterator[_Start]:
                 requests.flush()
                 answer = answers.readline()
             if not answer:
-                raise ChildProcessError("the process that imports the libraries is gone")
+                raise ChildProcessError("the process that imports the libraries has died")
             code: int | None = json.loads(answer)
             if code is None:
                 raise subprocess.TimeoutExpired(_WORKER, _SECONDS)
@@ -249,7 +252,7 @@ def _environment(with_patches: bool) -> dict[str, str]:
     if not with_patches:
         variables["GEMMA4_COMPAT"] = "0"
     variables.update(
-        # The worker sees the packages that we see.
+        # The worker must import the same packages as we do.
         PYTHONPATH=os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
         OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // _processes())),
         HF_HUB_OFFLINE="1",
@@ -264,13 +267,13 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
         return
-    # Windows holds on to the memory-mapped files of a killed worker for a moment.
+    # Windows keeps the memory-mapped files of a killed worker open for a moment.
     with tempfile.TemporaryDirectory(prefix="gemma4-compat-", ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
 class _Progress:
-    """A line for each piece of work that is done; on a terminal, one line rewritten."""
+    """Prints a line for each finished task; on a terminal, rewrites a single line."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total = total
@@ -282,7 +285,7 @@ class _Progress:
 
     @contextmanager
     def work(self, label: str) -> Iterator[Callable[[str], None]]:
-        """Announce a piece of work; call the result to say how it ended."""
+        """Show a task while the block runs; call the result with text about how it ended."""
         ended = [label]
         with self._lock:
             self._running.append(label)
@@ -296,7 +299,7 @@ class _Progress:
             self._show()
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Clear the line on the terminal."""
         if self._terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -1,4 +1,4 @@
-"""What stories are played on: a tiny model, whole or split, with adapters; and the comparison."""
+"""The models for the stories, tiny, whole or split, with adapters; and their comparison."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NEW_TOKENS = 4
 
 
 class Failure(Exception):
-    """A story went wrong without an exception: the words for the table."""
+    """A story gave a wrong result without an exception; the message is for the table."""
 
 
 @dataclass
 class Stage:
-    """The files of the demo, and how to put models together from them.
+    """The files of the demo, and functions that load models from them.
 
-    ``folder`` holds the checkpoint and the adapters, ``scratch`` what one story writes.
+    ``folder`` contains the checkpoint and the adapters; a story writes to ``scratch``.
     """
 
     folder: Path
@@ -45,8 +45,9 @@ class Stage:
     def build(self) -> None:
         """Write the checkpoint and the adapters.
 
-        "broad" is an adapter with the users' targets; "named" and "second" name every target
-        module in full, so that loading them needs no patch.  "named" holds what "broad" holds.
+        "broad" is an adapter with the users' targets.  "named" and "second" contain the full name
+        of every target module, so that loading them needs no patch.  "named" has the same weights
+        as "broad".
         """
         build_checkpoint(self.folder / "model")
         build_adapter(self.folder / "broad", self.folder / "model")
@@ -58,20 +59,20 @@ class Stage:
     # -- models ---------------------------------------------------------------------------------
 
     def load(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
-        """The base model in 4 bit on one device."""
+        """The base model in 4 bits on one device."""
         return self._load({"": self.device}, nested, skip=TOWERS if towers_in_float else ())
 
     def split(self, *, nested: bool = True) -> Any:
-        """The 4-bit base model with its towers offloaded, in 4 bit themselves."""
+        """The 4-bit base model with its towers offloaded, which are in 4 bits too."""
         return self._dispatched(self.load(nested=nested))
 
     def split_by_map(self) -> Any:
-        """The base model split as by a device map given to ``from_pretrained``.
+        """The base model, split as if ``from_pretrained`` got a device map.
 
-        The modules that such a map names on the CPU stay in float.
+        Modules that such a map puts on the CPU stay in bfloat16.
         """
         if _cuda():
-            # The modules are named again so that every transformers version leaves the same ones.
+            # ``skip`` makes every transformers version leave the same modules unquantised.
             return self._load(self.device_map, nested=True, skip=TOWERS, cpu_in_float=True)
         return self._dispatched(self.load(towers_in_float=True))
 
@@ -80,7 +81,7 @@ class Stage:
         return self._from_pretrained(self.folder / "model", {"": self.device})
 
     def dispatched_plainly(self) -> Any:
-        """The same with decoder layers offloaded by a user's own ``dispatch_model``."""
+        """The bfloat16 model with decoder layers offloaded by the user's own ``dispatch_model``."""
         from accelerate import dispatch_model
 
         model = self.unquantised()
@@ -93,17 +94,17 @@ class Stage:
         )
 
     def reload(self, path: Path) -> Any:
-        """A checkpoint that was saved quantised, on one device."""
+        """The model of a quantised checkpoint that was saved before, on one device."""
         return self._from_pretrained(path, {"": self.device})
 
     @property
     def device(self) -> Any:
-        """The device that computes."""
+        """The execution device: GPU 0, or the CPU without a GPU."""
         return _device()
 
     @property
     def device_map(self) -> dict[str, Any]:
-        """The towers offloaded: to the CPU beside a GPU; to disk on a machine without one."""
+        """A device map that offloads the towers: to the CPU, or to disk if there is no GPU."""
         return {**dict.fromkeys(TOWERS, self._elsewhere), "": self.device}
 
     @property
@@ -111,7 +112,7 @@ class Stage:
         return "cpu" if _cuda() else "disk"
 
     def with_adapter(self, model: Any, name: str, **options: Any) -> Any:
-        """``PeftModel.from_pretrained`` with one of the adapters."""
+        """The model with one of the adapters, from ``PeftModel.from_pretrained``."""
         from peft import PeftModel
 
         placed = offloaded(model)
@@ -138,7 +139,7 @@ class Stage:
         skip: Sequence[str] = (),
         cpu_in_float: bool = False,
     ) -> Any:
-        # On a machine without a GPU the offload flag would leave everything in float.
+        # On a machine without a GPU, the offload flag would leave all modules unquantised.
         quantization = bnb_config(
             "nf4",
             nested=nested,
@@ -177,7 +178,7 @@ def _name_targets_in_full(adapter: Path) -> None:
 
 
 def offloaded(model: Any) -> set[str]:
-    """The base model's parameters that are offloaded, named as without an adapter."""
+    """The names of the base model's offloaded parameters, as they are without an adapter."""
     return {
         name.removeprefix("base_model.model.").replace(".base_layer", "")
         for name, parameter in model.named_parameters()
@@ -186,40 +187,40 @@ def offloaded(model: Any) -> set[str]:
 
 
 def check_placement(model: Any, before: set[str]) -> None:
-    """The base model's parameters are still offloaded, and the adapters' are not."""
-    brought_back = before - offloaded(model)
-    if brought_back:
-        raise Failure(f"offload undone ({len(brought_back)} of {len(before)} tensors)")
+    """Check that the base model's parameters are still offloaded, and the adapters' are not."""
+    onloaded = before - offloaded(model)
+    if onloaded:
+        raise Failure(f"no longer offloaded: {len(onloaded)} of {len(before)} tensors")
     adapters = [(n, p) for n, p in model.named_parameters() if "lora_" in n]
     empty = [name for name, parameter in adapters if parameter.is_meta]
     if empty:
         raise Failure(f"no values in {len(empty)} of {len(adapters)} adapter tensors")
 
 
-def compare(found: Any, expected: Any) -> None:
-    """Same logits for text, image and sound, twice, and the same generated tokens."""
+def compare(actual: Any, expected: Any) -> None:
+    """Check for equal logits for text, image and sound, twice, and equal generated tokens."""
     import torch
 
-    placed = offloaded(found)
-    prompts = inputs(found)
+    placed = offloaded(actual)
+    prompts = inputs(actual)
     worst = 0.0
     for _ in range(_FORWARDS):
         for kind, prompt in prompts.items():
-            logits, wanted = _logits(found, prompt), _logits(expected, prompt)
-            for whose, values in (("the reference's ", wanted), ("", logits)):
+            logits, reference = _logits(actual, prompt), _logits(expected, prompt)
+            for whose, values in (("the reference's ", reference), ("", logits)):
                 if not values.isfinite().all():
                     raise Failure(f"{whose}{kind} logits are not finite")
-            worst = max(worst, (logits - wanted).abs().max().item())
+            worst = max(worst, (logits - reference).abs().max().item())
     if worst:
         raise Failure(f"wrong by {worst:.2g}")
     for kind, prompt in prompts.items():
-        if not torch.equal(_generate(found, prompt), _generate(expected, prompt)):
+        if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
             raise Failure(f"{kind}: other tokens generated")
-    check_placement(found, placed)
+    check_placement(actual, placed)
 
 
 def inputs(model: Any) -> dict[str, dict[str, Any]]:
-    """A text, an image and a sound, on the device that computes."""
+    """A text, an image and a sound prompt, on the execution device."""
     device = _device()
     return {
         kind: {name: tensor.to(device) for name, tensor in build(model.config).items()}

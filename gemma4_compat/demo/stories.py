@@ -1,7 +1,7 @@
-"""What users tried, in their words.
+"""The stories: what users tried, in their words.
 
-A story is a function that gets a :class:`~.stage.Stage` and raises if things go wrong.  It runs
-in a process of its own, once without and once with the patches.
+A story is a function that gets a :class:`~.stage.Stage` and raises if the result is wrong.  It
+runs in its own process, once without and once with the patches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .stage import Failure, Stage, check_placement, compare, inputs, offloaded
 
 @dataclass(frozen=True)
 class Story:
-    """A story's title, and the module and function to find it by in another process."""
+    """A story's title, and its module and function, for other processes to import."""
 
     title: str
     module: str
@@ -52,7 +52,7 @@ def offload_single_quant(stage: Stage) -> None:
     compare(stage.split(nested=False), stage.load(nested=False))
 
 
-@story("look at an image with the vision tower in 4 bit")
+@story("use an image with the vision tower in 4 bits")
 def quantised_vision(stage: Stage) -> None:
     import torch
 
@@ -62,12 +62,12 @@ def quantised_vision(stage: Stage) -> None:
     padding = (positions == -1).all(-1)
     patches = model.model.vision_tower.patch_embedder
     with torch.no_grad():
-        seen = patches(pixels, positions, padding)
-        shown = patches.input_proj(2 * (pixels - 0.5))
-        shown = shown + patches._position_embeddings(positions, padding)
-    if not torch.equal(seen, shown):
-        both = torch.stack([seen.float().flatten(), shown.float().flatten()])
-        raise Failure(f"what is seen correlates {both.corrcoef()[0, 1]:.2f} with what is shown")
+        embedded = patches(pixels, positions, padding)
+        expected = patches.input_proj(2 * (pixels - 0.5))
+        expected = expected + patches._position_embeddings(positions, padding)
+    if not torch.equal(embedded, expected):
+        both = torch.stack([embedded.float().flatten(), expected.float().flatten()])
+        raise Failure(f"image embeddings correlate {both.corrcoef()[0, 1]:.2f} with the right ones")
 
 
 @story("offload decoder layers with dispatch_model, without skip_keys")
@@ -105,7 +105,7 @@ def native_load_adapter(stage: Stage) -> None:
     compare(model, expected)
 
 
-@story("all at once: towers in 4 bit, offloaded, an adapter with broad targets")
+@story("all at once: 4-bit towers, offloaded, and an adapter with broad targets")
 def all_at_once(stage: Stage) -> None:
     model = stage.with_adapter(stage.split(), "broad")
     compare(model, stage.with_adapter(stage.load(), "named"))
@@ -164,16 +164,16 @@ def static_cache(stage: Stage) -> None:
     with _forwards(model.model.language_model) as forwards:
         if not torch.equal(model.generate(**prompt), expected):
             raise Failure("other tokens generated")
-    # A machine without a GPU has nothing to capture steps on.
+    # Decode steps can be captured on a GPU only.
     if stage.device != "cpu" and len(forwards) == 16:
-        raise Failure("as slow as without: Python runs each of 16 steps")
+        raise Failure("no faster: Python runs each of the 16 steps")
 
 
 @story("train an adapter on a split 4-bit model")
 def train(stage: Stage) -> None:
     model = stage.with_adapter(stage.split_by_map(), "named", is_trainable=True)
-    found = _train(model, steps=3)
-    _compare_losses(found, _train(_on_one_device(stage, is_trainable=True), steps=3))
+    losses = _train(model, steps=3)
+    _compare_losses(losses, _train(_on_one_device(stage, is_trainable=True), steps=3))
 
 
 @story("train with gradient checkpointing, as PEFT prepares a 4-bit model for it")
@@ -191,33 +191,33 @@ def train_with_checkpointing(stage: Stage) -> None:
 @contextmanager
 def _forwards(module: Any) -> Iterator[list[None]]:
     """A list that gets an entry for each forward that Python runs."""
-    seen: list[None] = []
+    calls: list[None] = []
     forward = module.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        seen.append(None)
+        calls.append(None)
         return forward(*args, **kwargs)
 
     module.forward = counted
     try:
-        yield seen
+        yield calls
     finally:
         module.forward = forward
 
 
-def _compare_losses(found: list[float], expected: list[float]) -> None:
-    if found != expected:
-        worst = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def _compare_losses(actual: list[float], expected: list[float]) -> None:
+    if actual != expected:
+        worst = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
         raise Failure(f"losses wrong by {worst:.2g}")
 
 
 def _on_one_device(stage: Stage, **options: Any) -> Any:
-    """What a model split by a device map is to compute."""
+    """The reference for a model that is split by a device map."""
     return stage.with_adapter(stage.load(towers_in_float=True), "named", **options)
 
 
 def _train(model: Any, steps: int) -> list[float]:
-    """The losses of a few steps; every adapter tensor must get a gradient."""
+    """Train for a few steps and return the losses; every adapter tensor must get a gradient."""
     import torch
 
     model.train()

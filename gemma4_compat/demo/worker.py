@@ -1,8 +1,8 @@
-"""The processes of the demo: they build the files, or play one story, and write down how it went.
+"""A process of the demo: it builds the files, or runs one story, and writes the outcome.
 
-``python -m gemma4_compat.demo.worker FOLDER SCRATCH [MODULE FUNCTION]`` does one such thing.
-Without arguments it imports the libraries and then does what it reads from its standard input, each
-in a fork of its own.
+``python -m gemma4_compat.demo.worker FOLDER SCRATCH [MODULE FUNCTION]`` does one of these.
+Without arguments it imports the libraries, then reads such arguments line by line from its standard
+input, and forks a process for each line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 def work(folder: Path, scratch: Path, module: str = "", function: str = "") -> None:
     """Write ``{"outcome": ..., "text": ...}`` to ``result.json`` in ``scratch``.
 
-    After building, the text is the kind of device that stories will be played on.
+    After building, the text is the type of the execution device: "cpu" or "cuda".
     """
     from .stage import Failure, Stage
 
@@ -43,13 +43,13 @@ def work(folder: Path, scratch: Path, module: str = "", function: str = "") -> N
 
 
 def one_line(message: str) -> str:
-    """A message on one line, without the module that may be printed in it over several."""
+    """A message on one line; a module printed in it over several lines becomes "(...)"."""
     return " ".join(re.sub(r"\(\n.*\n\)", "(...)", message, flags=re.DOTALL).split())
 
 
 def serve() -> None:
-    """Fork for every line of input; answer with the exit code when the fork has ended."""
-    # What cannot be imported will be a story's news.
+    """Fork for every line of input; print the exit code when the fork has ended."""
+    # If an import fails here, it fails again in the stories, which report it.
     with contextlib.suppress(Exception):
         for name in ("bitsandbytes", "peft", "accelerate.big_modeling"):
             importlib.import_module(name)
@@ -80,7 +80,7 @@ def _work_and_exit(arguments: list[str], log: str) -> None:
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    """The exit code; ``None`` if the time was up."""
+    """The exit code; ``None`` if the process was killed after ``seconds``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

@@ -1,7 +1,7 @@
 """A small, general engine for version-gated, reversible runtime patches.
 
-It knows nothing of Gemma. A patch is a module that builds one :class:`Patch`; everything a
-patch needs is exported here, and nothing else of the engine is its business.
+It knows nothing of Gemma. A patch is a module that builds one :class:`Patch`. This package exports
+everything that a patch may use of the engine.
 """
 
 from .patch import Finding, Kind, Patch, Replacement, broken, drifted, fixed

@@ -1,4 +1,4 @@
-"""The engine: arms patches, applies them when their targets are there, takes them back."""
+"""The engine: arms patches, applies them when their targets are imported, and undoes them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from .stack import Layer, Stack, originals
 from .status import PatchStatus, State, Status
 from .switches import Switch, Switches
 
-#: Seconds that an import, or a fork, waits for another thread's use of the engine.  It may not
-#: wait for ever: that thread may be waiting for the lock of a module that this one is importing.
+#: Seconds that an import or a fork waits while another thread uses the engine.  Waiting longer
+#: could deadlock: that thread may wait for the lock of a module that this thread imports.
 _PATIENCE = 5.0
 
-#: What a required patch may be: its bug is gone.
-_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
-#: What it may not be.  While it is neither, it is waited for.
-_THERE = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED)
+#: In these states of a required patch, the bug that it fixes is gone.
+_BUG_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
+#: In these states it remains.  In any other state, the patch that requires it waits.
+_BUG_REMAINS = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED)
 
-#: The engine of each prefix.  Here it outlives this package's being dropped from sys.modules; the
-#: engine of the next import takes over from it.
+#: The engine of each prefix.  It is stored in ``sys``, to survive when this package is removed from
+#: sys.modules.  The engine of the next import then replaces it.
 _ENGINES: dict[str, Engine] = vars(sys).setdefault("_version_gated_patch_engines", {})
 
 
 @dataclass(eq=False)
 class _Record:
-    """What the engine knows of one patch."""
+    """The engine's data about one patch."""
 
     layer: Layer
     state: State = State.DISABLED
     reason: str = "not installed yet"
-    #: whether it was to be taken back, and could not
+    #: whether it should have been undone but could not be
     unwanted: bool = False
-    #: how many references there were to it when it was taken back
+    #: how many references to its replacements existed when it was undone
     kept: int = 0
-    said: str = ""
+    logged: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
 
     @property
@@ -58,11 +58,12 @@ class _Record:
 
 
 class Engine:
-    """Arms, applies and takes back a fixed set of patches in this process.
+    """Arms, applies and undoes a fixed set of patches in this process.
 
-    Patches of one slot are stacked in the order in which they are given here, in whatever order
-    they are applied.  ``floors`` and ``newest`` hold the oldest supported and the newest measured
-    version of each distribution: no patch is for an older one, and the status names a later one.
+    If several patches replace the same attribute, they are stacked in the order of ``patches``,
+    whatever the order in which they are applied.  ``floors`` holds the oldest supported version of
+    each distribution: no patch is applied to an older one.  ``newest`` holds the newest measured
+    version: the status names a later one.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Engine:
         self._stale = False
         self._undecided = False
         if hasattr(os, "register_at_fork"):
-            # A child must neither inherit a lock that nobody holds nor half a patch.
+            # A child must not inherit a lock that no thread of it holds, nor a half-applied patch.
             os.register_at_fork(
                 before=lambda: self._lock.acquire(timeout=_PATIENCE),
                 after_in_parent=self._after_fork,
@@ -98,12 +99,13 @@ class Engine:
         if predecessor is not None:
             predecessor.retire()
 
-    # -- public verbs -----------------------------------------------------------------------
+    # -- public methods -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Arm everything, at the least cost: gates are asked when a target is imported.
+        """Arm all patches at the least cost.
 
-        Or at once, if one is already, and whenever somebody wants to know.
+        If a library of theirs is imported already, the version gates are evaluated at once.  Else
+        they are evaluated when the first target is imported, or when a method needs the states.
         """
         modules = {r.module for record in self._records.values() for r in record.patch.replacements}
         if any(module.partition(".")[0] in sys.modules for module in modules):
@@ -114,7 +116,7 @@ class Engine:
                 self._imports.watch(module)
 
     def install(self, *names: str) -> Status:
-        """Arm or apply the named patches (all without names).  Idempotent."""
+        """Arm or apply the named patches, or all if no name is given.  Idempotent."""
         records = self._select(names)
         with self._lock:
             self._decide()
@@ -129,15 +131,15 @@ class Engine:
         return self.status()
 
     def uninstall(self, *names: str) -> Status:
-        """Take the named patches back (all without names), to the last descriptor."""
+        """Undo the named patches, or all if no name is given; restore the original descriptors."""
         records = self._select(names)
         with self._lock:
             self._decide()
-            self._take_back(records)
+            self._take_off(records)
             for record in records:
                 if record.layer.entries:
                     record.unwanted = True
-                    self._warn(record, f"not taken back: {self._stack.obstacle(record.layer)}")
+                    self._warn(record, f"not uninstalled: {self._stack.obstacle(record.layer)}")
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
             self._block()
@@ -150,20 +152,20 @@ class Engine:
         return self.status()
 
     def status(self) -> Status:
-        """The states of all patches now; applies again where a target module was reloaded."""
+        """The states of all patches; first re-applies those whose target module was reloaded."""
         self._stale = True
         self._settle()
         with self._lock:
             return Status([self._describe(record) for record in self._records.values()])
 
     def import_targets(self) -> Status:
-        """Import what armed patches wait for, so that their states are final."""
+        """Import the modules that armed patches wait for, so that their states are final."""
         self.status()
         for record in list(self._records.values()):
             for module in self._waiting(record):
                 try:
                     importlib.import_module(module)
-                except Exception as error:  # a half-installed library is the user's news too
+                except Exception as error:  # the user should learn of a broken library, too
                     with self._lock:
                         self._set(record, State.FAILED, f"cannot import {module}: {error}")
                     break
@@ -171,7 +173,7 @@ class Engine:
 
     @contextmanager
     def switched(self, names: Sequence[str], *, on: bool) -> Iterator[Status]:
-        """Switch patches on or off inside a ``with`` block, and back afterwards."""
+        """Switch patches on or off inside a ``with`` block; restore their states afterwards."""
         records = self._select(names)
         self.status()
         change, undo = (self.install, self.uninstall) if on else (self.uninstall, self.install)
@@ -183,14 +185,14 @@ class Engine:
                 undo(*changing)
 
     def retire(self) -> None:
-        """Take everything back and do nothing any more."""
+        """Undo all patches, and handle none from now on."""
         self.uninstall()
         self._records = {}
 
-    # -- the life of one patch ----------------------------------------------------------------
+    # -- states of a patch --------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """Ask the gates that ``start`` left alone."""
+        """Evaluate the version gates, if ``start`` postponed that."""
         if self._undecided:
             self._undecided = False
             for record in self._records.values():
@@ -200,31 +202,31 @@ class Engine:
         name = record.patch.name
         switch = self._switches.of(name)
         try:
-            found = gate.evaluate(record.patch.affects, self._floors)
-            record.versions = found.versions
-            record.layer.replacements  # noqa: B018  (reads the gates of the single ones)
+            evaluation = gate.evaluate(record.patch.affects, self._floors)
+            record.versions = evaluation.versions
+            record.layer.replacements  # noqa: B018  (evaluates the gate of each replacement)
         except ValueError as error:
-            return self._set(record, State.FAILED, f"cannot read its gate: {error}")
+            return self._set(record, State.FAILED, f"a version gate is invalid: {error}")
         if not self._switches.everything:
             return self._set(record, State.DISABLED, f"{self._switches.prefix}=0")
         if switch is Switch.OFF:
             return self._set(record, State.DISABLED, f"{self._switches.variable(name)}=0")
-        if found.outcome is Outcome.MISSING:
-            return self._set(record, State.NOT_INSTALLED, found.reason)
-        if found.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
-            return self._set(record, State.UNAFFECTED, found.reason)
-        record.said = ""
+        if evaluation.outcome is Outcome.MISSING:
+            return self._set(record, State.NOT_INSTALLED, evaluation.reason)
+        if evaluation.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
+            return self._set(record, State.UNAFFECTED, evaluation.reason)
+        record.logged = ""
         self._stale = True
         return self._set(record, State.ARMED, "")
 
     def _settle(self, timeout: float = -1) -> None:
-        """Bring all patches as far as they can go; again, if modules were imported meanwhile.
+        """Apply all patches that can be applied; repeat if modules were imported meanwhile.
 
-        With a timeout this may leave the work to the thread that has the lock.
+        With a timeout, this may leave the work to the thread that holds the lock.
         """
         while self._stale and self._lock.acquire(timeout=timeout):
             try:
-                if self._busy:  # called by a probe or a factory, or by an import in one
+                if self._busy:  # called by a probe or a factory, or by an import inside one
                     return
                 self._busy, self._stale = True, False
                 try:
@@ -243,8 +245,8 @@ class Engine:
         self._rearm(self._stack.leave_reloaded(applied))
         self._block()
         armed = [record for record in self._records.values() if record.state is State.ARMED]
-        # Only where we came late: what happens between two imports of the libraries themselves
-        # is not worth a scan of all objects in each.
+        # Scan all objects only for modules that were imported before the engine watched them.  A
+        # scan at each import of the libraries' own modules would cost too much.
         late = [
             replacement
             for record in armed
@@ -254,8 +256,8 @@ class Engine:
         ]
         before = holders(originals(late))
         self._apply_all()
-        while unfounded := self._unfounded():
-            self._take_back(unfounded)
+        while unsupported := self._unsupported():
+            self._take_off(unsupported)
             self._block()
             self._apply_all()
             self._count_kept()
@@ -263,19 +265,19 @@ class Engine:
             if record.state is State.APPLIED:
                 entries = record.layer.entries
                 held = count_held(before, {id(e.original): e.keepers() for e in entries})
-                text = f"{held} reference(s) taken before the patch keep the original"
+                text = f"{held} reference(s) made before the patch still point to the original"
                 self._set(record, State.APPLIED, text if held else "")
             elif record.state is State.ARMED:
                 self._set(record, State.ARMED, self._waits_for(record))
 
     def _can_be_applied(self, record: _Record) -> bool:
-        """Now, or as soon as what it requires is."""
+        """Whether it can be applied now, or once the patches that it requires are applied."""
         if record.state is not State.ARMED or self._waiting(record):
-            return record.state in _GONE
+            return record.state in _BUG_GONE
         return all(map(self._can_be_applied, self._required(record)))
 
     def _apply_all(self) -> None:
-        """Apply all that wait for nothing, until what they required of each other is applied."""
+        """Apply the patches that wait for nothing, until no other one can be applied."""
         waiting = True
         while waiting:
             waiting = False
@@ -286,13 +288,13 @@ class Engine:
             self._block()
 
     def _apply(self, record: _Record) -> None:
-        """Ask the probe, then put all replacements in place, or none."""
+        """Run the probe, then put all replacements in place, or none."""
         try:
             self._rearm(self._stack.make_room(record.layer))
-            found = self._ask(record.patch)
-            if found.verdict is not Verdict.BROKEN:
-                state = State.FIXED if found.verdict is Verdict.FIXED else State.DRIFTED
-                return self._set(record, state, found.reason)
+            finding = self._run_probe(record.patch)
+            if finding.verdict is not Verdict.BROKEN:
+                state = State.FIXED if finding.verdict is Verdict.FIXED else State.DRIFTED
+                return self._set(record, state, finding.reason)
             record.layer.put()
         except Mismatch as error:
             return self._set(record, State.DRIFTED, str(error))
@@ -301,15 +303,15 @@ class Engine:
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
         record.state = State.APPLIED
 
-    def _ask(self, patch: Patch) -> Finding:
+    def _run_probe(self, patch: Patch) -> Finding:
         try:
             with same_random_numbers():
                 return patch.probe_function() if patch.probe_function else broken()
         except (AttributeError, ImportError, TypeError) as error:
-            # What it looks at is not there, or it calls what takes other arguments now.
+            # The code that it examines is gone, or takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
-    def _take_back(self, records: Iterable[_Record]) -> None:
+    def _take_off(self, records: Iterable[_Record]) -> None:
         self._rearm(self._stack.take_off(record.layer for record in records))
 
     def _count_kept(self) -> None:
@@ -318,7 +320,7 @@ class Engine:
                 record.kept = record.layer.references()
 
     def _rearm(self, layers: Iterable[Layer]) -> None:
-        """What was taken off is armed again, unless more is said of it afterwards."""
+        """Arm patches whose layers were taken off.  The caller may set another state afterwards."""
         for layer in layers:
             record = self._records[layer.patch.name]
             record.state, record.unwanted = State.ARMED, False
@@ -329,46 +331,46 @@ class Engine:
         return [self._records[name] for name in record.patch.requires]
 
     def _block(self) -> None:
-        """Block what requires a patch that will not be applied; arm it where that is over."""
+        """Block patches that require one that cannot be applied; arm them once that changes."""
         for record in self._required_first:
             if record.state in (State.ARMED, State.BLOCKED):
-                if needs := self._needs(record, _THERE):
+                if needs := self._needs(record, _BUG_REMAINS):
                     self._set(record, State.BLOCKED, needs)
                 elif record.state is State.BLOCKED:
                     self._set(record, State.ARMED, "")
 
-    def _unfounded(self) -> list[_Record]:
-        """What is applied and can come off, without a patch that it requires."""
+    def _unsupported(self) -> list[_Record]:
+        """Applied patches that can be undone, and lack a patch that they require."""
         records = [r for r in self._records.values() if r.layer.entries]
-        unfounded = [r for r in records if any(o.state not in _GONE for o in self._required(r))]
-        return [record for record in unfounded if not self._stack.obstacle(record.layer)]
+        lacking = [r for r in records if any(o.state not in _BUG_GONE for o in self._required(r))]
+        return [record for record in lacking if not self._stack.obstacle(record.layer)]
 
     def _needs(self, record: _Record, states: Sequence[State]) -> str:
-        """The required patches in one of these states, for people."""
-        found = [other for other in self._required(record) if other.state in states]
-        return "; ".join(f"needs {o.patch.name}, which is {_state_of(o)}" for o in found)
+        """Text about the required patches that are in one of these states."""
+        required = [other for other in self._required(record) if other.state in states]
+        return "; ".join(f"needs {o.patch.name}, which is {_state_of(o)}" for o in required)
 
     def _waits_for(self, record: _Record) -> str:
         modules = ", ".join(self._waiting(record))
         imports = f"waits for the import of {modules}" if modules else ""
         return "; ".join(filter(None, (imports, self._needs(record, (State.ARMED,)))))
 
-    # -- what is said ---------------------------------------------------------------------------
+    # -- logging --------------------------------------------------------------------------------
 
     def _set(self, record: _Record, state: State, reason: str) -> None:
         record.state, record.reason = state, reason
-        said = f"{state} ({reason})" if reason else str(state)
-        if said == record.said:
+        text = f"{state} ({reason})" if reason else str(state)
+        if text == record.logged:
             return
-        record.said = said
+        record.logged = text
         if state in (State.DRIFTED, State.FAILED):
             if self._switches.strict:
                 self._failures.append(f"{record.patch.name} {state}: {reason}")
             else:
-                self._warn(record, f"{state}: {reason}; stepping aside")
+                self._warn(record, f"{state}: {reason}; the patch is not applied")
         else:
             level = logging.INFO if state is State.APPLIED else logging.DEBUG
-            self._logger.log(level, "%s: %s", record.patch.name, said)
+            self._logger.log(level, "%s: %s", record.patch.name, text)
 
     def _warn(self, record: _Record, text: str) -> None:
         if (record.patch.name, text) not in self._warned:
@@ -378,7 +380,7 @@ class Engine:
     # -- imports --------------------------------------------------------------------------------
 
     def _after_import(self) -> None:
-        """Runs inside the user's import, which an exception would break."""
+        """Settle the patches.  Errors would break the user's import: only strict mode raises."""
         try:
             self._stale = True
             self._settle(_PATIENCE)
@@ -407,9 +409,9 @@ class Engine:
         layer, stays, untested = record.layer, "", ""
         if record.unwanted or self._stack.changed(layer):
             stays = self._stack.obstacle(layer)
-        needs = self._needs(record, _THERE) if layer.entries else ""
+        needs = self._needs(record, _BUG_REMAINS) if layer.entries else ""
         if record.kept and record.state in (State.DISABLED, State.BLOCKED):
-            stays = f"{record.kept} reference(s) taken before keep the patch"
+            stays = f"{record.kept} reference(s) still point to the patch"
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""
@@ -422,17 +424,17 @@ class Engine:
     def _after_fork(self, child: bool = False) -> None:
         try:
             self._lock.release()
-        except RuntimeError:  # the wait for it took too long: another thread has it
+        except RuntimeError:  # acquiring it timed out: another thread holds it
             if child:
                 self._lock, self._busy = threading.RLock(), False
 
 
 def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
-    """In an order in which each comes after what it requires."""
+    """The records, ordered so that each follows those that it requires."""
     for record in records.values():
         if unknown := set(record.patch.requires) - records.keys():
             names = ", ".join(sorted(unknown))
-            raise ValueError(f"{record.patch.name} requires {names}, and there is no such patch")
+            raise ValueError(f"{record.patch.name} requires {names}, but no such patch exists")
     graph = {name: record.patch.requires for name, record in records.items()}
     try:
         return [records[name] for name in TopologicalSorter(graph).static_order()]
@@ -442,7 +444,7 @@ def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
 
 
 def _state_of(record: _Record) -> str:
-    """The state, and who switched it off."""
+    """The state, and what switched the patch off."""
     if record.state is not State.DISABLED:
         return str(record.state)
     by = "uninstall()" if record.reason == "uninstalled" else record.reason

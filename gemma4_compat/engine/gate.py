@@ -1,4 +1,4 @@
-"""Version gates: requirement strings over the installed versions."""
+"""Version gates: requirement strings, checked against the installed versions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a third of this package's import time, and not needed before a gate is asked
+if TYPE_CHECKING:  # its import is a third of this package's; it is needed to evaluate a gate only
     from packaging.requirements import Requirement
 
 
 class Outcome(Enum):
-    """What the gate says of the installed versions."""
+    """Whether the installed versions lie inside the gate."""
 
     INSIDE = "inside"
     OUTSIDE = "outside"
     MISSING = "missing"
-    #: a development build or an unknown version: only a probe can tell
+    #: a development build or an unknown version: only a probe can decide
     UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A gate's outcome, with the versions it was decided on (``None``: unknown)."""
+    """A gate's outcome, and the installed versions that it depends on (``None``: unknown)."""
 
     outcome: Outcome
     versions: dict[str, str | None]
@@ -35,16 +35,16 @@ class Evaluation:
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """The installed version, or ``None`` where the package is there and does not tell.
+    """The installed version, or ``None`` if the package is installed without a version.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: the package is not there at all.
+        importlib.metadata.PackageNotFoundError: the package is not installed.
     """
     import importlib.metadata
 
     try:
         return importlib.metadata.version(distribution)
-    except Exception:  # none, or broken
+    except Exception:  # missing or broken metadata
         # Frozen applications and zip files ship packages without their metadata.
         name = distribution.replace("-", "_")
         if not _importable(name):
@@ -53,9 +53,12 @@ def installed_version(distribution: str) -> str | None:
 
 
 def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
-    """Check requirements, which must all hold, against the installed distributions.
+    """Check the requirements against the installed distributions.  All of them must hold.
 
-    ``floors`` are the oldest supported versions by distribution: they are required, too.
+    ``floors`` maps distributions to their oldest supported versions, which are required, too.
+
+    Raises:
+        ValueError: a requirement is not valid.
     """
     versions: dict[str, str | None] = {}
     missing: set[str] = set()
@@ -64,9 +67,9 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     if Outcome.MISSING in outcomes:
         reason = f"{', '.join(sorted(missing))} not installed"
         return Evaluation(Outcome.MISSING, versions, reason)
-    wanted = " and ".join(map(str, requirements))
+    required = " and ".join(map(str, requirements))
     installed = ", ".join(f"{name} {v or '(unknown)'}" for name, v in versions.items())
-    reason = f"affects {wanted}; installed: {installed}"
+    reason = f"affects {required}; installed: {installed}"
     for outcome in (Outcome.OUTSIDE, Outcome.UNDECIDED):
         if outcome in outcomes:
             return Evaluation(outcome, versions, reason)
@@ -85,7 +88,7 @@ def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:
 
 
 def holds(requirement: str) -> bool:
-    """Whether one requirement is met; unknown versions count as met."""
+    """Whether one requirement is met.  An unknown or pre-release version meets it."""
     from packaging.requirements import Requirement
 
     outcome = _check(Requirement(requirement), {}, set())
@@ -93,15 +96,15 @@ def holds(requirement: str) -> bool:
 
 
 def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list[str]:
-    """The distributions, with their versions, that are later than the newest given."""
+    """The distributions, with their versions, that are later than their version in ``newest``."""
     from packaging.version import InvalidVersion, Version
 
-    found = []
+    releases = []
     for name, version in versions.items():
         with suppress(InvalidVersion):
             if version and name in newest and Version(version) > Version(newest[name]):
-                found.append(f"{name} {version}")
-    return found
+                releases.append(f"{name} {version}")
+    return releases
 
 
 def _check(requirement: Requirement, versions: dict[str, str | None], missing: set[str]) -> Outcome:
@@ -111,40 +114,40 @@ def _check(requirement: Requirement, versions: dict[str, str | None], missing: s
 
     name = requirement.name
     try:
-        found = versions[name] = installed_version(name)
+        installed = versions[name] = installed_version(name)
     except importlib.metadata.PackageNotFoundError:
         missing.add(name)
         return Outcome.MISSING
     try:
-        version = Version(found or "")
+        version = Version(installed or "")
     except InvalidVersion:
         return Outcome.UNDECIDED
     if version.is_prerelease:
-        # "5.23.0.dev0" lies outside ">=5.23" and outside "<5.23": only the code itself can tell.
+        # "5.23.0.dev0" lies outside ">=5.23" and outside "<5.23": only a probe can decide.
         return Outcome.UNDECIDED
     return Outcome.INSIDE if requirement.specifier.contains(version) else Outcome.OUTSIDE
 
 
 def _importable(name: str) -> bool:
-    """Whether a regular package is there; a mere folder of that name is none."""
+    """Whether a regular package of this name exists; a folder without ``__init__.py`` is none."""
     import importlib.util
 
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a stand-in in sys.modules
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
         return True
     return spec is not None and spec.origin is not None
 
 
 def _declared_version(name: str) -> str | None:
-    """The string that a package calls its ``__version__``, read off its code: no import."""
+    """The string that a package assigns to ``__version__``, read from its code without import."""
     import dis
     import importlib.util
 
     try:
         loader: Any = importlib.util.find_spec(name).loader  # type: ignore[union-attr]
         code = [*dis.get_instructions(loader.get_code(name))]
-    except Exception:  # a stand-in, or a loader of another kind
+    except Exception:  # no spec, or a loader of another kind
         return None
     for value, store in pairwise(code):
         literal = value.opname == "LOAD_CONST" and isinstance(value.argval, str)

@@ -1,4 +1,4 @@
-"""Watching for the import of modules."""
+"""Watches for the import of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import wrapt
 
 
 class Imports:
-    """Calls ``imported`` after the import of each watched module, inside that import."""
+    """Calls ``imported`` at the end of the import of each watched module."""
 
     def __init__(self, imported: Callable[[], None]) -> None:
         self._imported = imported
@@ -30,8 +30,8 @@ class Imports:
         registering: int | None = threading.get_ident()
 
         def imported(module: object) -> None:
-            # wrapt calls at once, from within the registration, where the module is in
-            # sys.modules: perhaps in the middle of its import, with half its names.
+            # If the module is in sys.modules, wrapt calls this during the registration.  The
+            # module may then be half imported, with some names missing.
             if registering != threading.get_ident():
                 self._complete[name] = sys.modules.get(name)
             self._imported()
@@ -39,14 +39,14 @@ class Imports:
         wrapt.register_post_import_hook(imported, name)
         registering = None
         if sys.modules.get(name) is not None and not self.is_imported(name):
-            # Another thread is importing it: wait for that.  (In the middle of our own thread's
-            # import this returns at once, and what waits for it waits for the next occasion.)
+            # Another thread is importing it: wait for it.  (If our own thread is importing it, this
+            # returns at once, and patches that wait for it are applied on a later occasion.)
             with suppress(Exception):
                 importlib.import_module(name)
             self._imported()
 
     def is_imported(self, name: str) -> bool:
-        """Imported to the end; inside a post-import hook, the import system says "not yet"."""
+        """Whether its import is complete.  In post-import hooks, ``_initializing`` is still set."""
         module = sys.modules.get(name)
         if module is None:
             return False

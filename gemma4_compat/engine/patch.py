@@ -1,4 +1,4 @@
-"""What a patch is: data that says when it applies, functions that say what it does."""
+"""The data of a patch: when it applies, and the functions that replace upstream's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 class Kind(Enum):
-    """What a patch does to the bug."""
+    """What a patch achieves."""
 
-    #: the result is right
+    #: the result is now right
     FIX = "fix"
-    #: the result is as it was, and the user is warned
+    #: the result is unchanged, and the user is warned
     WARNING = "warning"
-    #: the result was right, and comes sooner
+    #: the result was right, and is now faster
     SPEED = "speed"
 
 
 class Verdict(Enum):
-    """What a probe found at the real target."""
+    """A probe's result on the real target."""
 
     BROKEN = "broken"
     FIXED = "fixed"
@@ -33,24 +33,24 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A probe's verdict and, for people, its reason."""
+    """A probe's verdict, and its reason as text for users."""
 
     verdict: Verdict
     reason: str = ""
 
 
 def broken(reason: str = "") -> Finding:
-    """The bug is there: apply the patch."""
+    """The bug exists: apply the patch."""
     return Finding(Verdict.BROKEN, reason)
 
 
 def fixed(reason: str) -> Finding:
-    """The bug is gone: step aside for good."""
+    """The bug is gone: do not apply the patch."""
     return Finding(Verdict.FIXED, reason)
 
 
 def drifted(reason: str) -> Finding:
-    """The target no longer looks as the patch expects: step aside and say so."""
+    """The target is not as the patch expects: do not apply the patch, and warn."""
     return Finding(Verdict.DRIFTED, reason)
 
 
@@ -61,10 +61,10 @@ class Replacement:
     ``factory`` gets the plain function behind the attribute (unwrapped from ``staticmethod`` or
     ``classmethod``; the getter of a ``property``) and returns a plain closure, decorated with
     ``functools.wraps``.  The engine puts the descriptor back around it.  Never return a wrapt
-    proxy: torch.compile leaves those out of the graph without a word.
+    proxy: torch.compile silently leaves it out of the graph.
 
-    ``when`` is a PEP 508 requirement; where it does not hold, this target does not exist and is
-    not needed.
+    ``when`` is a PEP 508 requirement.  On versions that do not meet it, this target does not exist
+    and is not replaced.
     """
 
     module: str
@@ -83,17 +83,17 @@ class Patch:
     Args:
         name: slug; also the module's file name, the switch ``<PREFIX>_<NAME>``, the test id and
             the heading in the generated documentation.
-        symptom: what the user sees, in one line, in the words of the exception if there is one.
-        affects: requirement strings over installed distributions, such as ``("a<2", "b")``; the
-            patch is for versions for which all of them hold.  The oldest supported versions need
-            not be repeated: the engine adds them.
+        symptom: what the user sees, in one line; the text of the exception if there is one.
+        affects: requirement strings over installed distributions, such as ``("a<2", "b")``.  The
+            patch is for versions that meet all of them.  The engine adds the oldest supported
+            versions.
         changes: what the patch changes, in a sentence or two.
-        kind: what it is.
-        note: what the releases that have the bug do not show, such as a refusal on purpose.
+        kind: what the patch achieves.
+        note: what the list of affected releases does not show, such as a deliberate refusal.
         links: upstream issues and pull requests.
         unreported: why there are no links.
-        requires: patches whose bugs must be gone, by these patches or without them, for this one
-            to be right.
+        requires: names of other patches.  This patch is right only if their bugs are gone, fixed
+            by those patches or upstream.
     """
 
     name: str
@@ -127,16 +127,16 @@ class Patch:
     def probe(self, function: Callable[[], Finding]) -> Callable[[], Finding]:
         """Register the decorated function as the probe.
 
-        It runs once all target modules are imported, inside the user's import of the last of
-        them: it must import nothing else.
+        It runs once all target modules are imported, during the user's import of the last one.
+        So it must import nothing else.
         """
         self.probe_function = function
         return function
 
     def taken_back(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Register the decorated function to run once the replacements are gone.
+        """Register the decorated function to run after the patch is undone.
 
-        It frees what they made and kept.  The patch may be applied again afterwards.
+        It frees what the replacements created.  The patch may be applied again afterwards.
         """
         self.release = function
         return function

@@ -1,4 +1,4 @@
-"""Keeping the user's random numbers as they are."""
+"""Preserves the state of torch's random number generator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Undo what the block does to torch's random numbers on the CPU: a new layer draws some."""
+    """Restore torch's CPU generator after the block: creating a layer draws random numbers."""
     torch = sys.modules.get("torch")
     state = getattr(torch, "get_rng_state", lambda: None)()
     try:

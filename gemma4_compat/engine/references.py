@@ -1,4 +1,4 @@
-"""Who refers to a function: what replacing it does not reach."""
+"""Finds references to a function.  They still point to it after it is replaced."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .slots import Entry, Target
 
 
 def holders(functions: Sequence[Any]) -> list[Any]:
-    """What refers to these functions: bound methods, partials, closures, containers, classes.
+    """The objects that refer to these functions: bound methods, partials, closures, containers.
 
-    A scan of all objects, some 40 ms in a process with the usual libraries.
+    This scans all objects, which takes about 40 ms in a process with the usual libraries.
     """
     if not functions:
         return []
     arguments = tuple(functions)
     ours = (types.FrameType, Target, Entry)
-    found = gc.get_referrers(*arguments)
+    referrers = gc.get_referrers(*arguments)
     ignored = (id(functions), id(arguments))
-    return [each for each in found if id(each) not in ignored and not isinstance(each, ours)]
+    return [each for each in referrers if id(each) not in ignored and not isinstance(each, ours)]
 
 
-def count_held(holders: Iterable[Any], rightful: Mapping[int, set[int]]) -> int:
-    """How many references the holders still have, other than the rightful ones.
+def count_held(holders: Iterable[Any], expected: Mapping[int, set[int]]) -> int:
+    """How many references the holders still have, without the expected ones.
 
-    ``rightful`` maps the identity of a function to those of the holders that go on to hold it.
+    ``expected`` maps the id of a function to the ids of the objects that may keep referring to it.
     """
     return sum(
-        id(holder) not in rightful[id(held)]
+        id(holder) not in expected[id(held)]
         for holder in holders
         for held in gc.get_referents(holder)
-        if id(held) in rightful
+        if id(held) in expected
     )

@@ -1,4 +1,4 @@
-"""Whether one function takes all calls of another."""
+"""Checks whether one function accepts all calls of another."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 def takes_all_calls_of(original: Any, new: Any) -> bool:
-    """Whether every call of the original suits ``new``, with each argument under the same name.
+    """Whether ``new`` accepts every call of the original, and binds arguments to the same names.
 
-    What somebody's wrapper takes as ``*args`` is not known.
+    Arguments that another library's wrapper takes as ``*args`` cannot be checked.
     """
     bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
     bare.__kwdefaults__ = new.__kwdefaults__
-    ours = inspect.signature(bare)  # not what ``functools.wraps`` says
+    ours = inspect.signature(bare)  # its own signature, without ``functools.wraps``
     every = inspect.signature(original).parameters.values()
     named = [p for p in every if p.kind not in (_ARGS, _KWARGS)]
     names = [p.name for p in named]
     bind = ours.bind if _ARGS not in [p.kind for p in every] else ours.bind_partial
     required = [p for p in named if p.default is p.empty]
     for parameters, by_position in ((every, (0, 1, _ARGS)), (every, (0,)), (required, (0,))):
-        # Each argument is the name of its parameter.
+        # Pass the name of each parameter as its argument.
         args = [p.name for p in parameters if p.kind in by_position]
         kwargs = {p.name: p.name for p in parameters if p.name not in args and p.kind is not _ARGS}
         try:

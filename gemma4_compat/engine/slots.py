@@ -1,4 +1,4 @@
-"""Replacing attributes so that it can be taken back exactly."""
+"""Replaces attributes in a way that can be undone exactly."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _ABSENT = object()
 
 
 class Mismatch(AttributeError):
-    """A target that a patch names is not there, or not as the patch takes it to be."""
+    """A target that a patch names does not exist, or is not as the patch expects."""
 
 
 class Target(NamedTuple):
-    """Where a replacement goes, and what is found there now (on a class, perhaps inherited)."""
+    """The owner and name of an attribute, and its raw value (on a class, perhaps inherited)."""
 
     owner: Any
     name: str
@@ -37,7 +37,7 @@ class Target(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One changed slot: whose it is, what was there, what we put there."""
+    """One replaced attribute: its target, its value before, and the value that we set."""
 
     target: Target
     before: Any
@@ -54,11 +54,11 @@ class Entry:
         return _unwrap(self.after)[0]
 
     def now(self) -> Any:
-        """What is in the slot."""
+        """The attribute's present value in its owner's namespace."""
         return vars(self.target.owner).get(self.target.name, _ABSENT)
 
     def in_place(self) -> bool:
-        """Whether our object is still the one in the slot."""
+        """Whether the attribute's value is still ours."""
         return self.now() is self.after
 
     def write(self) -> None:
@@ -68,7 +68,7 @@ class Entry:
             _rebind(raw, self.after)
 
     def restore(self) -> None:
-        """Put back what was there, wherever nobody changed it since."""
+        """Restore the original, except where other code has changed the attribute since."""
         owner, name, raw = self.target
         if self.in_place():
             if self.before is _ABSENT:
@@ -79,10 +79,10 @@ class Entry:
             _rebind(self.after, raw)
 
     def keepers(self) -> set[int]:
-        """The identities of what goes on to hold the original by right.
+        """The ids of the objects that may keep referring to the original.
 
-        That is the staticmethod or classmethod around it, the class it is inherited from, and its
-        own closure, where a decorator's wrapper knows itself by name.
+        These are the staticmethod or classmethod around it, the namespace of the class that it is
+        inherited from, and its own closure, if a decorator's wrapper refers to itself.
         """
         owner, _, raw = self.target
         closure = getattr(self.original, "__closure__", None) or ()
@@ -99,10 +99,10 @@ class Entry:
 
 
 def resolve(replacement: Replacement) -> Target:
-    """Find what a replacement names.
+    """Find the attribute that a replacement names.
 
     Raises:
-        Mismatch: the target, or a part of its path, does not exist.
+        Mismatch: the attribute, or a part of its path, does not exist.
     """
     try:
         return Target(*wrapt.resolve_path(sys.modules[replacement.module], replacement.attribute))
@@ -111,35 +111,36 @@ def resolve(replacement: Replacement) -> Target:
 
 
 def prepare(replacement: Replacement) -> Entry:
-    """The change that a replacement makes.  Nothing is written yet.
+    """Build the replacement.  Nothing is written yet.
 
     Raises:
-        Mismatch: the target does not exist, is no function, or takes calls that the replacement
-            would not.
+        Mismatch: the target does not exist, is no function, or accepts calls that the replacement
+            would refuse.
+        TypeError: the factory did not return a plain function.
     """
     target = resolve(replacement)
     function, rewrap = _unwrap(target.raw)
     if not isinstance(function, types.FunctionType):
         raise Mismatch(f"{replacement} is a {type(function).__name__}, not a function")
     new = replacement.factory(function)
-    # A wrapt proxy claims to be a function; torch.compile would leave it out.
+    # isinstance() is true for a wrapt proxy, too, which torch.compile would leave out.
     if type(new) is not types.FunctionType:
-        raise TypeError(f"the factory of {replacement} made no plain function: {type(new)}")
+        raise TypeError(f"the factory of {replacement} returned no plain function: {type(new)}")
     if not takes_all_calls_of(function, new):
-        takes = ", ".join(inspect.signature(function).parameters)
-        raise Mismatch(f"{replacement} takes other parameters than expected: {takes}")
+        parameters = ", ".join(inspect.signature(function).parameters)
+        raise Mismatch(f"{replacement} has other parameters than expected: {parameters}")
     before = vars(target.owner).get(target.name, _ABSENT)
     if before is _ABSENT and isinstance(target.owner, type):
-        # Pickled by reference, it must be found under this class, not under the one it is from.
+        # pickle stores a reference by name: it must name this class, not the one inherited from.
         new.__module__ = target.owner.__module__
         new.__qualname__ = f"{target.owner.__qualname__}.{target.name}"
     return Entry(target, before, rewrap(new))
 
 
 def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
-    """Whether the module was executed again since: the same code, but not the function we know.
+    """Whether the module was executed again: the attribute has the same code in a new function.
 
-    What others put over or in place of our function is not that.
+    A function that other code set there or wrapped around ours does not count.
     """
     try:
         now = inspect.unwrap(resolve(replacement).function)
@@ -151,7 +152,7 @@ def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
 
 
 def _rebind(old: Any, new: Any) -> None:
-    """Rebind every module attribute that is ``old`` itself: ``from x import f`` captured it."""
+    """Rebind every module attribute that is ``old`` itself, as after ``from x import f``."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             for key, value in list(vars(module).items()):
@@ -160,7 +161,7 @@ def _rebind(old: Any, new: Any) -> None:
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The function behind a class or module attribute, and how to put it back."""
+    """The function behind a class or module attribute, and what rebuilds the descriptor."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__, type(raw)
     if isinstance(raw, property) and raw.fget is not None:

@@ -1,4 +1,4 @@
-"""What each patch has in place, and in which order it comes off."""
+"""The replacements that each patch has in place, and the order in which they can be removed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .slots import Entry, prepare, reloaded, resolve
 
 @dataclass(eq=False)
 class Layer:
-    """What one patch has in place."""
+    """The replacements that one patch has in place."""
 
     patch: Patch
     entries: list[Entry] = field(default_factory=list)
-    #: what was in place in a module that was reloaded since: its old classes live on in objects
+    #: replacements in a module that was reloaded since: objects still use its old classes
     former: list[Entry] = field(default_factory=list)
-    #: every replacement that was ever in place, as long as somebody holds it
+    #: every replacement that was ever in place and is still referenced
     made: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
@@ -32,18 +32,18 @@ class Layer:
 
     @property
     def functions(self) -> set[int]:
-        """The identities of the functions that it replaced and put in place."""
+        """The ids of the functions that it replaced, and of their replacements."""
         return {id(f) for entry in self.entries for f in (entry.original, entry.replacement)}
 
     def touches(self, other: Layer) -> bool:
-        """Whether both are stacked on one slot, or inherit what is in it."""
+        """Whether both replace one attribute, or one replaces what the other inherits."""
         return not self.functions.isdisjoint(other.functions)
 
     def put(self) -> None:
         """Put all replacements in place, or none."""
         written: list[Entry] = []
         try:
-            # One after the other, so that two replacements of one slot stack.
+            # One after the other, so that two replacements of one attribute stack.
             for replacement in self.replacements:
                 written.append(entry := prepare(replacement))
                 entry.write()
@@ -54,33 +54,33 @@ class Layer:
         self.made += [weakref.ref(entry.replacement) for entry in written]
 
     def take_off(self) -> None:
-        """Put back what was there."""
+        """Restore the originals."""
         _restore(self.entries)
         self.entries = []
         if self.patch.release is not None:
             self.patch.release()
 
     def take_off_former(self) -> None:
-        """The same for what was in place in modules that were reloaded since."""
+        """Restore the originals in the old classes of modules that were reloaded since."""
         _restore(self.former)
 
     def calls(self, other: Layer) -> bool:
-        """Whether it replaced a replacement of the other, perhaps an inherited one."""
+        """Whether it replaced a replacement of the other layer, perhaps an inherited one."""
         theirs = {id(entry.replacement) for entry in other.entries}
         return any(id(entry.original) in theirs for entry in self.entries)
 
     def needs(self, other: Layer) -> bool:
-        """Whether it has to come off before the other."""
+        """Whether it must be removed before the other layer."""
         required = bool(self.entries) and other.patch.name in self.patch.requires
         return required or self.calls(other)
 
     def in_place(self) -> bool:
-        """Whether nothing is above it in its slots."""
+        """Whether its attributes still have the values that it set."""
         ours = {id(entry.after) for entry in self.entries}
         return all(id(entry.now()) in ours for entry in self.entries)
 
     def references(self) -> int:
-        """How many references there are to what was ever in place."""
+        """How many references to its replacements, present or former, exist."""
         alive = [function for function in (each() for each in self.made) if function is not None]
         self.made = [weakref.ref(function) for function in alive]
         return len(holders(alive))
@@ -92,15 +92,16 @@ _Relation = Callable[[Layer, Layer], bool]
 class Stack:
     """The layers of all patches.
 
-    On a slot they lie in the order in which they are given here.  Where somebody else changed a
-    slot, the layers below stay until that is undone, and so does what these need.
+    Layers that replace the same attribute are stacked in the order of ``layers``, the last one on
+    top.  If other code changes such an attribute, the layers below its change stay until it is
+    undone, and so do the layers that they need.
     """
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.layers = list(layers)
 
     def make_room(self, layer: Layer) -> list[Layer]:
-        """Take off what is to be above a layer that is about to be put; returns these."""
+        """Remove the layers that belong above a layer that is about to be put; returns them."""
         functions = set(map(id, originals(layer.replacements)))
         higher = self.layers[self.layers.index(layer) + 1 :]
         touching = [each for each in higher if not functions.isdisjoint(each.functions)]
@@ -108,23 +109,25 @@ class Stack:
         return self._peel(stack)
 
     def take_off(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Take layers off, as far as that can be done, and what is above or needs them.
+        """Remove those of the layers that can be removed, and the layers above or needing them.
 
-        Returns all that came off.
+        Returns all removed layers.
         """
         stuck = self._stuck()
         free = [layer for layer in layers if layer.entries and layer not in stuck]
         order = self.layers.index
 
         def follows(layer: Layer, other: Layer) -> bool:
-            # Put while somebody else had changed the slot, a lower layer can be above, too.
+            # If other code had changed the attribute meanwhile, a lower layer can be on top, too.
             return layer.needs(other) or (order(layer) > order(other) and layer.touches(other))
 
         return self._peel([layer for layer in self._with(free, follows) if layer not in stuck])
 
     def leave_reloaded(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Take layers with a reloaded target off their other targets: a probe has to see the
-        original there, too.  Returns all that came off."""
+        """Remove layers with a reloaded target from their other targets.
+
+        The probe must see the originals there, too.  Returns all removed layers.
+        """
         left = []
         for layer in layers:
             pairs = list(zip(layer.replacements, layer.entries, strict=True))
@@ -140,38 +143,38 @@ class Stack:
         return [*off, *(layer for layer in left if layer not in off)]
 
     def changed(self, layer: Layer) -> list[Entry]:
-        """What somebody else changed afterwards."""
+        """The layer's entries whose attributes other code changed afterwards."""
         entries = [entry for each in self.layers for entry in each.entries]
         return [entry for entry in layer.entries if not _is_under(entry, entries)]
 
     def obstacle(self, layer: Layer) -> str:
-        """Why a layer cannot come off."""
+        """Why a layer cannot be removed; "" if it can."""
         if changed := ", ".join(map(str, self.changed(layer))):
-            return f"somebody else changed {changed} afterwards"
+            return f"other code changed {changed} afterwards"
         stay = [each.patch.name for each in self._stuck() if each.needs(layer)]
-        return f"{', '.join(stay)} needs it and cannot be taken back" if stay else ""
+        return f"{', '.join(stay)} needs it and cannot be uninstalled" if stay else ""
 
     def _stuck(self) -> list[Layer]:
-        """The layers that cannot come off."""
+        """The layers that cannot be removed."""
         stuck = [layer for layer in self.layers if self.changed(layer)]
-        for layer in stuck:  # which grows
+        for layer in stuck:  # the list grows meanwhile
             stuck += [each for each in self.layers if each not in stuck and layer.needs(each)]
         return stuck
 
     def _with(self, layers: Iterable[Layer], follows: _Relation) -> list[Layer]:
-        """``layers`` and all that follow from them, the lowest first."""
-        found: list[Layer] = []
+        """``layers`` and all layers that follow from them, the lowest first."""
+        closure: list[Layer] = []
         more = list(layers)
         while more:
-            found += more
-            rest = (layer for layer in self.layers if layer not in found)
-            more = [layer for layer in rest if any(follows(layer, each) for each in found)]
-        return sorted(found, key=self.layers.index)
+            closure += more
+            rest = (layer for layer in self.layers if layer not in closure)
+            more = [layer for layer in rest if any(follows(layer, each) for each in closure)]
+        return sorted(closure, key=self.layers.index)
 
     def _peel(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Take off what is on top until nothing is; returns these.
+        """Remove the layers that are on top until none is; returns the removed layers.
 
-        Of those on top first what the rest does not need, then the highest.
+        Layers that the others do not need come first, then the highest one.
         """
         off: list[Layer] = []
         while free := [layer for layer in reversed(layers) if self._is_on_top(layer)]:
@@ -189,16 +192,16 @@ class Stack:
 
 
 def originals(replacements: Iterable[Replacement]) -> list[Any]:
-    """The functions that are to be replaced, as far as they are there."""
+    """The functions that the replacements will replace, if they exist."""
     functions = []
     for replacement in replacements:
-        with suppress(Exception):  # is met, and told, where the layer is put
+        with suppress(Exception):  # the error occurs again, and is logged, when the layer is put
             functions.append(resolve(replacement).function)
     return functions
 
 
 def _is_under(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether an entry is in place, or under others of these alone."""
+    """Whether an entry is in place, or only these entries are stacked above it."""
     now = entry.now()
     top = next((each for each in entries if each.after is now), None)
     while top is not None and top is not entry:

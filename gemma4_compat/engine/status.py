@@ -1,4 +1,4 @@
-"""What the engine did, said honestly."""
+"""The states of the patches and their reasons."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class State(str, Enum):
     UNAFFECTED = "unaffected"
     #: the versions lie inside the gate, but the probe found the bug gone
     FIXED = "fixed upstream"
-    #: it requires another patch, which was switched off or stepped aside; nothing is changed
+    #: it requires another patch, which is disabled, failed or drifted; nothing is changed
     BLOCKED = "blocked"
     #: waiting for its targets to be imported; nothing is changed yet
     ARMED = "armed"
     #: the replacements are in place
     APPLIED = "applied"
-    #: the target changed shape; the patch stepped aside
+    #: the target is not as the patch expects; nothing is changed
     DRIFTED = "drifted"
-    #: the patch or its probe raised; what it had changed was taken back
+    #: the patch or its probe raised; its changes were undone
     FAILED = "failed"
 
     def __str__(self) -> str:
@@ -36,11 +36,10 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """The state of one patch and why it is so.
+    """The state of one patch, and the reason for it.
 
     ``versions`` maps each distribution of the gate to its installed version (``None``: unknown).
-    ``replaces`` are the attributes that the patch replaces where it is applied, as
-    "module.attribute".
+    ``replaces`` holds the attributes that an applied patch replaces, as "module.attribute".
     """
 
     name: str
@@ -52,7 +51,7 @@ class PatchStatus:
 
     @property
     def ok(self) -> bool:
-        """False where the patch failed or drifted."""
+        """False if the patch failed or drifted."""
         return self.state not in (State.FAILED, State.DRIFTED)
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class PatchStatus:
 
 
 class Status(Sequence[PatchStatus]):
-    """All patches' states: a sequence, indexable by name, printable, JSON-able."""
+    """The states of all patches: a sequence that can also be indexed by name, and printed."""
 
     def __init__(self, entries: Sequence[PatchStatus]) -> None:
         self._entries = tuple(entries)
@@ -88,7 +87,7 @@ class Status(Sequence[PatchStatus]):
 
     @property
     def ok(self) -> bool:
-        """False where a patch failed or drifted."""
+        """False if a patch failed or drifted."""
         return all(entry.ok for entry in self)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:

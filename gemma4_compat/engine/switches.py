@@ -1,4 +1,4 @@
-"""Environment switches: everything off, one patch off, one patch forced, strict errors."""
+"""Environment variables: all patches off, one patch off, one patch forced, strict errors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ON = ("1", "on", "true", "yes")
 
 
 class Switch(Enum):
-    """How one patch is to be treated."""
+    """The setting of one patch."""
 
     OFF = "off"
     AUTO = "auto"
-    #: apply outside the version gate; the probe still guards
+    #: apply outside the version gate, too; the probe still decides
     FORCE = "force"
 
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches as read from the environment once, at import."""
+    """The switches, read from the environment once, at import."""
 
     prefix: str
     everything: bool = True
@@ -47,13 +47,13 @@ def read(
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
 ) -> Switches:
-    """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about everything else."""
+    """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables."""
     environ = os.environ if environ is None else environ
     names = {f"{prefix}_{name.upper()}": name for name in patches}
     everything, strict = True, False
     switches: dict[str, Switch] = {}
     for variable in sorted(environ):
-        # Windows upper-cases variable names; elsewhere a lower-case one is a typo worth a word.
+        # Windows upper-cases variable names; elsewhere a lower-case name is a typo to warn about.
         if variable.upper() != prefix and not variable.upper().startswith(f"{prefix}_"):
             continue
         value = environ[variable].strip().lower()
@@ -88,7 +88,7 @@ def _boolean(
         return False
     if value:
         logger.warning(
-            "%s=%r is not understood and has no effect; valid values: %s",
+            "%s=%r is not a valid value and has no effect; valid values: %s",
             variable, value, ", ".join((*_OFF, *_ON, *extra)),
         )  # fmt: skip
     return default

@@ -1,4 +1,4 @@
-"""Merge an adapter into an unquantised checkpoint, and write it only if it is the same model.
+"""Merge an adapter into an unquantised checkpoint; write it only if it gives the same outputs.
 
 ``merge_adapter`` is also the command ``gemma4-compat merge BASE ADAPTER OUT``.
 """
@@ -33,28 +33,28 @@ def merge_adapter(
 ) -> MergeResult:
     """Merge a PEFT adapter into its base model and write the result as a checkpoint.
 
-    Files and arguments are checked first, and both models are loaded on the meta device, without
-    weights.  Then the base is loaded once, unquantised, and merged in place.  The logits of
-    several prompts (a synthetic image and sound too, where the model takes them) are compared with
-    those of the model with the adapter loaded; what is written is loaded again, and must give the
-    merged model's logits bit for bit.  Only then does ``out`` appear, complete.
+    Files and arguments are checked first, and base and adapter are loaded on the meta device,
+    without weights.  Then the base is loaded once, unquantised, and merged in place.  The logits
+    of several prompts are compared with those of the model with the adapter loaded; if the model
+    accepts them, a synthetic image and sound are among the prompts.  The written files are loaded
+    again, and must give the merged model's logits bit for bit.  Only then does ``out`` appear.
 
     Args:
         base: folder or Hub id of the checkpoint that the adapter is for; not quantised.
         adapter: folder or Hub id of the adapter.
-        out: folder to write.  Tokenizer and processor files come along from ``base``, and those
-            that ``adapter`` has in place of them.
-        dtype: "bfloat16", "float16" or "float32": of computing, and of what is written.
-        prompts: texts to compare, in place of a few of ours.
+        out: folder to write.  It gets the tokenizer and processor files of ``base``, or those of
+            ``adapter`` if it has its own.
+        dtype: "bfloat16", "float16" or "float32", for computing and for the written weights.
+        prompts: texts to compare the models on, instead of the default ones.
         device: where to compute, such as "cpu" or "cuda:0"; the whole model must fit.
         force: replace an existing ``out``.
-        progress: called with a line before each step.
+        progress: called with a line of text before each step.
 
     Raises:
-        InputError: a file or an argument cannot work, or the adapter does not fit; nothing large
-            was loaded.
-        MergeError: merging or writing failed, or the merged model differs; ``out`` is as it was.
-        SystemExit: SIGTERM or SIGHUP came; ``out`` is as it was.
+        InputError: a file or an argument is invalid, or the adapter does not fit the base; no
+            weights were loaded.
+        MergeError: merging or writing failed, or the merged model differs; ``out`` is unchanged.
+        SystemExit: SIGTERM or SIGHUP arrived; ``out`` is unchanged.
     """
     arguments.check_dtype(dtype)
     arguments.check_prompts(prompts)
@@ -64,7 +64,7 @@ def merge_adapter(
     folders = arguments.locate(base), arguments.locate(adapter)
     for folder in folders:
         if arguments.is_inside(folder, target):
-            raise InputError(f"{target}: would replace {folder}, which is to be read")
+            raise InputError(f"{target}: would replace {folder}, which is an input")
     arguments.check_base(folders[0])
     arguments.check_adapter(folders[1])
     arguments.check_room(folders[0], target, dtype)
@@ -91,7 +91,7 @@ def merge_adapter(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what transformers says about generation and loading off the terminal."""
+    """Hide transformers' warnings and progress bars about generation and loading."""
     import transformers
 
     verbosity = transformers.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What can be known of the arguments before a model is loaded."""
+"""Checks the arguments before a model is loaded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..model.files import (
     weight_headers,
 )
 
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # and the bytes of a number
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # and the bytes of an element
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# What goes along with the weights, from BASE and then from ADAPTER.
+# Files to copy beside the weights, first from BASE and then from ADAPTER.
 _COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "*processor_config.json", "additional_chat_templates",
@@ -45,33 +45,33 @@ def check_dtype(dtype: str) -> None:
 
 def check_prompts(prompts: Sequence[str]) -> None:
     if isinstance(prompts, str) or not all(isinstance(text, str) for text in prompts):
-        raise InputError("prompts must be a list of texts")
+        raise InputError("prompts must be a list of strings")
     if not all(text.strip() for text in prompts):
         raise InputError("a prompt is empty")
 
 
 def check_device(device: str) -> str:
-    """The device as torch writes it; torch is imported only for another one than the CPU."""
+    """The device as torch spells it.  For the CPU, torch is not imported."""
     if device == "cpu":
         return device
     import torch
 
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device {device!r}: torch has none; name cpu or cuda") from error
-    if found.type == "cpu":
+        raise InputError(f"device {device!r}: unknown to torch; use cpu or cuda") from error
+    if parsed.type == "cpu":
         return "cpu"
-    if found.type == "meta":
-        raise InputError("device 'meta': computes nothing; name cpu or cuda")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "meta":
+        raise InputError("device 'meta': cannot compute; use cpu or cuda")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise InputError(f"device {device!r}: torch finds {count} CUDA GPUs; name one, or cpu")
+        raise InputError(f"device {device!r}: torch finds {count} CUDA GPUs; name another device")
     try:
-        torch.zeros(1, device=found)
-    except Exception as error:  # each kind of device says it in its own way
+        torch.zeros(1, device=parsed)
+    except Exception as error:  # each type of device raises its own errors
         raise InputError(f"device {device!r}: torch cannot use it: {reason(error)}") from error
-    return str(found)
+    return str(parsed)
 
 
 def check_out(out: Path, force: bool) -> None:
@@ -81,15 +81,15 @@ def check_out(out: Path, force: bool) -> None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise InputError(f"{out}: cannot be OUT: {reason(error)}") from error
+        raise InputError(f"{out}: cannot be used as OUT: {reason(error)}") from error
     if out.name in ("", "..") or _holds_current(out):
-        raise InputError(f"{out}: is the current folder or one above it, and cannot be replaced")
+        raise InputError(f"{out}: is the current folder or a parent of it, and cannot be replaced")
     if os.path.islink(out) or (os.path.lexists(out) and not os.path.isdir(out)):
         raise InputError(f"{out}: exists and is not a folder")
     if os.path.lexists(out) and not force:
         raise InputError(f"{out}: exists already (--force replaces it)")
     if os.path.ismount(out):
-        raise InputError(f"{out}: another disk is mounted there; name a folder inside of it")
+        raise InputError(f"{out}: another disk is mounted there; name a folder inside it")
 
 
 def _holds_current(folder: Path) -> bool:
@@ -100,13 +100,13 @@ def _holds_current(folder: Path) -> bool:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether it is the folder itself or anywhere below, through links too."""
+    """Whether the path is the folder or inside it, after links are resolved."""
     real = Path(os.path.realpath(path))
     return Path(os.path.realpath(folder)) in (real, *real.parents)
 
 
 def locate(name: str | os.PathLike[str]) -> Path:
-    """The local folder, downloaded or in the Hub's cache where ``name`` is a Hub id."""
+    """The local folder.  If ``name`` is a Hub id, it is downloaded, unless the cache has it."""
     return Path(name) if os.path.isdir(name) else _from_hub(os.fspath(name))
 
 
@@ -122,12 +122,12 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:
         raise InputError(
-            f"{name}: no such folder, and the Hub does not give it: {reason(error)}"
+            f"{name}: no such folder, and the Hub cannot provide it: {reason(error)}"
         ) from error
 
 
 def check_base(folder: Path) -> None:
-    """Refuse damaged files, and weights that are quantised, whatever the config says."""
+    """Refuse damaged files and quantised weights, even if the config names no quantisation."""
     read_config(folder)
     for header in weight_headers(folder):
         refuse_cut_off(header)
@@ -136,7 +136,7 @@ def check_base(folder: Path) -> None:
                 raise InputError(
                     f"{entry.file}: a quantised checkpoint ({entry.name} is {entry.dtype}); "
                     f"merging into it would not keep the adapter's outputs. Name the unquantised "
-                    f"checkpoint that it was made from"
+                    f"checkpoint instead"
                 )
     if exists(folder / GENERATION_CONFIG):
         read_generation_config(folder / GENERATION_CONFIG)
@@ -149,7 +149,7 @@ def _is_quantised(entry: Entry) -> bool:
 
 
 def check_adapter(folder: Path) -> None:
-    """Refuse damaged files, and methods that change no weight."""
+    """Refuse damaged files, and PEFT methods that change no weight."""
     if not exists(folder / ADAPTER_CONFIG):
         raise InputError(f"{folder}: no {ADAPTER_CONFIG}")
     file = folder / ADAPTER_CONFIG
@@ -157,7 +157,7 @@ def check_adapter(folder: Path) -> None:
     if not method:
         raise InputError(f"{file}: not an adapter's config (no peft_type)")
     if method in _UNMERGEABLE:
-        raise InputError(f"{folder}: {method} has no weights that could be merged")
+        raise InputError(f"{folder}: a {method} adapter has no weights to merge")
     if exists(folder / _PICKLE) and not exists(folder / ADAPTER_WEIGHTS):
         check_readable(folder / _PICKLE)
     else:
@@ -166,7 +166,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def companions(folder: Path) -> Iterator[Path]:
-    """Files and folders that the written checkpoint takes along."""
+    """Files and folders to copy into the written checkpoint."""
     for pattern in _COMPANIONS:
         yield from sorted(folder.glob(pattern))
 
@@ -191,14 +191,14 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def check_room(base: Path, out: Path, dtype: str) -> None:
-    """Refuse a disk without room for what is going to be written."""
-    numbers = sum(
+    """Refuse a disk without enough free space for the merged model."""
+    elements = sum(
         entry.numel for header in weight_headers(base) for entry in header.tensors.values()
     )
-    needed = numbers * DTYPES[dtype]
+    needed = elements * DTYPES[dtype]
     disk: Any = shutil.disk_usage(out.parent)
-    if disk.total and disk.free < needed:  # some network disks say 0 of 0
+    if disk.total and disk.free < needed:  # some network disks report 0 of 0
         raise InputError(
-            f"{out.parent}: {disk.free / 2**30:.1f} GiB are free, and the merged model takes "
+            f"{out.parent}: {disk.free / 2**30:.1f} GiB are free, but the merged model needs "
             f"{needed / 2**30:.1f} GiB"
         )

@@ -1,4 +1,4 @@
-"""Merging in memory, and writing what was merged."""
+"""Merges in memory, and writes the merged model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .result import Parity
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LIMIT = 0.5  # further apart is another model, however it reacts to rounding
-_MARGIN = 2  # merging may differ by so many times what one more rounding changes
+_LIMIT = 0.5  # the largest tolerance: a larger difference means another model
+_MARGIN = 2  # the tolerance, as a multiple of the change by one more rounding
 
 
 @dataclass
 class Merged:
-    """The merged model, what it was asked and answered, and the comparison."""
+    """The merged model, its inputs and logits by prompt, and the comparison."""
 
     model: Any
     inputs: Mapping[str, dict[str, Tensor]]
@@ -43,7 +43,8 @@ def merged_in_memory(
     """Load base and adapter, merge, and compare.
 
     Raises:
-        MergeError: base or adapter cannot be loaded, or the logits are not finite.
+        MergeError: base or adapter cannot be loaded, merging failed, or the logits with the
+            adapter are not finite.
     """
     progress(f"loading {base} in {dtype}")
     model = load_base(base, dtype, device)
@@ -75,7 +76,7 @@ def merged_in_memory(
 
 
 def _with_adapter(model: Any, prompt: dict[str, Tensor], dtype: str) -> tuple[Tensor, float, float]:
-    """The logits, what the adapter changes of them, and what one more rounding changes."""
+    """The logits; how far the adapter, and one more rounding, change them (relative)."""
     logits = parity.logits(model, prompt)
     with model.disable_adapter():
         effect = parity.worst(parity.logits(model, prompt), logits)
@@ -94,21 +95,21 @@ def _on_effects(effects: list[float], tolerance: float) -> list[str]:
     if not any(effects):
         return ["the adapter changes nothing: the outputs are those of the base model"]
     if max(effects) <= tolerance:
-        return ["the adapter changes these outputs by less than rounding may"]
+        return ["the adapter changes these outputs by less than the tolerance for rounding"]
     return []
 
 
 def write(
     merged: Merged, folder: Path, dtype: str, device: str, progress: Callable[[str], None]
 ) -> None:
-    """Write the merged model, let go of it, and compare what is read back.
+    """Write the merged model, free it, load the written files, and compare their logits.
 
     Raises:
-        MergeError: what is read back has other logits.
+        MergeError: writing failed, or the logits of the written model differ.
     """
     import torch
 
-    shard = max(size_in_bytes(merged.model) // 8, 2**26)  # a shard is copied while it is written
+    shard = max(size_in_bytes(merged.model) // 8, 2**26)  # writing a shard copies it in memory
     with failures_of(f"writing to {folder.parent}"):
         merged.model.save_pretrained(folder, max_shard_size=shard)
     merged.model = None

@@ -1,4 +1,4 @@
-"""Loading base and adapter, first without their weights."""
+"""Loads base and adapter, first without their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..model.files import ADAPTER_CONFIG, CONFIG
 
 @contextlib.contextmanager
 def failures_of(step: str) -> Iterator[None]:
-    """What a library raises in this step is said as ``MergeError``, in one line."""
+    """Turn the exceptions of this step into ``MergeError``, with a message of one line."""
     try:
         yield
     except MergeError:
@@ -24,10 +24,10 @@ def failures_of(step: str) -> Iterator[None]:
 
 
 def rehearse(base: Path, adapter: Path, dtype: str) -> Any:
-    """Load both on the meta device, where weights have shapes and no values; returns the config.
+    """Load both on the meta device, to check names and shapes; returns the base's config.
 
     Raises:
-        InputError: base or adapter cannot be loaded, or they do not fit.
+        InputError: base or adapter cannot be loaded, or the adapter does not fit.
     """
     import peft
     import transformers
@@ -53,7 +53,7 @@ def rehearse(base: Path, adapter: Path, dtype: str) -> Any:
         file = adapter / ADAPTER_CONFIG
         raise InputError(f"{file}: not understood by {libraries[1]}: {reason(error)}") from error
     if hasattr(settings, "init_lora_weights"):
-        settings.init_lora_weights = False  # some kinds compute with the base model's values
+        settings.init_lora_weights = False  # some settings need the base model's values
     try:
         _adapted(model, adapter, "cpu", config=settings)
     except Exception as error:
@@ -63,20 +63,20 @@ def rehearse(base: Path, adapter: Path, dtype: str) -> Any:
 
 
 def _is_of_the_meta_device(error: Exception) -> bool:
-    """Whether it may be that loading fails without values alone; then the real loading decides."""
+    """Whether the error may come only from the meta device; then loading the weights decides."""
     text = str(error)
     return "meta" in text or (isinstance(error, RuntimeError) and "size mismatch" not in text)
 
 
 def _is_unused(name: str, config: Any) -> bool:
-    """Whether it is of a layer's own keys and values, where the layer uses those of another one.
+    """Whether it is a key or value tensor of a KV-shared layer, which does not use it.
 
-    Some releases of transformers have such weights, and later ones do not save them.
+    Some transformers releases have such weights; later ones do not save them.
     """
     text = config.get_text_config()
     own = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
-    found = re.search(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
-    return found is not None and "_tower." not in name and int(found[1]) >= own
+    layer = re.search(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.", name)
+    return layer is not None and "_tower." not in name and int(layer[1]) >= own
 
 
 def load_base(folder: Path, dtype: str, device: str) -> Any:
@@ -90,7 +90,7 @@ def load_base(folder: Path, dtype: str, device: str) -> Any:
 
 
 def load_adapter(model: Any, base: Path, adapter: Path, device: str) -> Any:
-    """The model with the adapter on it.
+    """The model with the adapter loaded.
 
     Raises:
         MergeError: it cannot be loaded.
@@ -100,16 +100,16 @@ def load_adapter(model: Any, base: Path, adapter: Path, device: str) -> Any:
 
 
 def _from_pretrained(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
-    """The model in eval mode, and what transformers says of its weights."""
+    """The model in eval mode, and transformers' loading info."""
     import torch
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    if hasattr(config, "quantization_config"):  # the weights are not quantised: they were checked
+    if hasattr(config, "quantization_config"):  # check_base found no quantised weights
         del config.quantization_config
     name = (config.architectures or ["AutoModelForImageTextToText"])[0]
     architecture = getattr(transformers, name, transformers.AutoModelForImageTextToText)
-    # For the CPU no map: PEFT takes one as a sign that something is offloaded.
+    # No device map for the CPU: PEFT would treat the model as offloaded.
     placed = {} if device == "cpu" else {"device_map": {"": device}}
     model, loaded = architecture.from_pretrained(
         folder,
@@ -125,17 +125,17 @@ def _adapted(model: Any, adapter: Path, device: str, **options: Any) -> Any:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
-    loaded = model.load_adapter(adapter, "default", torch_device=device)  # says what fitted
+    loaded = model.load_adapter(adapter, "default", torch_device=device)  # for its result
     if loaded.unexpected_keys:
         raise ValueError(
-            f"it has no place for {len(loaded.unexpected_keys)} tensors, such as "
+            f"the model has no place for {len(loaded.unexpected_keys)} tensors, such as "
             f"{loaded.unexpected_keys[0]}"
         )
     return model
 
 
 def untie(model: Any) -> None:
-    """Have the config say so where an adapter has untied the embeddings."""
+    """Set ``tie_word_embeddings`` to False if the adapter has untied the embeddings."""
     output = model.get_output_embeddings()
     if output is not None and output.weight is not model.get_input_embeddings().weight:
         for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():

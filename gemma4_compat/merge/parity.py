@@ -1,4 +1,4 @@
-"""Comparing the merged model's logits with those of the model with the adapter loaded."""
+"""Compares the merged model's logits with those of the model with the adapter loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NEW_TOKENS = 8
 
 @contextlib.contextmanager
 def rounded_once_more(model: Any, dtype: str) -> Iterator[None]:
-    """Have the outputs of all layers with an adapter changed as one more rounding changes them.
+    """Change the outputs of all layers with an adapter at random, as one more rounding would.
 
-    Merging rounds each merged weight once more, and saves the rounding of the adapter's outputs.
-    How far that carries the logits depends on the model; so it is measured, with random changes
-    of up to half the dtype's epsilon.  Sums of float32 products are in float32 themselves, and
-    their order counts too; those of the shorter dtypes are rounded only once.
+    Merging rounds each merged weight once more, and does not round the adapter's outputs.  How far
+    that changes the logits depends on the model, so it is measured, with relative changes of up to
+    half the dtype's epsilon.  In float32 they are 8 times as large: sums of float32 products are
+    accumulated in float32, so that their order matters.  Sums of shorter dtypes are rounded once.
     """
     import torch
 
@@ -42,10 +42,10 @@ def rounded_once_more(model: Any, dtype: str) -> Iterator[None]:
             hook.remove()
 
 
-def compare(name: str, found: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
-    """Compare logits [positions, vocabulary]."""
-    difference = worst(found, expected)
-    other = found.argmax(-1) != expected.argmax(-1)
+def compare(name: str, actual: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
+    """Compare logits, float32 [positions, vocabulary] on the CPU."""
+    difference = worst(actual, expected)
+    other = actual.argmax(-1) != expected.argmax(-1)
     first, second = expected.topk(2).values.T
     # Either of the two may be off by the tolerance times the usual size of a logit.
     undecided = first - second <= 2 * tolerance * expected.square().mean(-1).sqrt()
@@ -60,25 +60,25 @@ def compare(name: str, found: Tensor, expected: Tensor, effect: float, tolerance
     )
 
 
-def worst(found: Tensor, expected: Tensor) -> float:
-    """The relative difference at the worst position; infinite where a value is not finite."""
-    if not found.isfinite().all():
+def worst(actual: Tensor, expected: Tensor) -> float:
+    """The relative difference at the worst position; infinite if a value is not finite."""
+    if not actual.isfinite().all():
         return math.inf
-    relative: Tensor = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    relative: Tensor = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(relative.max())
 
 
 def logits(model: Any, prompt: dict[str, Tensor]) -> Tensor:
-    """float32 [positions, vocabulary], on the CPU."""
+    """The logits of a prompt: float32 [positions, vocabulary], on the CPU."""
     import torch
 
     with torch.inference_mode():
-        found: Tensor = model(**prompt).logits[0]
-    return found.float().cpu()
+        output: Tensor = model(**prompt).logits[0]
+    return output.float().cpu()
 
 
 def continued(model: Any, prompt: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The prompt with the model's greedy answer: where answers depart, logits are compared."""
+    """The prompt followed by the model's greedy answer, to compare the answer's logits, too."""
     import torch
 
     with torch.inference_mode():

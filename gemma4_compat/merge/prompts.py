@@ -1,4 +1,4 @@
-"""What is compared: texts, and an image and a sound of noise."""
+"""The prompts to compare the models on: texts, and an image and a sound of noise."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RANDOM_TOKENS = 16
 
 
 def text_tokens(tokenizer: Path, prompts: Sequence[str], vocabulary: int) -> dict[str, Tensor]:
-    """The tokens of each text, a batch of one.
+    """The tokens of each text: int64 [1, tokens].
 
     Raises:
-        InputError: the tokenizer cannot be loaded, or is of another model.
+        InputError: the tokenizer cannot be loaded, or belongs to another model.
     """
     from transformers import AutoTokenizer
 
@@ -34,11 +34,11 @@ def text_tokens(tokenizer: Path, prompts: Sequence[str], vocabulary: int) -> dic
         raise InputError(f"{tokenizer}: its tokenizer does not work: {reason(error)}") from error
     for text, ids in tokens.items():
         if not ids.numel():
-            raise InputError(f"{tokenizer}: its tokenizer makes no token of {text!r}")
+            raise InputError(f"{tokenizer}: its tokenizer returns no tokens for {text!r}")
         if (largest := int(ids.max())) >= vocabulary:
             raise InputError(
-                f"{tokenizer}: its tokenizer is of another model: token {largest} of {text!r} is "
-                f"outside of the vocabulary of {vocabulary}"
+                f"{tokenizer}: its tokenizer belongs to another model: token {largest} of {text!r} "
+                f"is outside the vocabulary of {vocabulary}"
             )
     return tokens
 
@@ -46,46 +46,46 @@ def text_tokens(tokenizer: Path, prompts: Sequence[str], vocabulary: int) -> dic
 def all_inputs(
     model: Any, tokens: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Prompts by name, each a batch of one, on the model's device; and notes."""
+    """The prompts by name, each a batch of one on the model's device; and notes for the user."""
     import torch
 
     notes = []
-    found = {text: {"input_ids": ids} for text, ids in tokens.items()}
-    if not found:
+    prompts = {text: {"input_ids": ids} for text, ids in tokens.items()}
+    if not prompts:
         notes.append("no tokenizer in the base: prompts are random tokens, from a fixed seed")
         for seed in range(3):
             ids = _random_tokens(model.config, _RANDOM_TOKENS, seed)
-            found[f"random tokens {seed + 1}"] = {"input_ids": ids[None]}
-    found.update(_synthetic(model, notes))
-    for prompt in found.values():
+            prompts[f"random tokens {seed + 1}"] = {"input_ids": ids[None]}
+    prompts.update(_synthetic(model, notes))
+    for prompt in prompts.values():
         prompt.setdefault("attention_mask", torch.ones_like(prompt["input_ids"]))
         prompt.update({name: tensor.to(model.device) for name, tensor in prompt.items()})
-    return found, notes
+    return prompts, notes
 
 
 def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
-    """An image and a sound of noise, among random tokens, for the towers that the model has."""
+    """An image and a sound of noise, between random tokens, for the towers that the model has."""
     from ..tiny import audio_inputs, image_inputs
 
     config = model.config
     towers = {"vision": ("image", image_inputs), "audio": ("sound", audio_inputs)}
-    there = [t for t in towers if getattr(config, f"{t}_config", None) is not None]
-    if there and type(model).__name__ != "Gemma4ForConditionalGeneration":
-        notes.append(f"{type(model).__name__}: the {' and '.join(there)} parts are not compared")
-        there = []
-    found = {}
-    for tower in there:
+    present = [t for t in towers if getattr(config, f"{t}_config", None) is not None]
+    if present and type(model).__name__ != "Gemma4ForConditionalGeneration":
+        notes.append(f"{type(model).__name__}: the {' and '.join(present)} parts are not compared")
+        present = []
+    prompts = {}
+    for tower in present:
         name, build = towers[tower]
         prompt = build(config)
         ids = prompt["input_ids"]
         words = ~_is_special(config, ids)
         ids[words] = _random_tokens(config, int(words.sum()), seed=7)
-        found[f"{name} (synthetic)"] = prompt
-    return found
+        prompts[f"{name} (synthetic)"] = prompt
+    return prompts
 
 
 def _random_tokens(config: Any, count: int, seed: int) -> Tensor:
-    """Ordinary tokens: int64 [count]."""
+    """Random tokens without special ones: int64 [count]."""
     import torch
 
     vocabulary = torch.arange(config.get_text_config().vocab_size)

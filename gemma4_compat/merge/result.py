@@ -1,4 +1,4 @@
-"""What merging found, as the user reads it."""
+"""The result of merging, and its text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from ..text import shortened, table, wrap
 
 @dataclass(frozen=True)
 class Parity:
-    """One prompt's comparison of the merged model with the one that has the adapter loaded.
+    """The comparison of the merged model with the adapted model on one prompt.
 
-    ``effect`` is what the adapter changes, ``difference`` what merging changes: the 2-norm of the
-    change of one position's logits over that of the logits, at the worst position.  ``tolerance``
-    is twice what one more rounding of the adapted layers' outputs changes, as measured, and 0.5
-    at most.
-    ``other_tokens`` counts positions where the merged model's most likely token is another one;
-    ``undecided`` those among them where the adapter's own two most likely tokens are closer than
-    the tolerance.
+    ``effect`` is the change of the logits by the adapter, ``difference`` that by merging.  Both are
+    the 2-norm of the change of a position's logits, divided by the 2-norm of these logits, at the
+    worst position.  ``tolerance`` is twice the measured change by one more rounding of the adapted
+    layers' outputs, and 0.5 at most.  ``other_tokens`` counts the positions at which the merged
+    model's most likely token differs.  ``undecided`` counts those of them at which the adapted
+    model's two most likely tokens are closer than the tolerance.
     """
 
     prompt: str
@@ -38,7 +37,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class MergeResult(Result):
-    """What was merged, and how well."""
+    """What was merged into what, and the comparison of the models."""
 
     base: str
     adapter: str

@@ -1,4 +1,4 @@
-"""Writing a checkpoint that appears complete or not at all."""
+"""Writes a checkpoint that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TEMPLATE = "chat_template.jinja"
 
 @contextlib.contextmanager
 def appearing(out: Path, force: bool, progress: Callable[[str], None]) -> Iterator[Path]:
-    """A folder to write to, which becomes ``out`` if the block succeeds, and else is removed.
+    """A temporary folder, renamed to ``out`` if the block succeeds, else removed.
 
     Raises:
-        InputError: nothing can be written beside ``out``.
-        MergeError: the complete folder cannot take its place.
+        InputError: ``out`` is not valid, or its parent folder cannot be written to.
+        MergeError: the temporary folder cannot be renamed to ``out``.
     """
     _clean_up(out, progress)
     check_out(out, force)
@@ -43,7 +43,7 @@ def appearing(out: Path, force: bool, progress: Callable[[str], None]) -> Iterat
                 check_out(out, force)
                 _replace(out, partial, out.with_name(f".{out.name}.{token}.replaced"))
             except (InputError, OSError) as error:
-                raise MergeError(f"{out}: cannot be put in place: {error}") from error
+                raise MergeError(f"{out}: cannot be replaced or created: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -60,14 +60,14 @@ def _replace(out: Path, partial: Path, replaced: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-# -- what a killed merge leaves -----------------------------------------------------------------
+# -- after a killed merge -----------------------------------------------------------------------
 
 
 def _clean_up(out: Path, progress: Callable[[str], None]) -> None:
-    """Remove what earlier merges into ``out`` left when they were killed.
+    """Remove the temporary folders of earlier merges into ``out`` that were killed.
 
-    A folder that a running merge writes to is locked, and stays.  Where the file system has no
-    locks everything stays; it is not in the way.
+    A running merge locks its folder, which therefore stays.  On file systems without locks all
+    folders stay; they do no harm.
     """
     name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.(partial|replaced)")
     with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _clean_up(out: Path, progress: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Locked as long as the process lives, however it ends."""
+    """Lock the folder.  If the process dies, the system releases the lock."""
     opened = _lock(folder)
     try:
         yield
@@ -95,7 +95,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock; ``None`` where another one does, or locks do not work."""
+    """A descriptor that holds the lock; ``None`` if another one does, or locks do not work."""
     try:
         import fcntl
 
@@ -122,9 +122,9 @@ def _is_abandoned(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise ``SystemExit``, so that what is written is removed.
+    """Make SIGTERM and SIGHUP raise ``SystemExit``, so that partly written files are removed.
 
-    Only in the main thread, and only where the program has no handlers of its own.
+    This works only in the main thread, and only if the program has no handlers of its own.
     """
     ours: list[Any] = []
     if threading.current_thread() is threading.main_thread():
@@ -132,7 +132,7 @@ def exits_on_signals() -> Iterator[None]:
         ours = [n for n in numbers if n is not None and signal.getsignal(n) is signal.SIG_DFL]
 
     def leave(number: int, frame: Any) -> None:
-        for each in ours:  # a second signal does not stop the removing
+        for each in ours:  # a second signal must not interrupt the removal
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
@@ -145,11 +145,11 @@ def exits_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-# -- beside the weights -------------------------------------------------------------------------
+# -- files beside the weights -------------------------------------------------------------------
 
 
 def copy_companions(base: Path, adapter: Path, out: Path) -> None:
-    """Tokenizer, processor and chat template: the base's, and over them the adapter's."""
+    """Copy tokenizer, processor and chat template of the base, then those of the adapter."""
     if exists(base / GENERATION_CONFIG):
         shutil.copyfile(base / GENERATION_CONFIG, out / GENERATION_CONFIG)
     for folder in (base, adapter):
@@ -159,7 +159,7 @@ def copy_companions(base: Path, adapter: Path, out: Path) -> None:
                 shutil.copytree(source, out / source.name)
             else:
                 shutil.copyfile(source, out / source.name)
-    # A template inside the adapter's tokenizer_config.json would lose against the base's file.
+    # The base's file would override a template in the adapter's tokenizer_config.json.
     settings = adapter / TOKENIZER_CONFIG
     if exists(settings) and not exists(adapter / _TEMPLATE):
         if read_json(settings).get("chat_template"):

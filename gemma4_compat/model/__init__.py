@@ -1,4 +1,4 @@
-"""What is known of a Gemma 4 model: its files, its parts, its sizes, and how it is placed.
+"""Facts about a Gemma 4 model: its files, its parts, its sizes, and its placement on devices.
 
-The ground floor: patches, inspection, planning and merging stand on it, and it uses none of them.
+Patches, inspection, planning and merging use this package, and it uses none of them.
 """

@@ -1,7 +1,7 @@
-"""Reading what describes a checkpoint or an adapter: JSON, and headers of safetensors files.
+"""Reads the JSON files and safetensors headers of a checkpoint or an adapter.
 
-Every file that a user names is read here, and refused here.  No tensor data is read, so a file
-whose tensors are cut off is read like any other.
+This module reads every file that a user names, and refuses invalid ones.  It reads no tensor data,
+so it does not refuse a file whose tensor data is cut off.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: safetensors itself refuses a longer header
+#: bytes; safetensors itself refuses a longer header
 _LONGEST_HEADER = 100_000_000
-#: many times the longest tokenizer.json; a longer file is not JSON but something else
+#: bytes, many times those of the longest tokenizer.json; a longer file is no config
 _LONGEST_JSON = 2**29
 _POINTER = b"version https://git-lfs"
-_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # those of UTF-32 begin alike
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the marks of UTF-32 begin like these
 _ITEM_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -37,7 +37,7 @@ _ITEM_BITS = {
 }  # fmt: skip
 _Kinds = Mapping[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]]
 _NUMBER = (int, float)
-#: of entries of a config: its type, and that of each value inside it
+#: the type of each entry of a config, and the type of the values inside a list or dict
 _CONFIG_KINDS: _Kinds = {
     "architectures": (list, str),
     "text_config": (dict, object),
@@ -58,7 +58,7 @@ _ADAPTER_KINDS: _Kinds = {
     "r": (int, int),
     "lora_alpha": (_NUMBER, int),
     "lora_dropout": (_NUMBER, int),
-    "rank_pattern": (dict, (int, list)),  # a list: of AdaLoRA
+    "rank_pattern": (dict, (int, list)),  # AdaLoRA has lists
     "alpha_pattern": (dict, _NUMBER),
     "target_modules": ((str, list), str),
     "target_parameters": ((str, list), str),
@@ -77,7 +77,7 @@ _ADAPTER_KINDS: _Kinds = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as a safetensors header describes it; ``dtype`` in its terms, such as "BF16"."""
+    """A tensor as a safetensors header describes it; ``dtype`` is a name such as "BF16"."""
 
     name: str
     dtype: str
@@ -87,18 +87,18 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        numbers = 1
+        elements = 1
         for length in self.shape:
-            numbers *= length
-        return numbers
+            elements *= length
+        return elements
 
 
 @dataclass(frozen=True)
 class Header:
     """The header of a safetensors file.
 
-    ``tensors`` is by name, in the order of their data.  ``missing`` is how many bytes the file is
-    too short for its tensors; 0 where it is complete.
+    ``tensors`` maps names to entries, in the order of their data.  ``missing`` is the number of
+    bytes by which the file is too short for its tensors; 0 if it is complete.
     """
 
     file: Path
@@ -114,7 +114,7 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
     """The folder as a ``Path``.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: it does not exist, cannot be read, or is not a folder.
     """
     folder = Path(path)
     if os.path.isdir(folder):
@@ -125,13 +125,13 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def exists(file: Path) -> bool:
-    """Whether a file of this name, or anything in its place, exists; a broken link does."""
+    """Whether anything of this name exists; a broken link counts."""
     return os.path.lexists(file)
 
 
 @contextmanager
 def _refusals(path: Path, kind: str = "file") -> Iterator[None]:
-    """What the system says of a path is said as ``InputError``."""
+    """Turn the operating system's errors about a path into ``InputError``."""
     try:
         yield
     except InputError:
@@ -148,11 +148,11 @@ def _refusals(path: Path, kind: str = "file") -> Iterator[None]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, open, and its size in bytes."""
+    """The opened regular file, and its size in bytes."""
     with _refusals(file):
         status = file.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise InputError(f"{file}: a folder, and a file is needed")
+            raise InputError(f"{file}: a folder, not a file")
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{file}: not a regular file")
         with file.open("rb") as opened:
@@ -185,12 +185,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        InputError: no such file, not JSON, or JSON of another kind.
+        InputError: the file cannot be read, or does not contain a JSON object.
     """
     file = Path(path)
     with _opened(file) as (opened, size):
         if size > _LONGEST_JSON:
-            raise InputError(f"{file}: not JSON: {size} bytes are too many")
+            raise InputError(f"{file}: not JSON: too large ({size} bytes)")
         raw = opened.read()
     if not raw:
         raise InputError(f"{file}: an empty file, not JSON: download it again")
@@ -207,10 +207,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _decoded(file: Path, raw: bytes) -> str:
-    """As transformers and PEFT read it: ``json.loads`` alone would take UTF-16 too."""
+    """Decode as transformers and PEFT do; ``json.loads`` alone would accept UTF-16, too."""
     saved = "save it as UTF-8 without a byte order mark"
     if raw.startswith(codecs.BOM_UTF8):
-        raise InputError(f"{file}: not JSON: a byte order mark comes first: {saved}")
+        raise InputError(f"{file}: not JSON: it starts with a byte order mark: {saved}")
     if raw.startswith(_UTF_16):
         raise InputError(f"{file}: not JSON in UTF-8, but in UTF-16: {saved}")
     try:
@@ -221,27 +221,27 @@ def _decoded(file: Path, raw: bytes) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value of a JSON file in a message."""
+    """A value of a JSON file, as text for a message."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _check_kinds(file: Path, content: Mapping[str, Any], kinds: _Kinds) -> None:
-    """Refuse entries of another type than transformers and PEFT write; null and none pass."""
+    """Refuse entries of other types than transformers and PEFT write; null or absent ones pass."""
     for name, (kind, inside) in kinds.items():
         value = content.get(name)
-        held = value if isinstance(value, list) else []
-        held = list(value.values()) if isinstance(value, dict) else held
-        wrong = not isinstance(value, kind) or not all(isinstance(each, inside) for each in held)
+        items = value if isinstance(value, list) else []
+        items = list(value.values()) if isinstance(value, dict) else items
+        wrong = not isinstance(value, kind) or not all(isinstance(each, inside) for each in items)
         if value is not None and wrong:
             raise InputError(f"{file}: {name} cannot be {_shown(value)}")
 
 
 def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """``config.json`` of a model's folder.
+    """The ``config.json`` in a model's folder.
 
     Raises:
-        InputError: no such folder, no ``config.json`` in it, or not a model's.
+        InputError: the folder does not exist, or has no ``config.json`` of a model.
     """
     folder = existing_folder(model_dir)
     file = folder / CONFIG
@@ -256,10 +256,10 @@ def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A ``generation_config.json``; the tokens in it are numbers.
+    """A ``generation_config.json`` with valid token ids.
 
     Raises:
-        InputError: no such file, or not such a config.
+        InputError: the file cannot be read, or is no such config.
     """
     file = Path(path)
     config = read_json(file)
@@ -268,10 +268,10 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """An ``adapter_config.json``; the entries that are used are of the types that PEFT writes.
+    """An ``adapter_config.json``; the entries that we use have the types that PEFT writes.
 
     Raises:
-        InputError: no such file, or not an adapter's config.
+        InputError: the file cannot be read, or an entry has another type.
     """
     file = Path(path)
     config = read_json(file)
@@ -283,10 +283,10 @@ def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a safetensors file; its tensors are not read.
+    """The header of a safetensors file; its tensor data is not read.
 
     Raises:
-        InputError: no such file, or its header is damaged.
+        InputError: the file cannot be read, its header is damaged, or extra bytes follow the data.
     """
     file = Path(path)
     with _opened(file) as (opened, size):
@@ -305,19 +305,19 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         content = json.loads(raw.decode("utf-8"))
         metadata = content.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise TypeError("metadata that is not text")
+            raise TypeError("a metadata value is not a string")
         placed = sorted(_placed(name, described, file) for name, described in content.items())
         end = 0
         for (first, last), _ in placed:
             if first != end:
-                raise ValueError(f"data from {first}, and {end} was expected")
+                raise ValueError(f"data starts at {first}, not at {end}")
             end = last
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file}: not a safetensors file, or its header is damaged: download it again"
         ) from error
     if size > 8 + length + end:
-        raise InputError(f"{file}: {size - 8 - length - end} bytes follow the last tensor's")
+        raise InputError(f"{file}: {size - 8 - length - end} extra bytes follow the last tensor")
     tensors = {name: entry for _, (name, entry) in placed}
     return Header(file, tensors, metadata, 8 + length + end - size)
 
@@ -325,13 +325,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 def _placed(
     name: str, described: Mapping[str, Any], file: Path
 ) -> tuple[tuple[int, int], tuple[str, Entry]]:
-    """Where a tensor's data begin and end, and the tensor by its name."""
+    """The offsets at which a tensor's data begins and ends, its name, and its entry."""
     dtype, shape, (start, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
     numbers = (*shape, start, end - start)
     if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
         raise TypeError(f"{name}: not a tensor")
     entry = Entry(name, dtype, tuple(shape), end - start, file)
-    bits = _ITEM_BITS.get(dtype)  # a dtype that is not known here is taken as it is
+    bits = _ITEM_BITS.get(dtype)  # the size of an unknown dtype is not checked
     if bits is not None and entry.bytes * 8 != entry.numel * bits:
         raise ValueError(f"{name}: {entry.bytes} bytes do not hold {shape} of {dtype}")
     return (start, end), (name, entry)
@@ -341,8 +341,8 @@ def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
     """The headers of a checkpoint's weights: ``model.safetensors``, or the shards of its index.
 
     Raises:
-        InputError: no safetensors weights, a shard that the index names is missing or outside of
-            the folder, or a damaged file.
+        InputError: the folder has no safetensors weights, a file is damaged, or a shard that the
+            index names is missing, outside the folder, or lacks a tensor.
     """
     folder = existing_folder(model_dir)
     if exists(folder / WEIGHTS):
@@ -350,7 +350,7 @@ def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
     if not exists(folder / INDEX):
         other = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")
                  if exists(folder / name)]  # fmt: skip
-        only = f" (only {other[0]}, which is not read)" if other else ""
+        only = f" (only {other[0]}, which is not supported)" if other else ""
         raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}{only}")
     shards = _shards(folder / INDEX)
     headers = []
@@ -361,25 +361,25 @@ def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
             raise InputError(f"{error} (a shard that {INDEX} names)") from error
         for tensor in tensors:
             if tensor not in header.tensors:
-                raise InputError(f"{header.file}: no tensor {tensor}, which {INDEX} says it holds")
+                raise InputError(f"{header.file}: no tensor {tensor}, which {INDEX} lists")
         headers.append(header)
     return tuple(headers)
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
-    """The names of the tensors in each shard, by the shard's name inside the index's folder."""
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
+    """The names of the tensors in each shard, by the shard's path inside the index's folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise InputError(f"{index}: no weight_map")
-    if not places:
+    if not weight_map:
         raise InputError(f"{index}: its weight_map is empty")
     shards: dict[str, list[str]] = {}
-    for tensor, shard in places.items():
+    for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise InputError(f"{index}: weight_map cannot place {tensor} in {_shown(shard)}")
+            raise InputError(f"{index}: the shard of {tensor} cannot be {_shown(shard)}")
         # Links inside the folder are followed: the Hub's cache consists of them.
-        if Path(shard).anchor or ".." in Path(shard).parts:  # "C:x" of Windows has an anchor too
-            raise InputError(f"{index}: names a shard outside of its folder: {shard}")
+        if Path(shard).anchor or ".." in Path(shard).parts:  # on Windows, "C:x" has an anchor
+            raise InputError(f"{index}: names a shard outside its folder: {shard}")
         shards.setdefault(shard, []).append(tensor)
     return dict(sorted(shards.items()))
 
@@ -388,7 +388,7 @@ def adapter_header(adapter_dir: str | os.PathLike[str]) -> Header:
     """The header of an adapter's ``adapter_model.safetensors``.
 
     Raises:
-        InputError: the folder holds no such adapter.
+        InputError: the folder has no such file, or its header is damaged.
     """
     folder = existing_folder(adapter_dir)
     if not exists(folder / ADAPTER_WEIGHTS):

@@ -1,4 +1,4 @@
-"""Reading accelerate's hooks: what they offload, where it computes, where inputs belong."""
+"""Reads accelerate's hooks: what they offload, the execution device, the device for inputs."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ if TYPE_CHECKING:
 
 
 def hooks_of(module: Any) -> tuple[Any, ...]:
-    """The hooks that accelerate has put on this module.
+    """The hooks that accelerate has attached to this module.
 
-    A module with several carries one ``SequentialHook``, which holds them.  PEFT's wrappers pass
-    the attributes of a module inside them for their own; its hooks are not theirs.
+    A module with several hooks has one ``SequentialHook``, which contains them.  PEFT's wrappers
+    expose the attributes of the module inside them; its hooks are not counted as theirs.
     """
     hook = vars(module).get("_hf_hook")
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
 
 
 def offload_hook(module: Any) -> Any | None:
-    """The hook that brings this module's own weights in and out, if there is one."""
+    """The hook that onloads and offloads this module's own weights, or ``None``."""
     return next((hook for hook in hooks_of(module) if getattr(hook, "offload", False)), None)
 
 
 def execution_device(module: Any) -> torch.device | None:
-    """The device that an offloaded module computes on; ``None`` if not offloaded."""
+    """The execution device of an offloaded module; ``None`` if it is not offloaded."""
     hook = offload_hook(module)
     device = None if hook is None else hook.execution_device
     return None if device is None else _as_device(device)
 
 
 def offload_hooks(modules: Iterable[Any]) -> Iterator[Any]:
-    """The hooks that bring the weights of these modules in and out."""
+    """The hooks that onload and offload the weights of these modules."""
     hooks = (offload_hook(module) for module in modules)
     return (hook for hook in hooks if hook is not None)
 
 
 def host_tensors(weights_map: Any) -> dict[str, Any] | None:
-    """The tensors that a hook's weights are among, if these are kept in host memory."""
+    """The dict of tensors that a hook loads from; ``None`` if they are not in host memory."""
     tensors = getattr(weights_map, "dataset", weights_map)
-    tensors = getattr(tensors, "state_dict", tensors)  # of accelerate's OffloadedWeightsLoader
+    tensors = getattr(tensors, "state_dict", tensors)  # an OffloadedWeightsLoader of accelerate
     return tensors if isinstance(tensors, dict) else None
 
 
 def host_tensor(weights_map: Any, name: str) -> Any | None:
-    """A tensor that a hook loads, if it is kept in host memory: itself, not a copy."""
+    """The tensor in host memory that a hook loads, not a copy; ``None`` if it is not there."""
     tensors = host_tensors(weights_map)
     return None if tensors is None else tensors.get(getattr(weights_map, "prefix", "") + name)
 
 
 def offloaded_value(model: Any, name: str) -> Any | None:
-    """The tensor of this name in a model's state dict, on the host, if a hook offloads it."""
+    """The offloaded tensor of this state dict name, on the CPU; ``None`` if no hook offloads it."""
     import torch
 
-    # A hook that loads all below it at once sits further up than the tensor's own module.
+    # A hook that loads all its submodules' weights at once is on a parent of the tensor's module.
     parent, _, name = name.rpartition(".")
     while True:
         hook = offload_hook(model.get_submodule(parent))
@@ -64,7 +64,7 @@ def offloaded_value(model: Any, name: str) -> Any | None:
             except KeyError:
                 pass
             else:
-                # Weights on disk would be read to the GPU; a shard of them may not fit there.
+                # accelerate would load weights on disk to the GPU, where a shard may not fit.
                 return tensor.detach().as_subclass(torch.Tensor).to("cpu")
         if not parent:
             return None
@@ -73,7 +73,7 @@ def offloaded_value(model: Any, name: str) -> Any | None:
 
 
 def placed_model(model: Any) -> Any | None:
-    """The module that owns ``hf_device_map``: a base model, through any PEFT wrappers."""
+    """The module that has ``hf_device_map``: the base model, inside any PEFT wrappers."""
     while model is not None:
         if vars(model).get("hf_device_map") is not None:
             return model
@@ -85,15 +85,15 @@ def placed_model(model: Any) -> Any | None:
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that token tensors (``input_ids``, ``attention_mask``, labels) belong on.
+    """Return the device to put token tensors on (``input_ids``, ``attention_mask``, labels).
 
-    That is where the token embeddings *compute*, which is not always where their weight rests: an
-    offloaded weight is on meta, and comes to the execution device of its accelerate hook for each
-    forward.  With ``{"": 0, "model.language_model.embed_tokens": "cpu"}`` tokens belong on GPU 0.
+    This is the execution device of the token embeddings.  Their weight may be stored elsewhere: an
+    offloaded weight is on meta, and its accelerate hook onloads it for each forward.  For example,
+    with ``{"": 0, "model.language_model.embed_tokens": "cpu"}`` it is GPU 0.
 
-    A dispatched model takes tokens from any device, but it sends its outputs back to the device
-    that the inputs came from: tokens left on the CPU cost a copy of all logits in every forward.
-    On the device returned here they cost none, unless another GPU computes the logits.
+    A dispatched model accepts tokens from any device, but copies its outputs back to the device of
+    the inputs.  If the tokens are on the CPU, every forward copies all logits.  If they are on the
+    returned device, it does not, unless another GPU computes the logits.
 
     Args:
         model: a transformers model, split or not, or a wrapper around one: ``PeftModel``,
@@ -113,33 +113,33 @@ def input_device(model: Any) -> torch.device:
     if device.type == "meta":
         raise ValueError(
             f"the token embeddings of this {type(model).__name__} are on the meta device, and no "
-            f"accelerate hook brings them in: the model has no weights loaded"
+            f"accelerate hook loads them: the model has no weights loaded"
         )
     return _as_device(device)
 
 
 def _token_embedding(model: Any) -> Any:
-    """The embedding module itself, inside whatever PEFT has put around it."""
+    """The token embedding module, inside any PEFT wrappers."""
     from torch import nn
 
     inner = model
     while isinstance(inner, nn.Module) and not hasattr(inner, "get_input_embeddings"):
-        inner = getattr(inner, "module", None)  # DataParallel and its like
+        inner = getattr(inner, "module", None)  # DataParallel and similar wrappers
     try:
         embedding = inner.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         embedding = None
     if isinstance(embedding, nn.Module):
-        # PEFT's wrappers hold the original first, which is the one with the hook.
-        found = (each for each in embedding.modules() if isinstance(each, nn.Embedding))
-        embedding = next(found, embedding)
+        # In PEFT's wrappers the original, which has the hook, comes first.
+        originals = (each for each in embedding.modules() if isinstance(each, nn.Embedding))
+        embedding = next(originals, embedding)
     if getattr(embedding, "weight", None) is None:
         raise TypeError(f"{type(model).__name__} has no token embeddings (get_input_embeddings)")
     return embedding
 
 
 def _outwards(model: Any, module: Any) -> Iterator[Any]:
-    """The module, and what it is inside of, up to the model."""
+    """The module, and the modules that contain it, up to the model."""
     path = next((name for name, each in model.named_modules() if each is module), None)
     if path is None:
         yield module

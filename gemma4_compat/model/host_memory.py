@@ -1,4 +1,4 @@
-"""How much memory of the machine may be page-locked."""
+"""The limit on page-locked host memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _limit: int | None = None
 
 
 def limit_page_locked(nbytes: int | None) -> None:
-    """Allow so much page-locked host memory in this process; ``None`` is the default again.
+    """Limit the page-locked host memory of this process; ``None`` restores the default.
 
-    The GPU reads offloaded embeddings in place, and copies offloaded decoder layers by itself,
-    where the host memory that they are in is page-locked.  The system cannot swap such memory out.
-    By default it is half of the machine's memory at most.  What does not fit is brought to the GPU
-    as accelerate does it, which is slower.  Memory that is page-locked already stays so.
+    If offloaded weights are in page-locked memory, the GPU reads embeddings in place and copies
+    decoder layers without the CPU.  The system cannot swap such memory out, so the default limit is
+    half of the machine's memory.  accelerate onloads the weights beyond the limit, which is slower.
+    Memory that is page-locked already stays so.
 
     Args:
-        nbytes: bytes; 0 page-locks nothing.
+        nbytes: the limit in bytes; with 0, no memory is page-locked.
 
     Raises:
         ValueError: ``nbytes`` is negative.
@@ -33,12 +33,12 @@ def limit_page_locked(nbytes: int | None) -> None:
 
 
 def page_locked_limit() -> int:
-    """How many bytes may be page-locked."""
+    """The number of bytes that may be page-locked."""
     return _machine_memory() // 2 if _limit is None else _limit
 
 
 def _machine_memory() -> int:
-    """Bytes of memory that this machine, or the container, has."""
+    """The memory of this machine, or of its container if that has less, in bytes."""
     import psutil  # accelerate requires it
 
     total = int(psutil.virtual_memory().total)

@@ -1,6 +1,6 @@
-"""A model on the meta device, from its ``config.json`` alone.
+"""Builds a model on the meta device, from its ``config.json`` alone.
 
-Which of its layers are quantised, transformers' own quantiser decides.
+transformers' own quantiser decides which layers are quantised.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def meta_model(
 ) -> Any:
     """The model of a folder's ``config.json`` on the meta device, in bfloat16; no weight is read.
 
-    With a ``BitsAndBytesConfig`` its linear layers are replaced by those of bitsandbytes, but for
-    those that transformers keeps: among others what ``device_map`` puts on "cpu" or "disk".
+    With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
+    transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
 
     Raises:
-        InputError: no such folder, or its ``config.json`` does not describe a model that the
-            installed transformers knows, or one that is quantised already.
+        InputError: the folder does not exist, its ``config.json`` describes no model that the
+            installed transformers knows, or the checkpoint is quantised already.
     """
     import torch
     import transformers
@@ -57,7 +57,8 @@ def meta_model(
         from transformers.quantizers import AutoHfQuantizer
 
         quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
-        # As in from_pretrained, where they are not tied yet: it keeps the last of all parameters.
+        # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of the
+        # last parameter unquantised.
         _untie(model)
         quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
         model.tie_weights()
@@ -74,14 +75,14 @@ def _untie(model: Any) -> None:
 
 
 def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
-    """The model of a folder on meta, and the method that its weights are quantised by.
+    """The model of a folder on meta, and its quantisation method, or ``None``.
 
-    It is built as if it were quantised now: its layers are of the same classes, and there is no
-    need to know how their weights are stored.  With other methods than bitsandbytes' the layers
-    are those of the unquantised model.
+    With bitsandbytes, the model is built as if it were quantised now: the layers have the same
+    classes, however the weights are stored.  With other methods, they are those of the unquantised
+    model.
 
     Raises:
-        InputError: as `meta_model`; or bitsandbytes is needed, and not installed.
+        InputError: as in `meta_model`; or bitsandbytes is needed but not installed.
     """
     config = read_config(folder)
     quantization = config.get("quantization_config")
@@ -92,7 +93,8 @@ def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
     if method == "bitsandbytes":
         missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
         if missing:
-            raise InputError(f"{folder}: quantised by bitsandbytes, needs {' and '.join(missing)}")
+            needed = " and ".join(missing)
+            raise InputError(f"{folder}: quantised by bitsandbytes: install {needed} to read it")
         from transformers import BitsAndBytesConfig
 
         options = BitsAndBytesConfig.from_dict(quantization)
@@ -102,9 +104,9 @@ def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
 
 @contextmanager
 def unquantized_folder(config: Mapping[str, Any], name: str) -> Iterator[Path]:
-    """A folder with this ``config.json``, but without the quantisation of the weights.
+    """A temporary folder with this ``config.json``, but without its ``quantization_config``.
 
-    Errors speak of ``name`` in place of that folder.
+    Error messages name ``name`` instead of that folder.
     """
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +127,7 @@ def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **opti
 
 
 def model_class(config: Any) -> str:
-    """The name of the class that loads this checkpoint as a whole."""
+    """The name of the class that loads the whole checkpoint."""
     if config.architectures:
         return str(config.architectures[0])
     from transformers.models.auto import modeling_auto as auto
@@ -140,9 +142,9 @@ def model_class(config: Any) -> str:
 
 
 def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, Any]:
-    """The arguments of a ``BitsAndBytesConfig``; nothing but plain values.
+    """The arguments of a ``BitsAndBytesConfig``, as plain values.
 
-    With ``nested`` the statistics of "nf4" are quantised too (double quantisation).
+    With ``nested``, the statistics of "nf4" are quantised too (double quantisation).
     """
     options: dict[str, Any] = {"load_in_8bit": True}
     if quant == "nf4":
@@ -153,7 +155,7 @@ def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, 
             "bnb_4bit_compute_dtype": "bfloat16",
         }
     if offload:
-        # Without it transformers refuses a map that names the CPU beside a GPU.
+        # Without it, transformers refuses a device map with both CPU and GPU.
         options["llm_int8_enable_fp32_cpu_offload"] = True
     return options
 
@@ -161,7 +163,7 @@ def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, 
 def _config_file(model_dir: str | os.PathLike[str]) -> Path:
     file = Path(model_dir) / CONFIG
     if "quantization_config" in read_config(model_dir):
-        raise InputError(f"{file}: a quantised checkpoint. Name the one that it was made from")
+        raise InputError(f"{file}: a quantised checkpoint. Name the unquantised checkpoint instead")
     return file
 
 

@@ -1,4 +1,4 @@
-"""The parts of a Gemma 4 model, told by the names of its modules and tensors."""
+"""The parts of a Gemma 4 model, as the names of its modules and tensors show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
     "decoder layers", "per-layer embeddings", "token embeddings", "vision", "audio", "the rest",
 )  # fmt: skip
-#: in the order of tables
+#: in the order in which tables list them
 PARTS = (LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST)
 TOWERS = ("language", "vision", "audio", "other")
 _WRAPPER = "ClippableLinear"
@@ -30,7 +30,7 @@ def part_of(name: str) -> str:
 
 
 def is_under(name: str, modules: Iterable[str]) -> bool:
-    """Whether ``name`` is one of these modules, or inside of one."""
+    """Whether ``name`` is one of these modules, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
@@ -43,17 +43,17 @@ def tower_of(name: str) -> str:
 
 
 def decoder_layers(modules: Iterable[str]) -> dict[int, str]:
-    """The names of the decoder layers among these modules, by their number."""
-    found = {}
+    """The names of the decoder layers among these modules, by their index."""
+    layers = {}
     for name in modules:
         layer = re.search(r"(?:^|\.)layers\.(\d+)$", name)
         if layer is not None and part_of(name) == LAYERS:
-            found[int(layer[1])] = name
-    return found
+            layers[int(layer[1])] = name
+    return layers
 
 
 def shared_layers(config: Any) -> range:
-    """The numbers of the decoder layers that take keys and values from earlier ones."""
+    """The indices of the decoder layers that use keys and values of earlier layers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", None) or 0
     shared = getattr(text, "num_kv_shared_layers", None) or 0
@@ -61,15 +61,15 @@ def shared_layers(config: Any) -> range:
 
 
 def is_shared_kv(name: str, shared: range) -> bool:
-    """Whether a module is the key or value projection of a decoder layer that has none."""
+    """Whether a module is the unused key or value projection of a KV-shared decoder layer."""
     match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_proj(\.|$)", name)
     return match is not None and int(match[1]) in shared and tower_of(name) == "language"
 
 
 def is_clippable(module: Any) -> bool:
-    """Whether a module is a ``Gemma4ClippableLinear``, which holds the layer itself as ``linear``.
+    """Whether a module is a ``Gemma4ClippableLinear``, which has the linear layer as ``linear``.
 
-    So are its copies in sibling models, and subclasses of either.
+    Its copies in related models, and subclasses of either, count too.
     """
     return "linear" in module._modules and any(
         cls.__name__.endswith(_WRAPPER) for cls in type(module).__mro__
@@ -77,7 +77,7 @@ def is_clippable(module: Any) -> bool:
 
 
 def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the parameters that hold all experts of a layer, among these modules."""
+    """The names of the parameters in these modules that contain all experts of a layer."""
     for name, module in modules.items():
         if type(module).__name__.endswith("Experts"):
             for own, parameter in module.named_parameters(recurse=False):
@@ -86,7 +86,7 @@ def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
 
 
 def experts_without_adapter(modules: Mapping[str, Any], adapted: Iterable[str]) -> list[str]:
-    """Fused experts beside a dense MLP that has an adapter; ``adapted`` are names of modules."""
+    """The fused experts in layers whose dense MLP has an adapter; ``adapted`` are module names."""
     projections = (name for name in adapted if name.endswith(("gate_proj", "up_proj", "down_proj")))
     beside = {name.rpartition(".mlp.")[0] for name in projections}
     return [name for name in fused_experts(modules) if name.split(".experts.")[0] in beside]

@@ -1,7 +1,7 @@
-"""How many bytes a model takes, tensor by tensor, without its weights.
+"""Computes the bytes of a model, tensor by tensor, without its weights.
 
-The model is on the meta device (`meta.meta_model`).  Counted is what a loaded model holds:
-parameters, buffers, and the statistics that bitsandbytes keeps beside a quantised weight.
+The model is on the meta device (`meta.meta_model`).  The tensors are those of a loaded model:
+parameters, buffers, and the statistics that bitsandbytes stores beside a quantised weight.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from .files import adapter_header
 from .parts import LAYERS, is_under, part_of, shared_layers
 
-#: of PyTorch's CUDA allocator: what it gives out is a multiple of this
+#: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
 _CUDA_ROUNDING = 512
 _NESTED_BLOCKSIZE = 256  # of bitsandbytes' double quantisation
 
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A tensor that a loaded model holds.
+    """A tensor of a loaded model.
 
-    ``name`` is that of the parameter or buffer, with what bitsandbytes keeps beside a weight as
-    ``.absmax`` and the like after it.  ``buffer``: accelerate leaves those of an offloaded module
-    on the device that computes.
+    ``name`` is the name of the parameter or buffer.  The statistics of a quantised weight have its
+    name with a suffix such as ``.absmax``.  ``buffer`` tells buffers from parameters, as accelerate
+    leaves the buffers of an offloaded module on the execution device.
     """
 
     name: str
@@ -35,7 +35,7 @@ class TensorSize:
 
     @property
     def on_cuda(self) -> int:
-        """Its bytes as ``torch.cuda.memory_allocated`` counts them."""
+        """The bytes that ``torch.cuda.memory_allocated`` counts for it."""
         return -(-self.bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
 
     @property
@@ -44,7 +44,7 @@ class TensorSize:
 
 
 def bytes_under(sizes: Iterable[TensorSize], module: str, *, on_cuda: bool = False) -> int:
-    """The bytes of everything under a module's name; ``""`` is the whole model."""
+    """The bytes of all tensors in a module; ``""`` is the whole model."""
     return sum(
         size.on_cuda if on_cuda else size.bytes
         for size in sizes
@@ -52,16 +52,16 @@ def bytes_under(sizes: Iterable[TensorSize], module: str, *, on_cuda: bool = Fal
     )
 
 
-# -- its tensors --------------------------------------------------------------------------------
+# -- the model's tensors ------------------------------------------------------------------------
 
 
 def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
-    """Every tensor that ``model`` holds once it is loaded; tied ones once, by their first name.
+    """Every tensor of ``model`` after loading; tied ones once, by their first name.
 
-    ``model`` is on meta, from `meta.meta_model`; bitsandbytes' layers are not quantised yet there,
-    and counted as they will be.
+    ``model`` is on meta, from `meta.meta_model`.  bitsandbytes' layers are not quantised yet, but
+    get their size after quantisation.
     """
-    found: list[TensorSize] = []
+    tensors: list[TensorSize] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -72,18 +72,18 @@ def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
                 seen.add(id(tensor))
                 if kind is module._buffers:
                     size = tensor.numel() * tensor.element_size()
-                    found.append(TensorSize(prefix + name, size, buffer=True))
+                    tensors.append(TensorSize(prefix + name, size, buffer=True))
                 else:
-                    found += _parameter(prefix + name, tensor, module)
-    return tuple(found)
+                    tensors += _parameter(prefix + name, tensor, module)
+    return tuple(tensors)
 
 
 def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
     kind = type(tensor).__name__
     if kind == "Params4bit":
-        numbers = module.in_features * module.out_features
-        blocks = -(-numbers // tensor.blocksize)
-        yield TensorSize(name, -(-numbers // 2))
+        elements = module.in_features * module.out_features
+        blocks = -(-elements // tensor.blocksize)
+        yield TensorSize(name, -(-elements // 2))
         yield TensorSize(f"{name}.quant_map", 4 * 16)
         if not tensor.compress_statistics:
             yield TensorSize(f"{name}.absmax", 4 * blocks)
@@ -96,16 +96,16 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         yield TensorSize(name, module.in_features * module.out_features)
         yield TensorSize(f"{name}.SCB", 4 * module.out_features)
     else:
-        yield TensorSize(name, tensor.numel() * 2)  # bfloat16, whatever the replaced layer says
+        yield TensorSize(name, tensor.numel() * 2)  # bfloat16, whatever the replaced layer has
 
 
 def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]:
     """The tensors of an adapter as PEFT loads them: in float32, on the GPU.
 
-    Of ``adapter_model.safetensors`` only the header is read.
+    This reads only the header of ``adapter_model.safetensors``.
 
     Raises:
-        InputError: the folder holds no such adapter.
+        InputError: the folder has no such file, or its header is damaged.
     """
     entries = adapter_header(adapter_dir).tensors.values()
     return tuple(TensorSize(entry.name, 4 * entry.numel) for entry in entries)
@@ -115,7 +115,7 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
 
 
 def kv_widths(model: Any) -> dict[int, int]:
-    """For each decoder layer that keeps keys and values, how many numbers each is a token."""
+    """By layer index: the elements of a token's key (or value), if the layer caches its own."""
     shared = shared_layers(model.config)
     widths = {}
     for name, module in model.named_modules():
@@ -128,11 +128,11 @@ def kv_widths(model: Any) -> dict[int, int]:
 
 
 def kv_cache_bytes(model: Any, steps: Iterable[int]) -> int:
-    """Bytes that transformers' own ``DynamicCache`` holds after these steps, in bfloat16.
+    """The bytes of transformers' own ``DynamicCache`` after these steps, in bfloat16.
 
-    ``steps`` are the numbers of tokens of one forward after the other.  What is counted are
-    storages: after a long prompt in one step, the keys and values that a sliding layer keeps are
-    views of those of the whole prompt, which stay until the next step.
+    ``steps`` holds the number of tokens of each forward.  Storages are counted, not views: after a
+    long prompt in one step, the keys and values of a sliding layer are views of the whole prompt's,
+    which stay in memory until the next step.
     """
     import torch
     from transformers import DynamicCache
@@ -147,7 +147,7 @@ def kv_cache_bytes(model: Any, steps: Iterable[int]) -> int:
 
 
 def static_cache_bytes(model: Any, length: int) -> int:
-    """Bytes that transformers' own ``StaticCache`` for so many tokens holds, in bfloat16."""
+    """The bytes of transformers' own ``StaticCache`` for ``length`` tokens, in bfloat16."""
     import torch
     from transformers import StaticCache
 

@@ -98,7 +98,7 @@ def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch,
     progress = play._Progress(8, io.StringIO())
     results = play.play(stories, tmp_path, progress, device=device)
     crashed = Outcome("crash", "exit code 3: last words")
-    hung = Outcome("crash", "no end within 4 s")
+    hung = Outcome("crash", "not finished after 4 s")
     assert [result["without"] for result in results] == [
         Outcome("equal", "equal"),
         Outcome("equal", "equal"),
@@ -116,8 +116,8 @@ def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch,
 def test_a_story_that_raises_with_the_patches_fails_the_demo(pretend, monkeypatch, capsys):
     monkeypatch.setattr(play, "_process", _without_building(play._process))
     mixed, fine = play.demo(pretend("fine", "raises_with")), play.demo(pretend("fine"))
-    assert (mixed.ok, mixed.verdict) == (False, "1 of 2 stories end well with gemma4_compat")
-    assert (fine.ok, fine.verdict) == (True, "1 of 1 stories end well with gemma4_compat")
+    assert (mixed.ok, mixed.verdict) == (False, "1 of 2 stories succeed with gemma4_compat")
+    assert (fine.ok, fine.verdict) == (True, "1 of 1 stories succeed with gemma4_compat")
     assert fine.verdict in str(fine)
     printed = capsys.readouterr()
     assert "with     raises with: ValueError: first line last line" in printed.err

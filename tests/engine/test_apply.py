@@ -151,14 +151,12 @@ def test_what_is_out_of_reach_is_said(lib, make):
         type("Taken", (), {"f": m.f}),
     ]
     engine = make(lib.patch("p", "m:f", "m:Base.method"), lib.patch("q", "m:g"))
-    held = f"{len(kept)} reference(s) taken before the patch keep the original"
+    held = f"{len(kept)} reference(s) made before the patch still point to the original"
     assert engine.status()["p"].reason == held
     assert engine.status()["q"].reason == ""
     late = [functools.partial(m.f), m.Base().method]
     kept.clear()
-    assert (
-        engine.uninstall()["p"].reason == "uninstalled; 2 reference(s) taken before keep the patch"
-    )
+    assert engine.uninstall()["p"].reason == "uninstalled; 2 reference(s) still point to the patch"
     late.clear()
     gc.collect()  # a class is garbage in a cycle
     assert engine.install()["p"].reason == ""
@@ -243,7 +241,7 @@ def test_somebody_patched_over(lib, make, caplog):
     assert status["a"].state is State.APPLIED
     assert m.Base().method() == "foreign>b>a>method"
     assert m.g() == "a>g", "the whole patch stays"
-    assert f"somebody else changed {lib.name}.m.Base.method" in status["a"].reason
+    assert f"other code changed {lib.name}.m.Base.method" in status["a"].reason
     assert len(logged(caplog, logging.WARNING)) == 1
     m.Base.method = ours
     assert engine.status()["a"].reason == ""
@@ -261,7 +259,7 @@ def test_what_a_kept_patch_calls_by_inheritance_is_kept(lib, make, caplog):
     for names in ((), ("a",), ()):
         status = engine.uninstall(*names)
         assert [entry.state for entry in status] == [State.APPLIED] * 2
-        assert status["a"].reason == "b needs it and cannot be taken back"
+        assert status["a"].reason == "b needs it and cannot be uninstalled"
         assert (m.Base.static(), m.Sub.static()) == ("a>static", "b>a>static")
     assert len(logged(caplog, logging.WARNING)) == 2
     assert engine.install()["a"].reason == "", "it is wanted again"
@@ -298,7 +296,7 @@ def test_old_references_are_said_after_every_uninstall(lib, make):
     m.Sub.static = staticmethod(tagging("foreign")(m.Base.static))
     for _ in range(2):
         reason = engine.uninstall()["a"].reason
-        assert "reference(s) taken before keep the patch" in reason
+        assert "reference(s) still point to the patch" in reason
         assert m.Sub.static() == "foreign>a>static"
         engine.install()
     del m.Sub.static
@@ -310,7 +308,7 @@ def test_somebody_put_the_original_back(lib, make):
     original = m.Base.method
     engine = make(lib.patch("p", "m:Base.method"), lib.patch("q", "m:f"))
     m.Base.method = original
-    assert "somebody else changed" in engine.status()["p"].reason
+    assert "other code changed" in engine.status()["p"].reason
     assert engine.uninstall("q")["q"].state is State.DISABLED
     assert m.Base.method is original
 
@@ -338,7 +336,9 @@ def test_all_or_nothing(lib, make, caplog):
     assert engine.status()["p"].state is State.FAILED
     assert engine.status()["p"].reason == "RuntimeError: no"
     assert not engine.status().ok
-    assert logged(caplog, logging.WARNING) == ["p: failed: RuntimeError: no; stepping aside"]
+    assert logged(caplog, logging.WARNING) == [
+        "p: failed: RuntimeError: no; the patch is not applied"
+    ]
     engine.uninstall("q")
     assert snapshot(m, m.Base, m.Sub, n) == before
 
@@ -349,7 +349,7 @@ def test_failure_in_the_middle_of_a_stack_leaves_the_others(lib, make):
     patch.replaces(f"{lib.name}.m", "g")(lambda original: None)
     engine = make(lib.patch("a", "m:f"), patch, lib.patch("c", "m:f"))
     assert m.f() == "c>a>f"
-    assert "made no plain function" in engine.status()["b"].reason
+    assert "returned no plain function" in engine.status()["b"].reason
     engine.install("b")
     assert m.f() == "c>a>f"
 
@@ -627,7 +627,7 @@ def test_unreadable_gates_fail_their_patch_alone(lib, make):
     assert (lib.load("m").f(), lib.load("m").g()) == ("f", "good>g")
     status = engine.status()
     assert [entry.state for entry in status] == [State.FAILED, State.FAILED, State.APPLIED]
-    assert "cannot read its gate" in status["bad"].reason
+    assert "a version gate is invalid" in status["bad"].reason
 
 
 def test_started_engines_ask_the_gates_when_needed(lib, make):
@@ -793,8 +793,8 @@ def test_a_required_patch_stays_with_one_that_is_patched_over(lib, make, caplog)
     m.g = tagging("foreign")(ours)
     status = engine.uninstall("a")
     assert [entry.state for entry in status] == [State.APPLIED] * 2
-    assert status["a"].reason == "b needs it and cannot be taken back"
-    assert logged(caplog, logging.WARNING) == [f"a: not taken back: {status['a'].reason}"]
+    assert status["a"].reason == "b needs it and cannot be uninstalled"
+    assert logged(caplog, logging.WARNING) == [f"a: not uninstalled: {status['a'].reason}"]
     assert (m.f(), m.g()) == ("a>f", "foreign>b>g")
     m.g = ours
     status = engine.uninstall("a")
@@ -824,7 +824,7 @@ def test_a_required_patch_that_drifts_in_a_reload(lib, make, patched_over):
     assert status["a"].state is State.DRIFTED
     if patched_over:
         assert "needs a, which is drifted" in status["b"].reason
-        assert "somebody else changed" in status["b"].reason
+        assert "other code changed" in status["b"].reason
         assert n.h() == "foreign>b>c>h"
         n.h = ours
         status = engine.status()
@@ -842,14 +842,14 @@ def test_old_references_to_a_blocked_patch_are_said(lib, make):
     m.Sub.static = staticmethod(tagging("foreign")(m.Base.static))
     reason = engine.uninstall("a")["b"].reason
     assert reason.startswith("needs a, which is disabled by uninstall(); ")
-    assert reason.endswith("reference(s) taken before keep the patch")
+    assert reason.endswith("reference(s) still point to the patch")
 
 
 @pytest.mark.parametrize(
     ("requires", "message"),
     [
-        ({"a": ["z", "b"]}, "a requires z, and there is no such patch"),
-        ({"b": "a_"}, "b requires _, and there is no such patch"),
+        ({"a": ["z", "b"]}, "a requires z, but no such patch exists"),
+        ({"b": "a_"}, "b requires _, but no such patch exists"),
         ({"a": ["a"]}, "patches require each other in a circle: a, a"),
         ({"a": ["b"], "b": ["c"], "c": ["a"]}, "patches require each other in a circle"),
     ],

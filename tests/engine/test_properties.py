@@ -429,7 +429,7 @@ def check_with_another(engine, module, targets, requires, stranger):
                 if f"p{index}" in tags:
                     outer = tags[: tags.index(f"p{index}")]
                     assert any(tag.startswith("stranger") for tag in outer), state.reason
-                    assert "reference(s) taken before keep the patch" in state.reason
+                    assert "reference(s) still point to the patch" in state.reason
             elif not stranger.patches:
                 assert tags.count(f"p{index}") >= attributes.count(target)
     for index, state in enumerate(status):

@@ -439,7 +439,7 @@ def test_no_model():
         ({"": "gpu"}, "is not a device"),
         ({"": "meta"}, "is not a device"),
         ({"": [0]}, "is not a device"),
-        ({0: "cpu"}, "names of modules are text"),
+        ({0: "cpu"}, "module names must be strings"),
     ],
 )
 def test_no_maps(model_dir, given, message):
@@ -450,7 +450,7 @@ def test_no_maps(model_dir, given, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{'': 0}", "not JSON.*write it in single quotes"),
+        ("{'': 0}", "not JSON.*put the map in single quotes"),
         ('{"": 0', "not JSON"),
         ("", "not JSON"),
         ('{"": 0, "": 1}', 'two entries ""'),

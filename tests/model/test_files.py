@@ -240,7 +240,7 @@ def test_long_json_is_not_read(tmp_path):
     file = tmp_path / files.CONFIG
     with file.open("wb") as opened:
         opened.truncate(2**40)
-    refused(files.read_config, tmp_path, f"{file}: not JSON: {2**40} bytes are too many")
+    refused(files.read_config, tmp_path, f"{file}: not JSON: too large ({2**40} bytes)")
 
 
 def test_files_to_copy(tmp_path):
@@ -315,11 +315,11 @@ def test_damaged_index(sharded_dir, tmp_path):
         (None, f"{index}: no weight_map"),
         ([1], f"{index}: no weight_map"),
         ({}, f"{index}: its weight_map is empty"),
-        (places | {name: 4}, f"{index}: weight_map cannot place {name} in 4"),
-        (places | {name: [first]}, f'{index}: weight_map cannot place {name} in ["{first}"]'),
-        (places | {"more": first}, f"{first}: no tensor more, which {files.INDEX} says it holds"),
+        (places | {name: 4}, f"{index}: the shard of {name} cannot be 4"),
+        (places | {name: [first]}, f'{index}: the shard of {name} cannot be ["{first}"]'),
+        (places | {"more": first}, f"{first}: no tensor more, which {files.INDEX} lists"),
         (places | {name: first}, f"{first}: no tensor {name}, which"),
-        (places | {name: ""}, f"{tmp_path}: a folder, and a file is needed (a shard that"),
+        (places | {name: ""}, f"{tmp_path}: a folder, not a file (a shard that"),
         (places | {name: "null\0byte"}, "embedded null byte (a shard that"),
     ):
         refused(read_tensors, with_index(tmp_path, weight_map), message)
@@ -336,7 +336,7 @@ def test_shard_outside_of_the_folder(sharded_dir, tmp_path):
         copied = {name: outside + shard for name, shard in places.items()}
         refused(
             files.weight_headers, with_index(tmp_path / "in", copied),
-            f"{tmp_path / 'in' / files.INDEX}: names a shard outside of its folder: {outside}",
+            f"{tmp_path / 'in' / files.INDEX}: names a shard outside its folder: {outside}",
         )  # fmt: skip
 
 
