@@ -1,4 +1,4 @@
-"""``gemma4-compat run``: another program, in this process, as Python itself would run it."""
+"""``gemma4-compat run``: runs a program in this process, as Python itself would run it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def run(program: list[str], *, as_module: bool) -> int:
     if not as_module and not os.path.exists(program[0]):
         print(f"gemma4-compat: no such file: {program[0]}", file=sys.stderr)
         return 2
-    # runpy's public functions put a module of their own in place of __main__ while the program
-    # runs, and take it away before its threads and exit handlers are through.
+    # Not runpy's public functions: they replace __main__ by a temporary module, and remove that
+    # module before the program's threads and exit handlers have ended.
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins)
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # multiprocessing's alias, for what its children send back
+    if "__mp_main__" in sys.modules:  # the alias for objects that children send back
         sys.modules["__mp_main__"] = module
     _patch_children()
     _hide_our_frames()
     sys.argv = program.copy()
-    # What the interpreter itself calls for -m, and for a directory or zip file.
+    # The interpreter itself calls this function for -m, and for a directory or zip file.
     run_module_as_main: Any = vars(runpy)["_run_module_as_main"]
     if as_module:
         _set_first_path(os.getcwd())
@@ -54,14 +54,14 @@ def _run_script(module: types.ModuleType, path: str) -> None:
         assert code is not None
     else:
         loader = SourceFileLoader("__main__", path)
-        # Not get_code(), which would leave a __pycache__ beside the script.
+        # Not get_code(): it would write a __pycache__ beside the script.
         code = loader.source_to_code(loader.get_data(path), path)
     vars(module).update(__file__=path, __cached__=None, __loader__=loader)
     exec(code, vars(module))
 
 
 def _set_first_path(entry: str) -> None:
-    """The interpreter put the directory of *our* entry point there, if anything."""
+    """Replace the first entry of sys.path: the interpreter set it for *our* entry point."""
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11+
         sys.path[0] = entry
 
@@ -91,11 +91,11 @@ def _is_ours(filename: str) -> bool:
 
 
 def _patch_children() -> None:
-    """Have processes that multiprocessing spawns import this package before the program.
+    """Make processes that multiprocessing spawns import this package before the program.
 
-    They unpickle a dict of preparation data first, then run the program's file as
-    ``__mp_main__``.  The dict gets one more entry, which nobody reads: unpickling it imports the
-    package there, and does the same for the child's own children.
+    A child first unpickles a dict of preparation data, then runs the program's file as
+    ``__mp_main__``.  This adds an entry to the dict that nobody reads: unpickling it imports the
+    package in the child, and patches multiprocessing in the child for its own children.
     """
     from multiprocessing import spawn
 

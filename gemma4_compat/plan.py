@@ -1,4 +1,4 @@
-"""What fits on a GPU: sizes, a device map and the code to paste, from ``config.json`` alone.
+"""Plan a model for one GPU from ``config.json`` alone: sizes, a device map and code to paste.
 
 ``plan`` is also the command ``gemma4-compat plan MODEL_DIR --gpu 12GiB``.
 """
@@ -21,23 +21,23 @@ from .model.sizes import TensorSize
 from .result import Result
 from .text import size, table
 
-#: What the CUDA context, its libraries and the driver take of a GPU, which PyTorch does not count.
+#: GPU memory of the CUDA context, its libraries and the driver, which PyTorch does not count.
 OUTSIDE = 2**29
-#: A prompt is reckoned to be read so many tokens at a time.
+#: The tokens of a chunk: a plan assumes that a long prompt is read in chunks.
 PREFILL = 2048
-#: The tokens that a plan is for unless it is told otherwise.
+#: The default context, in tokens.
 CONTEXT = 32768
 _COSTS = {
-    parts.PLE: "nothing: looked up on the host",
-    parts.VISION: "streamed for each image",
-    parts.AUDIO: "streamed for each sound",
-    parts.LAYERS: "streamed for every token: slow",
+    parts.PLE: "nothing: rows are looked up on the host",
+    parts.VISION: "copied for each image",
+    parts.AUDIO: "copied for each sound",
+    parts.LAYERS: "copied for each token: slow",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model: its bytes on the GPU and on the CPU under the plan's map."""
+    """A part of the model: its bytes on the GPU and on the CPU under the plan's device map."""
 
     name: str
     gpu: int
@@ -46,9 +46,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Offload:
-    """Modules of one part that the map could still put on the CPU.
+    """Modules of one part that the device map could also put on the CPU.
 
-    ``saves`` is GPU memory in bytes; for decoder layers, of each of them, the largest.
+    ``saves`` is GPU memory in bytes; for decoder layers, that of the largest one.
     """
 
     part: str
@@ -59,12 +59,12 @@ class Offload:
 
 @dataclass(frozen=True)
 class Plan(Result):
-    """A placement and what it needs; all sizes in bytes.
+    """A placement and the memory that it needs; all sizes in bytes.
 
-    ``weights`` is what ``torch.cuda.memory_allocated`` will say after loading, ``adapter``
-    included.  ``kv_cache`` is for one sequence of ``context`` tokens, in a dynamic or a static
-    cache.  ``activations`` is an estimate for text, for a prompt that is read 2048 tokens at a
-    time.  ``outside`` is what CUDA takes that PyTorch does not count.
+    ``weights`` is what ``torch.cuda.memory_allocated`` returns after loading, ``adapter`` included.
+    ``kv_cache`` is for one sequence of ``context`` tokens: the larger of a dynamic and a static
+    cache.  ``activations`` is an estimate for text, with a prompt that is read in chunks of 2048
+    tokens.  ``outside`` is GPU memory that CUDA takes and PyTorch does not count.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Plan(Result):
     outside: int
     device_map: Mapping[str, int | str]
     further: tuple[Offload, ...]
-    #: where it does not fit: a context that does, if there is one
+    #: if the plan does not fit: a shorter context that does, or None
     shorter: int | None = None
 
     @property
@@ -90,12 +90,12 @@ class Plan(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether all of it fits on the GPU."""
+        """Whether everything fits on the GPU."""
         return self.needed <= self.gpu
 
     @property
     def code(self) -> str:
-        """Python that loads the model so."""
+        """Python code that loads the model as planned."""
         return _code(self)
 
     @property
@@ -122,20 +122,23 @@ def plan(
 ) -> Plan:
     """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
 
-    Offloaded is first what costs least: the per-layer embeddings, whose rows are then looked up
-    on the host, the vision and audio towers, and decoder layers from the last one on.
+    The parts that cost least are offloaded first: the per-layer embeddings, whose rows are then
+    looked up on the host, the vision tower, the audio tower, and decoder layers from the last one
+    on.
 
     Args:
-        model_dir: folder with the model's ``config.json``; no weights are read.
-        gpu_bytes: memory of the GPU.
-        quant: "nf4" (with double quantisation), "int8" or "bf16".  What a map puts on the CPU
-            stays in bfloat16; with "nf4" decoder layers there are in 4 bits too, as the code loads
-            the model on the CPU and dispatches it then.
-        context: tokens, of prompt and answer together.
-        adapter: folder of a PEFT adapter; it counts in float32, which PEFT loads it in.
+        model_dir: the folder with the model's ``config.json``; no weights are read.
+        gpu_bytes: the memory of the GPU, in bytes.
+        quant: "nf4" (with double quantisation), "int8" or "bf16".  Offloaded modules stay in
+            bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code loads the
+            model on the CPU first, and then dispatches it.
+        context: the tokens of prompt and answer together.
+        adapter: the folder of a PEFT adapter; it counts in float32, the dtype that PEFT loads it
+            in.
 
     Raises:
-        InputError: an argument cannot work.
+        InputError: an argument is invalid, a file is missing or damaged, or the adapter does not
+            fit the model.
     """
     if quant not in QUANTS:
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
@@ -158,8 +161,8 @@ def plan(
     steps = list(_steps(model))
     offloaded: list[str] = []
     taken = 0
-    streamed = _brought_in(model, whole, quant)
-    while _resident(whole, offloaded) + _streamed(streamed, offloaded) + fixed > gpu_bytes:
+    onloaded = _onloaded_bytes(model, whole, quant)
+    while _resident(whole, offloaded) + _streamed(onloaded, offloaded) + fixed > gpu_bytes:
         if taken == len(steps):
             break
         offloaded += steps[taken][1]
@@ -170,10 +173,10 @@ def plan(
         if _is_dispatched(quant, offloaded):
             config = bnb_config(quant, llm_int8_skip_modules=_unquantised(offloaded))
             model = meta_model(model_dir, config)
-        else:  # transformers leaves what is offloaded unquantised
+        else:  # transformers leaves offloaded modules unquantised
             model = meta_model(model_dir, bnb_config(quant, offload=True), device_map)
     placed = sizes.tensor_sizes(model)
-    found = Plan(
+    result = Plan(
         model=str(model_dir),
         architecture=type(model).__name__,
         quant=quant,
@@ -184,19 +187,19 @@ def plan(
         adapter_dir=None if adapter is None else os.fspath(adapter),
         weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
         kv_cache=kv_cache(model, context),
-        activations=activations(model, context) + _streamed(streamed, offloaded),
+        activations=activations(model, context) + _streamed(onloaded, offloaded),
         outside=OUTSIDE,
         device_map=device_map,
         further=tuple(_further(whole, steps[taken:])),
     )
-    if found.ok:
-        return found
-    room = gpu_bytes - found.needed + found.kv_cache + activations(model, context)
-    return replace(found, shorter=_fitting_context(model, context, room))
+    if result.ok:
+        return result
+    room = gpu_bytes - result.needed + result.kv_cache + activations(model, context)
+    return replace(result, shorter=_fitting_context(model, context, room))
 
 
 def _fitting_context(model: Any, context: int, room: int) -> int | None:
-    """The longest of a half, a quarter, ... of this context for which there is room."""
+    """The longest of a half, a quarter, ... of this context that fits in ``room`` bytes."""
     while context > 1:
         context //= 2
         if kv_cache(model, context) + activations(model, context) <= room:
@@ -211,13 +214,13 @@ def _check_adapter(adapter: str | os.PathLike[str], model_dir: Path) -> None:
     if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
         return
     command = f"gemma4-compat adapter {os.fspath(adapter)} --model {model_dir}"
-    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. {command} says why")
+    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. To see why, run {command}")
 
 
 def _check_context(model: Any, context: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > max(limit, CONTEXT):
-        raise InputError(f"context of {context} tokens: the model is made for {limit} at most")
+        raise InputError(f"context of {context} tokens: the model supports {limit} at most")
 
 
 def parse_size(text: str) -> int:
@@ -233,11 +236,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-# -- what is needed beside the weights ------------------------------------------------------------
+# -- memory besides the weights --------------------------------------------------------------------
 
 
 def kv_cache(model: Any, context: int) -> int:
-    """The most that a dynamic cache, after a prompt or while answering, or a static one holds."""
+    """The bytes of the largest cache: dynamic after a prompt or while answering, or static."""
     prompt = [PREFILL] * (context // PREFILL)
     if context % PREFILL:
         prompt.append(context % PREFILL)
@@ -249,13 +252,13 @@ def kv_cache(model: Any, context: int) -> int:
 
 
 def activations(model: Any, context: int) -> int:
-    """An estimate of the most that computing takes at once, for the last part of a prompt.
+    """An estimate of the peak of activations in bytes, for the last chunk of a prompt.
 
-    Live at once, in bfloat16: the residual stream and its norm, the per-layer inputs twice, and
-    the larger of MLP (gate, up and their product) and attention (queries and output; one layer's
-    keys and values copied when the cache grows, and once more for all heads; the mask as bool and
-    as bfloat16).  Logits are those of the last token, in float32 and twice.  The attention kernel
-    is taken to be one that does not hold all scores at once.
+    These tensors exist at once, in bfloat16: the residual stream and its norm, the per-layer inputs
+    twice, and the larger of MLP (gate, up and their product) and attention (queries and output; one
+    layer's keys and values, copied when the cache grows, and once more for all heads; the mask as
+    bool and as bfloat16).  Logits are those of the last token, in float32 and twice.  The estimate
+    assumes an attention kernel that does not materialise all scores.
     """
     text = model.config.get_text_config()
     tokens = min(PREFILL, context)
@@ -279,21 +282,21 @@ def _is_decoder(name: str, end: str) -> bool:
     return name.endswith(f".{end}") and parts.part_of(name) == parts.LAYERS
 
 
-def _brought_in(model: Any, whole: Iterable[TensorSize], quant: str) -> dict[str, int]:
-    """What each weight takes of the GPU for a forward, where it is offloaded."""
-    found = {name: 2 * parameter.numel() for name, parameter in model.named_parameters()}
+def _onloaded_bytes(model: Any, whole: Iterable[TensorSize], quant: str) -> dict[str, int]:
+    """The GPU memory in bytes of each weight during a forward, if it is offloaded."""
+    onloaded = {name: 2 * parameter.numel() for name, parameter in model.named_parameters()}
     if quant == "nf4":
-        found = {n: taken for n, taken in found.items() if parts.part_of(n) != parts.LAYERS}
-        found |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
-    return found
+        onloaded = {n: taken for n, taken in onloaded.items() if parts.part_of(n) != parts.LAYERS}
+        onloaded |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
+    return onloaded
 
 
-def _streamed(brought_in: Mapping[str, int], offloaded: Iterable[str]) -> int:
-    """The most that offloaded weights take at once: three layers, or one tensor."""
+def _streamed(onloaded: Mapping[str, int], offloaded: Iterable[str]) -> int:
+    """The most GPU memory that offloaded weights take at once: three layers, or one tensor."""
     streamed = [name for name in offloaded if parts.part_of(name) != parts.PLE]
     layers: Counter[str] = Counter()
     largest = 0
-    for name, taken in brought_in.items():
+    for name, taken in onloaded.items():
         if parts.is_under(name, streamed):
             layer = re.match(r"(.*\blayers\.\d+)\.", name)
             if layer is None:
@@ -307,7 +310,7 @@ def _streamed(brought_in: Mapping[str, int], offloaded: Iterable[str]) -> int:
 
 
 def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
-    """What may be offloaded, in this order: a part's name and its modules."""
+    """What can be offloaded, in this order: a part's name and its modules."""
     tops: dict[str, list[str]] = {parts.PLE: [], parts.VISION: [], parts.AUDIO: []}
     layers = []
     for name, module in model.named_modules():
@@ -318,18 +321,19 @@ def _steps(model: Any) -> Iterator[tuple[str, list[str]]]:
         elif part == parts.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
             layers.append(name)
     yield from ((part, names) for part, names in tops.items() if names)
-    # From the last one on: these are the largest where they share keys and values, and a name
-    # such as layers.3 then never stands alone, which transformers < 5.23 reads as layers.30 too.
+    # From the last one on.  In models that share keys and values the last layers are the largest.
+    # And transformers < 5.23 treats layers.3 as a pattern that also matches layers.30: in this
+    # order layers.30 to layers.39 are always offloaded before layers.3.
     yield from ((parts.LAYERS, [name]) for name in reversed(layers))
 
 
 def _is_dispatched(quant: str, offloaded: Iterable[str]) -> bool:
-    """Whether the model is loaded on the CPU first: only so are decoder layers there in 4 bits."""
+    """Whether the code dispatches after loading: only then are offloaded layers in 4 bits."""
     return quant == "nf4" and any(parts.part_of(name) == parts.LAYERS for name in offloaded)
 
 
 def _unquantised(offloaded: Iterable[str]) -> list[str]:
-    """What is not in 4 bits in a model that is loaded on the CPU and dispatched."""
+    """The modules that are not in 4 bits in a model that is dispatched after loading."""
     others = (parts.LAYERS, parts.PLE)
     return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
 
@@ -356,9 +360,9 @@ def _further(
     for part, modules in steps:
         saves = _resident(whole, ()) - _resident(whole, modules)
         by_part.setdefault(part, []).extend((name, saves) for name in modules)
-    for part, found in by_part.items():
-        names = tuple(name for name, _ in found)
-        yield Offload(part, names, max(saves for _, saves in found), _COSTS[part])
+    for part, modules_saves in by_part.items():
+        names = tuple(name for name, _ in modules_saves)
+        yield Offload(part, names, max(saves for _, saves in modules_saves), _COSTS[part])
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -407,7 +411,7 @@ def _code(plan: Plan) -> str:
 
 
 def _quoted(value: Any) -> str:
-    # A JSON string is a Python string too, in the double quotes of most code.
+    # A JSON string is a Python string too, with double quotes as in the code around it.
     if isinstance(value, (str, list)):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)
@@ -424,23 +428,23 @@ def _lines(plan: Plan) -> Iterator[str]:
         ("loaded", plan.weights, sum(part.cpu for part in plan.parts)),
         (f"KV cache, {plan.context} tokens", plan.kv_cache, 0),
         ("activations (estimate)", plan.activations, 0),
-        ("outside of PyTorch (estimate)", plan.outside, 0),
+        ("outside PyTorch (estimate)", plan.outside, 0),
         ("needed", plan.needed, 0),
     ]
     rows = [(label, size(gpu), size(cpu) if cpu else "") for label, gpu, cpu in numbers]
     yield table(rows, ("", "GPU", "CPU"), right=(1, 2))
     yield plan.verdict
     if plan.context > PREFILL:
-        yield f"with generate(..., prefill_chunk_size={PREFILL}); a long prompt at once needs more"
+        yield f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
     yield ""
     if plan.ok:
         yield plan.code
     else:
-        yield f"Everything that can be offloaded is. {_advice(plan)}"
+        yield f"Everything that can be offloaded is offloaded. {_advice(plan)}"
     if plan.ok and plan.further:
         yield ""
         rest = [(_offload_label(more), size(more.saves), more.costs) for more in plan.further]
-        yield table(rest, ("further on the CPU", "saves", "costs"), right=(1,))
+        yield table(rest, ("can also be offloaded", "saves", "costs"), right=(1,))
 
 
 def _offload_label(offload: Offload) -> str:

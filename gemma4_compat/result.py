@@ -10,23 +10,23 @@ from typing import Any
 class Result(ABC):
     """A result to print, to read in a program, or to show in a notebook.
 
-    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 where ``ok``, else
-    with 1.
+    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
+    else with 1.
     """
 
     @property
     @abstractmethod
     def ok(self) -> bool:
-        """Whether what was asked about works."""
+        """Whether the inspected thing works."""
 
     @property
     def verdict(self) -> str:
-        """The words in ``str(self)`` that say whether it works; a terminal shows them in colour."""
+        """The part of ``str(self)`` that says whether it works; a terminal shows it in colour."""
         return ""
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """The result as plain values, for JSON."""
 
     @abstractmethod
     def __str__(self) -> str: ...

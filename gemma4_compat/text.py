@@ -1,4 +1,4 @@
-"""Plain text for a terminal: tables, sizes and paragraphs, as wide as the terminal."""
+"""Plain text for a terminal: tables, sizes and paragraphs, as wide as the terminal is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NARROWEST = 40
 
 
 def columns() -> int:
-    """The terminal's width in characters; COLUMNS where it is set, 80 where there is neither."""
+    """The terminal's width in characters: COLUMNS if it is set, 80 without a terminal."""
     return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
@@ -28,7 +28,7 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
 
 
 def some(names: Sequence[str], most: int = 12) -> str:
-    """The first of these names, with commas, and how many more there are."""
+    """The first ``most`` names with commas between them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -40,12 +40,11 @@ def table(
     right: Sequence[int] = (),
     indent: str = "",
 ) -> str:
-    """Rows in columns, two spaces apart; what is too long is wrapped in the last column.
+    """Rows in columns, two spaces apart.
 
-    A no-break space keeps two words on one line there, and is printed as a space.
-
-    ``right`` are the columns to align to the right.  Only the last column is ever wrapped, and
-    the first is shortened in its middle where even that does not suffice.
+    If a row is too wide, its last cell is wrapped; if that is not enough, its first cell is
+    shortened in the middle.  A no-break space in the last cell keeps two words on one line, and is
+    printed as a space.  ``right`` are the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
@@ -75,7 +74,7 @@ def table(
 
 
 def shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters, with "..." for its middle."""
+    """``text`` in at most ``width`` characters, with "..." in place of its middle."""
     if len(text) <= width:
         return text
     kept = max(width - 3, 2)
@@ -83,9 +82,9 @@ def shortened(text: str, width: int) -> str:
 
 
 def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool = False) -> str:
-    """One paragraph; ``first`` is what its first line starts with.
+    """One paragraph; its first line starts with ``first``, the others with ``indent``.
 
-    Words are not broken, unless ``breaks``: paths and names stay as they are, to be copied.
+    Words are not broken unless ``breaks`` is true, so that paths and names can be copied.
     """
     return textwrap.fill(
         text,

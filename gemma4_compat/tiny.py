@@ -1,7 +1,7 @@
 """A tiny random Gemma 4 multimodal checkpoint, inputs for it, and LoRA adapters for it.
 
-Every tensor is filled from a generator seeded by its own name, so the files hold the same values
-whichever transformers version wrote them.
+The name of a tensor seeds the generator of its values, so every transformers version writes files
+with the same values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ TOWERS = ("model.vision_tower", "model.audio_tower")
 
 BROAD_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-# bitsandbytes' AVX512-BF16 path wants in_features in multiples of 128 and out_features in
-# multiples of 32; every Linear below is sized for that.
+# bitsandbytes' AVX512-BF16 path needs in_features in multiples of 128 and out_features in
+# multiples of 32; all linear layers below have such sizes.
 _WIDTH = 128
 _VOCAB = 512
 _FIRST_SPECIAL_TOKEN = 500
@@ -28,8 +28,8 @@ _LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 _KV_SHARED_LAYERS = 3
 _FIRST_SHARED_LAYER = len(_LAYER_TYPES) - _KV_SHARED_LAYERS
 
-# KV-shared layers have no key and value projections of their own (where a transformers version
-# makes modules for them, they are unused), so an adapter has nothing for them.
+# KV-shared layers have no key and value projections of their own, so the adapter has no tensors
+# for them.  (Some transformers versions create these modules, but do not use them.)
 _LANGUAGE_TARGETS = (
     r".*\.language_model\.layers\."
     rf"(\d+\..*\.(q|o|gate|up|down)_proj|[0-{_FIRST_SHARED_LAYER - 1}]\.self_attn\.[kv]_proj)"
@@ -78,7 +78,7 @@ def _config() -> Gemma4Config:
         "hidden_size": _WIDTH,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        # The first number is also the number of mel bins that the model expects.
+        # The first number is also the number of mel bins of the model's inputs.
         "subsampling_conv_channels": [32, 16],
         "output_proj_dims": _WIDTH,
         "use_clipped_linears": True,
@@ -119,16 +119,16 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return low + (high - low) * torch.rand(shape, generator=generator)
 
     if leaf in ("input_min", "input_max", "output_min", "output_max"):
-        # Narrow enough that every clipped linear clips; the activations before and after the last
-        # linear of an MLP are much smaller.
+        # The bounds are so narrow that every clipped linear clips.  The activations before and
+        # after the last linear of an MLP are much smaller.
         narrow = 0.1 if ".down_proj." in name or ".ffw_layer_2." in name else 1.0
         value = uniform(0.2, 1.0) * narrow * (1.0 if leaf.endswith("max") else -1.0)
     elif leaf == "layer_scalar":
-        value = uniform(0.75, 0.95)  # fade the token's own embedding, or every token repeats itself
+        value = uniform(0.75, 0.95)  # fades the token's own embedding: else tokens repeat
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
-        value = uniform(0.2, 0.4)  # Gemma 4 does not scale q.k: keep the softmax soft
+        value = uniform(0.2, 0.4)  # Gemma 4 does not scale q.k; this keeps the softmax soft
     elif name.endswith("language_model.norm.weight"):
-        value = uniform(2.0, 4.0)  # spread the logits
+        value = uniform(2.0, 4.0)  # spreads the logits
     elif len(shape) == 1 and leaf == "weight":
         value = uniform(0.5, 1.5)
     elif len(shape) == 1:
@@ -145,8 +145,8 @@ def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
     """The key/value tensors of the KV-shared layers.
 
-    They are never used: newer transformers versions skip them on loading, 5.5.0 has modules for
-    them and would report them as missing.
+    The model never uses them.  Newer transformers versions skip them on loading; 5.5.0 has modules
+    for them and reports them as missing if they are absent.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):
@@ -161,10 +161,10 @@ def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
 def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
     """Write a random `Gemma4ForConditionalGeneration` checkpoint of a few MB to `path`.
 
-    Six text layers, width 128, of which the last three share the keys and values of the first
-    three (sliding and full attention on both sides); per-layer embeddings; tied embeddings; two
-    vision and two audio layers whose clipped linears have finite bounds that do clip. All tensors
-    are bfloat16.
+    It has six text layers of width 128, and the last three share the keys and values of the first
+    three (each three have sliding and full attention). It has per-layer embeddings, tied
+    embeddings, two vision layers and two audio layers; the bounds of their clipped linears are
+    finite and do clip. All tensors are bfloat16.
     """
     import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
@@ -189,7 +189,7 @@ def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
 
 
 def _text_tokens(batch: int, length: int, seed: int) -> Tensor:
-    """Ordinary tokens: int64 [batch, length]."""
+    """Random tokens, none of them special: int64 [batch, length]."""
     import torch
 
     generator = _generator("tokens", seed)
@@ -208,7 +208,7 @@ def _prompt(parts: list[Tensor], soft_token_type: int, soft_token_id: int) -> di
 
 
 def text_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
-    """Text only, longer than the sliding window.
+    """Text alone, longer than the sliding window.
 
     `input_ids`, `attention_mask` and `mm_token_type_ids`, int64 [batch, 12].
     """
@@ -255,7 +255,7 @@ def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     """
     import torch
 
-    # More soft tokens than one attention chunk (12), so that the chunked path is taken.
+    # More soft tokens than one attention chunk (12), so that attention runs in chunks.
     soft_tokens = config.audio_config.attention_chunk_size + 2
     frames = 4 * soft_tokens
     mel_bins = config.audio_config.subsampling_conv_channels[0]
@@ -285,9 +285,12 @@ def build_adapter(
 
     `lora_A` is float32 [rank, in_features], `lora_B` float32 [out_features, rank]; neither is zero.
     The tensors of the towers' clipped linears are named `q_proj.linear.lora_A.weight` in the
-    "inner" layout and `q_proj.lora_A.weight` in the "outer" one, while `target_modules` is
-    `BROAD_TARGETS`, which names the wrappers: such an adapter loads only where PEFT supports them.
-    With `language_only` the towers are left out, and PEFT can load the adapter as it is.
+    "inner" layout and `q_proj.lora_A.weight` in the "outer" one. `target_modules` is
+    `BROAD_TARGETS`, which names the wrappers: the adapter loads only if PEFT supports them. With
+    `language_only` the adapter leaves out the towers, and PEFT alone can load it.
+
+    Raises:
+        ValueError: `layout` is neither "inner" nor "outer".
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -318,7 +321,7 @@ def build_adapter(
 
     if layout == "outer":
         weights = path / "adapter_model.safetensors"
-        tensors = load(weights.read_bytes())  # not mapped: the file is overwritten
+        tensors = load(weights.read_bytes())  # read, not memory-mapped: the file is overwritten
         tensors = {name.replace(".linear.lora_", ".lora_"): t for name, t in tensors.items()}
         save_file(tensors, weights, metadata={"format": "pt"})
     if not language_only:

@@ -169,7 +169,7 @@ def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "does NOT fit: loading it stops with an error" in printed.err
-    assert f"gemma4-compat adapter {adapter_dir} --model {e2b_dir} says why" in printed.err
+    assert f"run gemma4-compat adapter {adapter_dir} --model {e2b_dir}" in printed.err
 
 
 # -- the code -------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_sizes_that_are_none(text, model_dir, capsys):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["MODEL", "--context", "0"], "context must be at least 1"),
-        (["MODEL", "--context", "99999999999999"], "the model is made for"),
+        (["MODEL", "--context", "99999999999999"], "the model supports"),
         (["MODEL", "--adapter", "nowhere"], "nowhere: no such folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
     ],

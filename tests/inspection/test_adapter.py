@@ -269,7 +269,7 @@ def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
     ignored = counts(found.fit, "ignored")
     assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
     if ignored:  # transformers < 5.5.2 has modules there
-        assert "layers 3 to 5 take keys and values from earlier ones" in reasons(found.fit)
+        assert "layers 3 to 5 reuse the keys and values of earlier layers" in reasons(found.fit)
 
 
 def text_only(folder):
@@ -351,7 +351,7 @@ def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     fit = inspect_adapter(adapter_dir, e2b_dir).fit
     assert fit.verdict == "does NOT fit: loading it stops with an error"
     group = next(group for group in fit.groups if group.kind == "refused")
-    assert group.reason.startswith("of other widths")
+    assert group.reason.startswith("the widths differ")
     assert ": 128 wide, here " in group.example
     assert not inspect_adapter(adapter_dir, narrow).fit.ok
 
@@ -374,8 +374,8 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
 def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, r=16)
     found = inspect_adapter(folder, model_dir)
-    assert any("says rank 16, but there are tensors of rank 4" in note for note in found.notes)
-    assert f"refused {found.tensors}: of another rank than 16" in reasons(found.fit)
+    assert any("says rank 16, but the file has tensors of rank 4" in note for note in found.notes)
+    assert f"refused {found.tensors}: their rank is not 16" in reasons(found.fit)
     assert found.fit.loads == 0
     assert not found.fit.ok
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -400,7 +400,7 @@ def test_llama(model_dir, llama_dir, tmp_path):
     assert found.base_model == str(llama_dir)
     assert not found.fit.ok
     assert (found.fit.loads, counts(found.fit, "refused")) == (0, 8)
-    assert "of other widths: made for another model" in reasons(found.fit)
+    assert "the widths differ: the adapter is for another model" in reasons(found.fit)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), tmp_path)
     assert inspect_adapter(tmp_path, llama_dir).fit.ok
@@ -412,7 +412,7 @@ def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
 
     folder = changed(language_adapter_dir, tmp_path, named)
     found = inspect_adapter(folder, model_dir)
-    assert any("hold an adapter's name (default)" in note for note in found.notes)
+    assert any("contain the adapter's name (default)" in note for note in found.notes)
     ignored = counts(found.fit, "ignored")
     assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
 

@@ -78,7 +78,7 @@ def test_the_users_projector(model_dir):
     assert unknown.closest_on == "GPU 0"
     assert not found.ok
     assert found.devices == check_device_map(model_dir, SPLIT).devices
-    assert "model.multi_modal_projector is no module of this model" in str(found)
+    assert "model.multi_modal_projector is not a module of this model" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_uncovered_modules(model_dir, tmp_path):
 
 def test_uncovered_by_a_map_with_one_gpu(model_dir):
     found = check_device_map(model_dir, {"model.vision_tower": 0})
-    assert "without a word" in trap(found, "uncovered").text
+    assert "without a warning" in trap(found, "uncovered").text
     assert str(found).endswith('this map does not work: add "": 0, or another device for the rest')
     assert "loaded" not in str(found)  # there is no total of what is not placed
 
@@ -338,7 +338,7 @@ def test_tokens_on_a_second_gpu(model_dir):
     given = {"model.language_model.embed_tokens": 1, "lm_head": 1, "": 0}
     found = trap(check_device_map(model_dir, given), "token_device")
     assert (found is not None) is in_place("ple_mask_device")
-    assert found is None or "inputs come to GPU 0" in found.text
+    assert found is None or "inputs go to GPU 0" in found.text
 
 
 def test_decoder_layers(deep_dir):

@@ -315,7 +315,7 @@ def test_wrapped_models(model_dir, tmp_path):
 
 @pytest.mark.parametrize("what", [None, "model", {"a": 1}])
 def test_no_model(what):
-    with pytest.raises(TypeError, match="wants a model, not"):
+    with pytest.raises(TypeError, match="needs a torch.nn.Module, not"):
         inspect_model(what)
 
 
@@ -417,7 +417,7 @@ def test_asked_for_and_not_quantised(model_dir, kind):
     assert not found.ok
     (problem,) = found.problems
     bits = "4-bit" if kind == "nf4" else "8-bit"
-    assert f"{bits} was asked for, and not one of {len(linear)} linear layers is" in problem.text
+    assert f"{bits} was requested, but not one of {len(linear)} linear layers is" in problem.text
     assert flag in problem.text
     assert "fine" not in str(found).split()
     assert inspect_model(load_model(model_dir, kind)).ok

@@ -91,7 +91,7 @@ def test_model_map_and_adapter(model_dir, adapter_dir):
     assert found.model["weights"]["missing_bytes"] == 0
     assert found.device_map["unknown"][0]["closest"] == "model.embed_vision"
     text = str(found)
-    assert "model.multi_modal_projector is no module of this model" in text
+    assert "model.multi_modal_projector is not a module of this model" in text
     for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
         assert heading in text
     assert text.count("```") == 4
@@ -115,7 +115,7 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
     assert found.model["weights"]["missing_bytes"] == 1000
     assert "**cut off**: 1000 B" in str(found)
     (tmp_path / "model.safetensors").unlink()
-    assert "no safetensors files there" in str(build_report(tmp_path))
+    assert "no safetensors files in the folder" in str(build_report(tmp_path))
 
 
 # -- nothing private ------------------------------------------------------------------------------
