@@ -37,9 +37,9 @@ def inside(patch, stack):
 @pytest.mark.parametrize("name", PATCHES)
 def test_gate_agrees(name):
     """Where the bug is, the gate is open and the patch works; where it is not, nothing is done."""
-    assert name in MEASURED.found, f"{MEASURE} {name}"
+    assert name in MEASURED.by_patch, f"{MEASURE} {name}"
     wrong = []
-    for found in MEASURED.found[name]:
+    for found in MEASURED.by_patch[name]:
         fine = found.with_ != "fails" and found.state not in ("drifted", "failed")
         if found.without == "broken":
             fine &= inside(PATCHES[name], found.stack)
@@ -53,8 +53,8 @@ def test_gate_agrees(name):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_every_bug_was_seen(name):
-    assert name in MEASURED.found, f"{MEASURE} {name}"
-    seen = {found.without for found in MEASURED.found[name]}
+    assert name in MEASURED.by_patch, f"{MEASURE} {name}"
+    seen = {found.without for found in MEASURED.by_patch[name]}
     assert ("broken" in seen) != needs_a_gpu(name)
 
 
@@ -73,7 +73,7 @@ def test_every_patch_was_measured_on_the_stacks_of_the_tests(stack):
     missing = [
         name
         for name in PATCHES
-        if not any(stack.items() <= each.stack.items() for each in MEASURED.found.get(name, ()))
+        if not any(stack.items() <= each.stack.items() for each in MEASURED.by_patch.get(name, ()))
     ]
     assert not missing, f"{MEASURE} {' '.join(missing)}"
 

@@ -75,7 +75,7 @@ def test_unreleased_is_fine_until_it_is_released():
     text = DATED.replace("2026-12-01", "unreleased")
     assert release.changelog(text, "0.2.0") == []
     [problem] = release.changelog(text, "0.2.0", "0.2.0")
-    assert problem.startswith("0.2.0 has no day yet")
+    assert problem.startswith("0.2.0 has no date yet")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_unreleased_is_fine_until_it_is_released():
     [
         ((r"## 0.2.0 \(.*\)", "## 0.2.1 (2026-12-01)"), "the first entry is 0.2.1, the package is"),
         ((r"2026-11-20", "unreleased"), "0.1.0 is below 0.2.0 and unreleased"),
-        ((r"2026-11-20", "2026-12-24"), "the days do not descend"),
-        ((r"2026-11-20", "2026-11-31"), "2026-11-31 is no day"),
+        ((r"2026-11-20", "2026-12-24"), "the dates do not descend"),
+        ((r"2026-11-20", "2026-11-31"), "2026-11-31 is not a date"),
         ((r"## 0.1.0 ", "## 0.10.0 "), "the versions do not descend"),
         ((r"## 0.1.0 ", "## 0.2.0 "), "the versions do not descend"),
         ((r"## 0.1.0 .*", "## 0.1.0"), "'## 0.1.0' is neither"),
@@ -118,7 +118,7 @@ def test_wheel(built):
         "gemma4_compat/patches/offloading/_template.py",
     ):
         found = release.wheel(built({name}), TRACKED, "0.1.0")
-        assert found == [f"{name} is no part of the package"]
+        assert found == [f"{name} is not part of the package"]
 
 
 def test_wheel_without_its_marker_of_types(built):

@@ -215,7 +215,8 @@ class Loaded:
         linear = tuple(sorted(_base_name(path) for path, kind in kinds.items() if kind is not None))
         if not linear or bits in kinds.values():
             return
-        text = f"{bits} was requested, but not one of {plural(len(linear), 'linear layer')} is quantised"
+        layers = plural(len(linear), "linear layer")
+        text = f"{bits} was requested, but not one of {layers} is quantised"
         config = getattr(self.base.config, "quantization_config", None)
         options = config if isinstance(config, dict) else vars(config)
         if options.get(OFFLOAD_FLAG):

@@ -315,7 +315,7 @@ def test_wrapped_models(model_dir, tmp_path):
 
 @pytest.mark.parametrize("what", [None, "model", {"a": 1}])
 def test_no_model(what):
-    with pytest.raises(TypeError, match="needs a torch.nn.Module, not"):
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not"):
         inspect_model(what)
 
 
