@@ -115,7 +115,7 @@ def _meta_model(shape: str) -> Any:
 
 
 def _fill(name: str, shape: tuple[int, ...]) -> Any:
-    """A bfloat16 tensor that keeps activations finite: on the CPU, made on the GPU if there is one."""
+    """A bfloat16 tensor on the CPU that keeps activations finite, generated on a GPU if any."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

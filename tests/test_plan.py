@@ -1,4 +1,4 @@
-"""``gemma4-compat plan``: what fits, and whether the code to paste does what the plan says."""
+"""``gemma4-compat plan``: the plans, and whether the printed code loads a model as planned."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_per_layer_embeddings_go_first(e2b_dir):
 
 
 def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
-    """Anything less than what the plan offloads would not fit."""
+    """With one step of offloading less, the model would not fit."""
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
     fixed = kv_cache(model, 8192) + activations(model, 8192) + OUTSIDE
@@ -70,11 +70,11 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
         fewer = names[: -2 if names[-1] in TOWERS else -1]
         kept = sum(s.on_cuda for s in whole if s.buffer or not parts.is_under(s.name, fewer))
         assert kept + fixed + streamed(weights, fewer[1:]) > found.gpu
-    assert len(names) > len(order) - 35  # the last one reaches the layers
+    assert len(names) > len(order) - 35  # the last plan offloads layers
 
 
 def streamed(weights, names):
-    """Bytes of what offloaded modules take of the GPU: three layers, or a tensor of its own."""
+    """GPU bytes of offloaded modules in a forward: three layers, or one other tensor."""
     layers, others = {}, [0]
     for name, size in weights.items():
         if not parts.is_under(name, names):
@@ -120,14 +120,14 @@ def test_parts_add_up(model_dir, adapter_dir, quant):
 
 def test_context_takes_memory(e2b_dir):
     short, long = (plan(e2b_dir, 24 * GIB, context=tokens) for tokens in (8192, 131072))
-    # Global layers keep all tokens, 3 of 15 that keep any: keys and values of 512 numbers.
+    # Of the 15 layers with a cache, 3 global ones keep all tokens: keys and values of width 512.
     more = 3 * 2 * 512 * 2 * (131072 - 8192)
     assert long.kv_cache - short.kv_cache == more
     assert long.activations > short.activations
 
 
 def test_without_towers_and_per_layer_embeddings(tmp_path):
-    """A dense model has nothing but layers to offload."""
+    """This model can offload nothing but layers."""
     text = {**E2B_TEXT, "hidden_size_per_layer_input": 0, "num_hidden_layers": 10}
     text |= {"layer_types": E2B_TEXT["layer_types"][:10], "num_kv_shared_layers": 0}
     folder = write_config(tmp_path, text)
@@ -152,7 +152,7 @@ def test_does_not_fit(e2b_dir, capsys):
 
 
 def test_a_shorter_context_that_fits(e2b_dir):
-    """What is advised is planned, and fits; where none does, it is said."""
+    """The advised context fits; if no context fits, the message says so."""
     found = plan(e2b_dir, 3 * GIB // 2, context=131072)
     assert not found.ok
     assert f"--context {found.shorter} fits." in str(found)
@@ -179,7 +179,7 @@ def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
     ("quant", "offloaded"), [("nf4", 0), ("nf4", 4), ("int8", 1), ("bf16", 3), ("bf16", 4)]
 )
 def test_pasted_code_loads(model_dir, quant, offloaded):
-    """Everything on the CPU in place of GPU 0: names, options and classes are the real ones."""
+    """The printed code runs with the CPU in place of GPU 0: names, options and classes are valid."""
     room = plan(model_dir, 100 * GIB, quant=quant, context=16)
     less = sum(more.saves for more in room.further[:offloaded])
     found = plan(model_dir, room.needed - less, quant=quant, context=16)
@@ -195,7 +195,7 @@ def test_pasted_code_loads(model_dir, quant, offloaded):
 
 
 def pasted(found):
-    """The model that the code gives where the CPU takes the place of the GPU."""
+    """The model that the printed code loads with the CPU in place of the GPU."""
     namespace = {}
     exec(re.sub(r'": 0,$', '": "cpu",', found.code, flags=re.MULTILINE), namespace)
     return namespace["model"]
@@ -210,7 +210,7 @@ def test_pasted_code_loads_the_adapter(model_dir, language_adapter_dir):
 
 
 def test_prompts_can_be_read_in_pieces(model_dir):
-    """What the estimate of activations rests on; in float32, as sums are taken in another order."""
+    """The estimate of activations assumes chunks; float32, as the order of sums differs."""
     from transformers import Gemma4ForConditionalGeneration
 
     model = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()

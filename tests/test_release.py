@@ -1,4 +1,4 @@
-"""What the checks of a release find."""
+"""The checks of a release."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def write_wheel(path, names, content=""):
 
 @pytest.fixture
 def source(tmp_path):
-    """Write an sdist that is as it should be but for these names."""
+    """Write an sdist that is correct except for these names."""
     right = TRACKED - {".ci/run"} | {"PKG-INFO"}
     return lambda change=frozenset(): write_sdist(tmp_path / "s.tar.gz", right ^ set(change))
 
 
 @pytest.fixture
 def built(tmp_path):
-    """Write a wheel that is as it should be but for these names."""
+    """Write a wheel that is correct except for these names."""
     metadata = {f"gemma4_compat-0.1.0.dist-info/{name}" for name in release.METADATA}
     right = {"gemma4_compat/__init__.py", "gemma4_compat/py.typed"} | metadata
     return lambda change=frozenset(): write_wheel(tmp_path / "w.whl", right ^ set(change))
@@ -122,7 +122,7 @@ def test_wheel(built):
 
 
 def test_wheel_without_its_marker_of_types(built):
-    """Also where git does not track it any more."""
+    """The marker must be in the wheel even if git does not track it."""
     name = "gemma4_compat/py.typed"
     assert release.wheel(built({name}), TRACKED - {name}, "0.1.0") == [f"{name} is missing"]
 
