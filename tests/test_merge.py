@@ -414,7 +414,7 @@ def test_content_that_cannot_work(copies, work, file, entries, message):
 
 
 def test_base_without_one_of_its_tensors(model_dir, language_adapter_dir, work, tmp_path):
-    """transformers would fill the missing tensor with random numbers, and merge would write them."""
+    """transformers would fill the missing tensor with random numbers, and merge write them."""
     from safetensors.torch import load, save_file
 
     base = shutil.copytree(model_dir, tmp_path / "base")

@@ -37,7 +37,7 @@ def nothing(changed):
 
 
 def liger_kernel():
-    """Its kernels need a GPU, but the loss function that calls them exists on any device."""
+    """Its kernels need a GPU; its forward runs anywhere, and calls them only for a loss."""
     from liger_kernel.transformers import apply_liger_kernel_to_gemma4
     from transformers.models.gemma4 import modeling_gemma4
 

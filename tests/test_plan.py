@@ -179,7 +179,7 @@ def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
     ("quant", "offloaded"), [("nf4", 0), ("nf4", 4), ("int8", 1), ("bf16", 3), ("bf16", 4)]
 )
 def test_pasted_code_loads(model_dir, quant, offloaded):
-    """The printed code runs with the CPU in place of GPU 0: names, options and classes are valid."""
+    """The printed code runs with the CPU in place of GPU 0: its names and options are valid."""
     room = plan(model_dir, 100 * GIB, quant=quant, context=16)
     less = sum(more.saves for more in room.further[:offloaded])
     found = plan(model_dir, room.needed - less, quant=quant, context=16)

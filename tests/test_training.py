@@ -124,7 +124,7 @@ def check(found, expected):
     assert after.keys() == expected[2].keys()
     assert not [name for name in after if not torch.equal(after[name], expected[2][name])]
     learnt = {name for name in after if not torch.equal(after[name], before[name])}
-    # The data are text, so the adapters of the language model learn, and those of the towers do not.
+    # The data are text: the adapters of the language model learn, those of the towers do not.
     # In transformers 5.5.0, unused projections of KV-shared layers have adapters that do not learn.
     assert learnt <= {name for name in after if ".language_model." in name}
     for layer in range(6):
