@@ -184,6 +184,7 @@ def test_models_without_per_layer_embeddings():
 @pytest.mark.regression("inputs_embeds_lookup", META)
 def test_on_a_gpu(model_dir):
     whole = load_model(model_dir, device_map={"": 0})
-    model = load_model(model_dir, device_map={"": 0, EMBEDDINGS: "cpu", f"{EMBEDDINGS}_per_layer": "cpu"})
+    device_map = {"": 0, EMBEDDINGS: "cpu", f"{EMBEDDINGS}_per_layer": "cpu"}
+    model = load_model(model_dir, device_map=device_map)
     inputs = {name: value.to(0) for name, value in text_inputs(model.config).items()}
     assert torch.equal(logits(model, embeds(model, inputs)), logits(whole, inputs))

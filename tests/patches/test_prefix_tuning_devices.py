@@ -38,8 +38,10 @@ def trained(model, inputs):
     return [output.loss.detach(), output.logits.detach(), *gradients]
 
 
-def generated(model, inputs):
-    return [model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)]
+def results(model, inputs):
+    """The same, and the tokens that are generated afterwards."""
+    found = trained(model, inputs)
+    return [*found, model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)]
 
 
 @pytest.fixture
@@ -58,7 +60,8 @@ def gemma(model_dir, inputs):
             with torch.no_grad():
                 model(**inputs)
         except RuntimeError as error:
-            assert "Sizes of tensors must match" in str(error)
+            if "Sizes of tensors must match" not in str(error):
+                raise
             pytest.skip("prefix tuning of Gemma 4 fails on one device, too, in these releases")
         return model
 
@@ -66,29 +69,27 @@ def gemma(model_dir, inputs):
 
 
 @pytest.mark.regression("prefix_tuning_devices", NO_DEVICE)
-@pytest.mark.parametrize("act", [trained, generated])
 @pytest.mark.parametrize("offloaded", MAPS)
 @pytest.mark.parametrize("kind", ["PREFIX_TUNING", "CARTRIDGE"])
-def test_same_as_on_one_device(gemma, model_dir, tmp_path, inputs, kind, offloaded, act):
-    expected = act(gemma(kind), inputs)
+def test_same_as_on_one_device(gemma, model_dir, tmp_path, inputs, kind, offloaded):
+    expected = results(gemma(kind), inputs)
     model = with_prefix(split(load_model(model_dir), tmp_path, MAPS[offloaded]), kind)
-    found = act(model, inputs)
+    found = results(model, inputs)
     assert all(each.abs().sum() > 0 for each in expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.regression("prefix_tuning_devices", NO_DEVICE)
-@pytest.mark.parametrize("act", [trained, generated])
-def test_other_models(llama_dir, tmp_path, act):
+def test_other_models(llama_dir, tmp_path):
     from transformers import LlamaForCausalLM
 
     inputs = {"input_ids": torch.arange(3, 15)[None], "attention_mask": torch.ones(1, 12)}
     inputs["attention_mask"] = inputs["attention_mask"].long()
     device_map = {"model.layers.0": "disk", "": "cpu"}
-    expected = act(with_prefix(LlamaForCausalLM.from_pretrained(llama_dir)), inputs)
+    expected = results(with_prefix(LlamaForCausalLM.from_pretrained(llama_dir)), inputs)
     base = split(LlamaForCausalLM.from_pretrained(llama_dir), tmp_path, device_map)
-    found = act(with_prefix(base), inputs)
+    found = results(with_prefix(base), inputs)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 

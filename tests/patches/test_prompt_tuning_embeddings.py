@@ -1,4 +1,4 @@
-"""Virtual tokens have the per-layer embeddings of the pad token, in all of PEFT's prompt methods."""
+"""Virtual tokens have the per-layer embeddings of the pad token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemma4_compat.tiny import image_inputs, text_inputs
-from tests.patches.test_prefix_tuning_devices import MAPS, generated, trained
+from tests.patches.test_prefix_tuning_devices import MAPS, results
 from tests.support import load_model, split
 
 peft = pytest.importorskip("peft")
@@ -95,14 +95,13 @@ def test_cpt_begins_as_its_tokens(model_dir, inputs):
 
 
 @pytest.mark.regression("prompt_tuning_embeddings", ERROR)
-@pytest.mark.parametrize("act", [trained, generated])
 @pytest.mark.parametrize("offloaded", MAPS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_same_as_on_one_device(model_dir, tmp_path, inputs, kind, offloaded, act):
-    expected = act(with_prompt(load_model(model_dir), kind), inputs)
+def test_same_as_on_one_device(model_dir, tmp_path, inputs, kind, offloaded):
+    expected = results(with_prompt(load_model(model_dir), kind), inputs)
     assert all(each.abs().sum() > 0 for each in expected)
     model = with_prompt(split(load_model(model_dir), tmp_path, MAPS[offloaded]), kind)
-    for one, other in zip(act(model, inputs), expected, strict=True):
+    for one, other in zip(results(model, inputs), expected, strict=True):
         assert torch.equal(one, other)
 
 

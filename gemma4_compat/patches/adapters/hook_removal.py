@@ -36,7 +36,7 @@ def hook_of_a_wrapped_module() -> Finding:
     import torch
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
-    class Wrapper(torch.nn.Module):
+    class Wrapper(torch.nn.Module):  # type: ignore[misc]
         def __getattr__(self, name: str) -> Any:
             try:
                 return super().__getattr__(name)

@@ -2,9 +2,9 @@
 
 PEFT brings the prefix, a cache of keys and values, to the devices of the decoder layers.  It reads
 these off ``hf_device_map``: the first device that is neither "cpu" nor "disk" stands for offloaded
-layers, and there need not be one (``StopIteration``).  It counts ``config.num_hidden_layers``, which
-the config of a multimodal model does not have, and takes the names in the map that hold a number
-for decoder layers, those of a vision tower as well.
+layers, and there need not be one (``StopIteration``).  It reads ``config.num_hidden_layers``, which
+the config of a multimodal model does not have.  It takes every name in the map that holds a number
+for a decoder layer, that of a vision tower's layer as well.
 
 The fix asks the decoder layers where they compute.
 """
@@ -61,7 +61,8 @@ def map_cache_to_layer_device_map(original: Any) -> Any:
     def map_cache_to_layer_device_map(model: Any, cache: Any) -> None:
         layers = _decoder_layers(model)
         if layers is None or not hasattr(cache, "layers"):
-            return original(model, cache)
+            original(model, cache)
+            return
         # Layers that share keys and values have none in the cache.
         for layer, kept in zip(layers, cache.layers, strict=False):
             if kept.keys is not None:

@@ -38,6 +38,7 @@ PATCH = Patch(
     ),
 )
 
+_MODELING = "transformers.models.gemma4.modeling_gemma4"
 #: The text model that is called with virtual tokens, and the tokens that stand for them.
 _VIRTUAL: ContextVar[tuple[Any, list[int]] | None] = ContextVar("_VIRTUAL", default=None)
 
@@ -78,7 +79,7 @@ def with_virtual_tokens(original: Any) -> Any:
     return call
 
 
-@PATCH.replaces("transformers.models.gemma4.modeling_gemma4", "Gemma4TextModel.get_per_layer_inputs")
+@PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(original: Any) -> Any:
     import torch
 
@@ -104,6 +105,4 @@ def _virtual_tokens(peft_model: Any) -> tuple[Any, list[int]] | None:
         return None
     config = peft_model.active_peft_config
     pad = model.config.pad_token_id or 0
-    return model, list(
-        getattr(config, "cpt_token_ids", None) or [pad] * config.num_virtual_tokens
-    )
+    return model, list(getattr(config, "cpt_token_ids", None) or [pad] * config.num_virtual_tokens)

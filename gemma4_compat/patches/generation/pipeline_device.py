@@ -54,9 +54,10 @@ def pipeline_init(original: Any) -> Any:
         first = next(iter(device_map.values()), None) if device_map else None
         device = _input_device(model) if first in ("cpu", "disk") else None
         if device is None:
-            return original(self, model, *args, **kwargs)
+            original(self, model, *args, **kwargs)
+            return
         with shadowed(model, hf_device_map={"": device}):
-            return original(self, model, *args, **kwargs)
+            original(self, model, *args, **kwargs)
 
     return __init__
 
