@@ -9,14 +9,12 @@ from tests.support import assert_same, load_model, logits, split
 
 peft = pytest.importorskip("peft")
 
-#: The latter where modules_to_save meets another bug before.
-NOT_ITS_OWN = r"object has no attribute '(_hf_hook|_old_forward)'|SequentialHook"
+NOT_ITS_OWN = r"object has no attribute '(_hf_hook|_old_forward)'"
 LAYER = "model.language_model.layers.1"
 MAP = {LAYER: "disk", "model.language_model.embed_tokens": "disk", "": "cpu"}
 LORA = {"r": 4, "target_modules": [f"{LAYER}.self_attn.q_proj"], "init_lora_weights": False}
 CONFIGS = {
     "LoRA": lambda: peft.LoraConfig(**LORA),
-    "modules_to_save": lambda: peft.LoraConfig(**LORA, modules_to_save=[f"{LAYER}.mlp.up_proj"]),
     "trainable tokens": lambda: peft.LoraConfig(**LORA, trainable_token_indices=[1, 2]),
 }
 
@@ -33,9 +31,9 @@ def recursively(model):
     assert remove_hook_from_module(model, recurse=True) is model
 
 
-def adapted(base, kind):
+def adapted(base, config):
     torch.manual_seed(0)
-    return peft.get_peft_model(base, CONFIGS[kind]()).eval()
+    return peft.get_peft_model(base, config).eval()
 
 
 def with_hooks(model):
@@ -46,8 +44,19 @@ def with_hooks(model):
 @pytest.mark.parametrize("remove", [submodules, recursively])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_no_hook_is_left(model_dir, tmp_path, kind, remove):
-    expected = logits(adapted(load_model(model_dir), kind), ["text"])
-    model = adapted(split(load_model(model_dir), tmp_path, MAP), kind)
+    check(model_dir, tmp_path, CONFIGS[kind](), remove)
+
+
+@pytest.mark.regression("hook_removal", NOT_ITS_OWN, behind="offloaded_modules_to_save")
+@pytest.mark.parametrize("remove", [submodules, recursively])
+def test_modules_to_save(model_dir, tmp_path, remove):
+    config = peft.LoraConfig(**LORA, modules_to_save=[f"{LAYER}.mlp.up_proj"])
+    check(model_dir, tmp_path, config, remove)
+
+
+def check(model_dir, tmp_path, config, remove):
+    expected = logits(adapted(load_model(model_dir), config), ["text"])
+    model = adapted(split(load_model(model_dir), tmp_path, MAP), config)
     assert with_hooks(model)
     remove(model)
     assert not with_hooks(model)
@@ -58,12 +67,22 @@ def test_no_hook_is_left(model_dir, tmp_path, kind, remove):
 @pytest.mark.regression("hook_removal", NOT_ITS_OWN)
 def test_dispatched_again(model_dir, tmp_path):
     """What dispatch_model does with a model that has hooks."""
-    expected = logits(adapted(load_model(model_dir), "LoRA"), ["text"])
-    model = adapted(split(load_model(model_dir), tmp_path / "one", MAP), "LoRA")
+    expected = logits(adapted(load_model(model_dir), CONFIGS["LoRA"]()), ["text"])
+    model = adapted(split(load_model(model_dir), tmp_path / "one", MAP), CONFIGS["LoRA"]())
     submodules(model)
     base = split(model.get_base_model(), tmp_path / "two", {LAYER: "disk", "": "cpu"})
     assert base.get_submodule(LAYER).mlp.up_proj.weight.is_meta
     assert_same(logits(model, ["text"]), expected)
+
+
+def test_compiled(model_dir, tmp_path):
+    """torch.compile's wrapper passes attributes on, too, and deletes them where they are."""
+    from accelerate.hooks import remove_hook_from_module
+
+    model = split(load_model(model_dir), tmp_path, MAP)
+    with_patch = torch.compile(model, backend="eager")
+    remove_hook_from_module(with_patch)
+    assert "_hf_hook" not in vars(model)
 
 
 @pytest.mark.parametrize("recurse", [False, True])

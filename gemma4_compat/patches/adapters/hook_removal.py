@@ -56,8 +56,7 @@ def hook_of_a_wrapped_module() -> Finding:
 def remove_hook_from_module(original: Any) -> Any:
     @wraps(original)
     def remove_hook_from_module(module: Any, recurse: bool = False) -> Any:
-        own = vars(module)
-        if all(name in own or not hasattr(module, name) for name in ("_hf_hook", "_old_forward")):
+        if not _passes_a_hook_on(module):
             return original(module, recurse)
         if recurse:
             for child in module.children():
@@ -65,3 +64,13 @@ def remove_hook_from_module(original: Any) -> Any:
         return module
 
     return remove_hook_from_module
+
+
+def _passes_a_hook_on(module: Any) -> bool:
+    """Whether a hook can be read of a module and not deleted."""
+    import torch
+
+    if type(module).__delattr__ is not torch.nn.Module.__delattr__:
+        return False  # torch.compile's wrapper deletes attributes of the module inside
+    names = ("_hf_hook", "_old_forward")
+    return any(name not in vars(module) and hasattr(module, name) for name in names)

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from ...model.hooks import hooks_of
+from ...model.hooks import hooks_of, input_device
 
 PATCH = Patch(
     name="prefix_tuning_devices",
@@ -66,7 +66,7 @@ def map_cache_to_layer_device_map(original: Any) -> Any:
         # Layers that share keys and values have none in the cache.
         for layer, kept in zip(layers, cache.layers, strict=False):
             if kept.keys is not None:
-                device = _computes_on(layer)
+                device = _computes_on(layer, model)
                 kept.keys, kept.values = kept.keys.to(device), kept.values.to(device)
 
     return map_cache_to_layer_device_map
@@ -80,11 +80,12 @@ def _decoder_layers(model: Any) -> Any | None:
     return getattr(decoder, "layers", None)
 
 
-def _computes_on(layer: Any) -> Any:
+def _computes_on(layer: Any, model: Any) -> Any:
     """The device of a layer's hook, or else of its weights."""
     for module in layer.modules():
         for hook in hooks_of(module):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return device
-    return next(layer.parameters()).device
+    device = next(layer.parameters()).device
+    return input_device(model) if device.type == "meta" else device  # loaded with what is around it
