@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat.patches import load
-from tools.catalog import render, titles, with_releases
+from tools.catalog import not_patched, render, titles, with_releases
 from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +19,7 @@ MEASURED = Measured.read(DATA)
 
 @pytest.mark.parametrize("file", ["patches.md", "README.md"])
 def test_documentation_is_up_to_date(file):
+    pytest.importorskip("tomllib")
     stored = (ROOT / file).read_text(encoding="utf-8")
     due = render(load(), MEASURED) if file == "patches.md" else with_releases(stored, MEASURED)
     assert stored == due, "run: nox -s docs"
@@ -35,6 +36,18 @@ def test_readme_lists_every_patch_under_its_topic():
     assert list(listed) == list(titles())
     for heading, names in titles().items():
         assert sorted(listed[heading]) == names
+
+
+def test_not_patched():
+    """Each entry says what, why and where upstream, in one line of a table."""
+    pytest.importorskip("tomllib")
+    entries = not_patched()
+    assert entries
+    for entry in entries:
+        assert list(entry) == ["what", "why", "link"]
+        assert all(text.strip() and "\n" not in text and "|" not in text for text in entry.values())
+        assert entry["link"] == "none known" or re.fullmatch(r"https://\S+", entry["link"])
+    assert len({entry["what"] for entry in entries}) == len(entries)
 
 
 def test_names_of_patches_are_unique():

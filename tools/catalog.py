@@ -54,6 +54,15 @@ _KINDS = {
     Kind.WARNING: "It only warns. ",
     Kind.SPEED: "It makes correct code faster. ",
 }
+_NOT_PATCHED = """
+## Not patched
+
+What was considered, and why no patch mends it.
+
+| what | why | upstream |
+|---|---|---|
+"""
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def render(patches: Iterable[Patch], measured: Measured) -> str:
@@ -61,7 +70,23 @@ def render(patches: Iterable[Patch], measured: Measured) -> str:
     patches = list(patches)
     table = "\n".join(["| patch | symptom | affects |", "|---|---|---|", *_symptoms()])
     parts = [_HEAD, table, _MEASURED, _releases(measured), _matrix(patches, measured)]
-    return "\n".join([*parts, *(_section(patch, measured) for patch in patches)])
+    sections = [_section(patch, measured) for patch in patches]
+    return "\n".join([*parts, *sections, _NOT_PATCHED + "".join(_rows(not_patched()))])
+
+
+def not_patched() -> list[dict[str, str]]:
+    """The entries of ``not_patched.toml``: ``what``, ``why`` and ``link``."""
+    import tomllib  # from Python 3.11 on
+
+    text = (ROOT / "not_patched.toml").read_text(encoding="utf-8")
+    entries: list[dict[str, str]] = tomllib.loads(text)["bug"]
+    return entries
+
+
+def _rows(entries: Iterable[dict[str, str]]) -> Iterator[str]:
+    for each in entries:
+        link = f"<{each['link']}>" if each["link"].startswith("https://") else each["link"]
+        yield f"| {each['what']} | {each['why']} | {link} |\n"
 
 
 def titles() -> dict[str, list[str]]:

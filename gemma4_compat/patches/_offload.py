@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
-from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
+from ..model.hooks import (
+    execution_device,
+    hooks_of,
+    host_tensor,
+    input_device,
+    offload_hook,
+    placed_model,
+)
 from ._shadow import shadowed
 
 #: The number of rows of a weight to compare at a time.
@@ -141,3 +149,18 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
 def is_dispatched(model: Any) -> bool:
     """Whether the model, or its base model, was dispatched with a device map."""
     return placed_model(model) is not None
+
+
+def computing_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Have a function that names the device of a model name one that it computes on, not meta."""
+    import torch
+
+    @wraps(original)
+    def get_model_device(model: Any) -> Any:
+        found = original(model)
+        if torch.device(found).type != "meta":
+            return found
+        device = execution_device(model)
+        return input_device(model) if device is None else device
+
+    return get_model_device

@@ -1,0 +1,62 @@
+"""CorDA cannot prepare a split model.
+
+``preprocess_corda`` decomposes the weights of the target modules outside their forwards, when an
+offloaded weight is on meta.  It also takes the device of the first parameter for that of the model;
+with the vision tower offloaded that one is meta, and so are the matrices that it brings there.
+
+The fix brings each weight in while it is decomposed, and asks where modules compute.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
+from .._offload import computing_device, onloaded
+
+PATCH = Patch(
+    name="corda_offload",
+    symptom=(
+        "Tensor on device meta is not on the expected device, or Tensor.item() cannot be called "
+        'on meta tensors, from preprocess_corda or LoraConfig(init_lora_weights="corda")'
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    # Adapters of offloaded layers are made, and their share is taken out, by that patch.
+    requires=("peft_redispatch",),
+    changes="preprocess_corda has the weights of offloaded target modules.",
+    ends="not fixed upstream as of peft 0.21.2",
+)
+
+_CORDA = "peft.tuners.lora.corda"
+
+
+@PATCH.probe
+def weights_are_not_brought_in() -> Finding:
+    """Look whether CorDA brings weights in like merging."""
+    import inspect
+
+    from peft.tuners.lora.corda import collect_eigens_for_layer
+
+    code = getattr(inspect.unwrap(collect_eigens_for_layer), "__code__", None)
+    if code is None:
+        return drifted("collect_eigens_for_layer is not a plain function")
+    if mentions(code, "onload"):
+        return fixed("CorDA brings offloaded weights in itself")
+    return broken()
+
+
+@PATCH.replaces(_CORDA, "collect_eigens_for_layer")
+def collect_eigens_for_layer(original: Any) -> Any:
+    @wraps(original)
+    def collect_eigens_for_layer(linear: Any, *args: Any, **kwargs: Any) -> Any:
+        with onloaded(linear):
+            return original(linear, *args, **kwargs)
+
+    return collect_eigens_for_layer
+
+
+@PATCH.replaces(_CORDA, "get_model_device")
+def get_model_device(original: Any) -> Any:
+    return computing_device(original)

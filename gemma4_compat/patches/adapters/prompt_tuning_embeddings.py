@@ -1,0 +1,108 @@
+"""Prompt tuning and P-tuning have no per-layer embeddings for their virtual tokens.
+
+PEFT puts the embeddings of virtual tokens before those of the text, and calls the base model with
+``inputs_embeds`` alone.  A model with per-layer embeddings (E2B, E4B) then searches its embedding
+for the token ids.  A virtual token is no token of the vocabulary, so that this search ends in an
+error, if it does not run out of memory before.
+
+The fix gives virtual tokens the per-layer embeddings of the pad token.  That is what Gemma 4 gives
+to all embeddings that are not a token's: those of images, video and audio.  The virtual tokens of
+CPT begin as tokens of the vocabulary; they have the per-layer embeddings of these.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
+from .._token_ids import token_ids
+
+PATCH = Patch(
+    name="prompt_tuning_embeddings",
+    symptom=(
+        "prompt tuning, P-tuning, CPT on E2B or E4B: CUDA out of memory, Tried to allocate "
+        "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
+    ),
+    affects=(("transformers>=5.5", "peft>=0.18"),),
+    changes=(
+        "In a PeftModel with virtual tokens these have the per-layer embeddings of the pad token, "
+        "in CPT those of cpt_token_ids."
+    ),
+    ends="not fixed upstream as of peft 0.21.2 and transformers 5.23.0",
+    links=(
+        "https://github.com/huggingface/peft/issues/3201",
+        "https://github.com/huggingface/transformers/issues/45874",
+    ),
+)
+
+_MODELING = "transformers.models.gemma4.modeling_gemma4"
+#: The text model that is called with virtual tokens, and the tokens that stand for them.
+_VIRTUAL: ContextVar[tuple[Any, list[int]] | None] = ContextVar("_VIRTUAL", default=None)
+
+
+@PATCH.probe
+def embeddings_are_searched() -> Finding:
+    """Look whether PEFT passes per-layer embeddings, and whether the model needs them."""
+    import inspect
+
+    from peft.peft_model import PeftModelForCausalLM
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+
+    forward = getattr(inspect.unwrap(PeftModelForCausalLM.forward), "__code__", None)
+    search = getattr(inspect.unwrap(Gemma4TextModel.get_per_layer_inputs), "__code__", None)
+    if forward is None or search is None:
+        return drifted("PeftModelForCausalLM.forward or Gemma4's search is not a plain function")
+    if mentions(forward, "per_layer_inputs"):
+        return fixed("PEFT passes per-layer embeddings itself")
+    if not mentions(search, "nonzero"):
+        return drifted("Gemma4TextModel.get_per_layer_inputs no longer searches the embedding")
+    return broken()
+
+
+@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.forward")
+@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.generate")
+@PATCH.replaces("peft.peft_model", "PeftModelForFeatureExtraction.forward")
+def with_virtual_tokens(original: Any) -> Any:
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.active_peft_config.is_prompt_learning:
+            return original(self, *args, **kwargs)
+        token = _VIRTUAL.set(_virtual_tokens(self))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _VIRTUAL.reset(token)
+
+    return call
+
+
+@PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
+def get_per_layer_inputs(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def get_per_layer_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        model, virtual = (_VIRTUAL.get() if input_ids is None else None) or (None, [])
+        if model is self:
+            embeds = args[0] if args else kwargs["inputs_embeds"]
+            ids = torch.tensor(virtual, device=embeds.device).expand(len(embeds), -1)
+            input_ids = torch.cat([ids, token_ids(self, embeds[:, len(virtual) :])], dim=1)
+        return original(self, input_ids, *args, **kwargs)
+
+    return get_per_layer_inputs
+
+
+def _virtual_tokens(peft_model: Any) -> tuple[Any, list[int]] | None:
+    """The text model that looks up per-layer embeddings, and a token for each virtual one."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+
+    models = (m for m in peft_model.get_base_model().modules() if isinstance(m, Gemma4TextModel))
+    model = next(models, None)
+    if model is None:
+        return None
+    config = peft_model.active_peft_config
+    pad = model.config.pad_token_id or 0
+    return model, list(getattr(config, "cpt_token_ids", None) or [pad] * config.num_virtual_tokens)

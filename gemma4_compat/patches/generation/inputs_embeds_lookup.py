@@ -1,0 +1,75 @@
+"""Embeddings without token ids cost memory for the whole vocabulary, for each token.
+
+A model with per-layer embeddings (E2B, E4B) needs the token ids to look those up.  Where it gets
+``inputs_embeds`` alone, ``get_per_layer_inputs`` compares each of them with each row of the
+embedding, all at once: batch x length x vocabulary x hidden size bytes, 1.7 TB for 1,652 tokens and
+20 virtual ones.
+
+Where that fits it does not work in bfloat16, either.  It multiplies the rows by
+``hidden_size**0.5``; the embedding multiplies them by that factor rounded to bfloat16 (39.25, not
+39.19, in E2B).  No row is equal to any embedding, and the error asks for exact embeddings.  The
+same error meets images, audio and padding: ``Gemma4Model`` puts the unscaled row of the pad token
+in their place.
+
+The fix compares hashes of what the embedding returns for all tokens, a part of the vocabulary at a
+time, and then the embeddings themselves.  It takes embeddings of upstream's own factor as well.
+An embedding that is no token's raises, as before, and so do two tokens that differ in nothing but
+their per-layer embeddings.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
+from .._token_ids import token_ids
+
+PATCH = Patch(
+    name="inputs_embeds_lookup",
+    symptom=(
+        "inputs_embeds without input_ids on E2B or E4B: CUDA out of memory, Tried to allocate "
+        "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
+    ),
+    affects=(("transformers>=5.5",),),
+    changes=(
+        "Gemma4TextModel.get_per_layer_inputs finds the token ids of inputs_embeds in memory of "
+        "the size of inputs_embeds, in every dtype, with offloaded embeddings too."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+    links=(
+        "https://github.com/huggingface/transformers/issues/45874",
+        "https://github.com/huggingface/transformers/pull/45883",
+        "https://github.com/huggingface/peft/issues/3201",
+    ),
+)
+
+_MODELING = "transformers.models.gemma4.modeling_gemma4"
+
+
+@PATCH.probe
+def compares_all_rows_at_once() -> Finding:
+    """Look whether the comparison is still there."""
+    import inspect
+
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+
+    code = getattr(inspect.unwrap(Gemma4TextModel.get_per_layer_inputs), "__code__", None)
+    if code is None:
+        return drifted("Gemma4TextModel.get_per_layer_inputs is not a plain function")
+    if mentions(code, "nonzero"):
+        return broken()
+    return fixed("Gemma4TextModel.get_per_layer_inputs no longer searches the embedding")
+
+
+@PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
+def get_per_layer_inputs(original: Any) -> Any:
+    @wraps(original)
+    def get_per_layer_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if input_ids is not None or not self.hidden_size_per_layer_input:
+            return original(self, input_ids, *args, **kwargs)
+        inputs_embeds = args[0] if args else kwargs["inputs_embeds"]
+        return original(self, token_ids(self, inputs_embeds), inputs_embeds)
+
+    return get_per_layer_inputs

@@ -1,0 +1,71 @@
+"""A pipeline takes the first value of a split model's device map for its device.
+
+Where the first module is offloaded that value is "disk", which is no device, or "cpu", where the
+module's weights rest and nothing computes: the inputs stay on the CPU, and all logits are copied
+there in each step.
+
+The fix has the pipeline take the device that inputs belong on (``gemma4_compat.input_device``).
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="pipeline_device",
+    symptom=(
+        "RuntimeError: Expected one of cpu, cuda, ... device type at start of device string: disk, "
+        "from pipeline(model=...) with a split model; or the pipeline's device is the CPU"
+    ),
+    affects=(("transformers>=5.5", "accelerate>=1.10"),),
+    changes=(
+        "A pipeline of a model whose device map begins with an offloaded module brings its inputs "
+        "to the device of the token embeddings."
+    ),
+    ends="not fixed upstream as of transformers 5.23.0",
+)
+
+
+@PATCH.probe
+def reads_the_device_map() -> Finding:
+    """Look whether a pipeline still reads the device map."""
+    import inspect
+
+    from transformers.pipelines.base import Pipeline
+
+    code = getattr(inspect.unwrap(Pipeline.__init__), "__code__", None)
+    if code is None:
+        return drifted("Pipeline.__init__ is not a plain function")
+    if mentions(code, "hf_device_map"):
+        return broken()
+    return fixed("a pipeline no longer reads the device map")
+
+
+@PATCH.replaces("transformers.pipelines.base", "Pipeline.__init__")
+def pipeline_init(original: Any) -> Any:
+    @wraps(original)
+    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        device_map = getattr(model, "hf_device_map", None)
+        first = next(iter(device_map.values()), None) if device_map else None
+        device = _input_device(model) if first in ("cpu", "disk") else None
+        if device is None:
+            original(self, model, *args, **kwargs)
+            return
+        with shadowed(model, hf_device_map={"": device}):
+            original(self, model, *args, **kwargs)
+
+    return __init__
+
+
+def _input_device(model: Any) -> Any | None:
+    from ...model.hooks import input_device
+
+    try:
+        return input_device(model)
+    except (TypeError, ValueError):
+        return None  # no token embeddings, or none that are loaded
