@@ -16,9 +16,9 @@ from ..model.hooks import execution_device, offload_hook
 from ..model.parts import tower_of
 from ._cache_memory import Memory, full_layers, layers_of
 from ._cuda_graph import CaptureFailed, NotCaptured, Step
+from ._forward_lock import lock_of
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
-from ._forward_lock import lock_of
 from ._snapshot import Snapshot, own_tensors
 from ._streaming import captured, first_layers, why_not_streamed
 

@@ -1,12 +1,11 @@
 """A merged model still says that it has adapters of transformers' own.
 
 ``model.load_adapter`` and ``model.add_adapter`` of transformers set a flag on the model,
-adapters, in ``_hf_peft_config_loaded``.  PEFT does not know that note.  Its ``merge_and_unload`` and
-``unload`` remove every adapter layer from the model, also those that transformers made, and the
-note stays.  ``save_pretrained`` then looks for adapters to save in place of the model, and there
-are none.
+``_hf_peft_config_loaded``.  PEFT does not know this flag.  Its ``merge_and_unload`` and ``unload``
+remove every adapter layer from the model, also those that transformers made, and the flag stays.
+``save_pretrained`` then searches adapters to save in place of the model, and the model has none.
 
-The fix removes the note once PEFT has removed the last adapter layer.
+The fix removes the flag once PEFT has removed the last adapter layer.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ PATCH = Patch(
     ),
     affects=(("transformers>=5.5", "peft>=0.18"),),
     changes=(
-        "PEFT's merge_and_unload and unload take the note that transformers left on the model, "
-        "that it has adapters, away with the last adapter layer."
+        "PEFT's merge_and_unload and unload reset transformers' flag of a model with adapters when "
+        "they remove the last adapter layer."
     ),
     ends="not fixed upstream as of peft 0.21.2",
 )
 
-_NOTE = "_hf_peft_config_loaded"
+_FLAG = "_hf_peft_config_loaded"
 
 
 @PATCH.probe
-def note_is_not_known() -> Finding:
+def flag_is_not_known() -> Finding:
     """Look whether PEFT unloads by the methods that are replaced."""
     import inspect
 
@@ -57,8 +56,8 @@ def unload(original: Any) -> Any:
     def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = original(self, *args, **kwargs)
         own = vars(model)
-        if own.get(_NOTE) and not any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            own[_NOTE] = False
+        if own.get(_FLAG) and not any(isinstance(m, BaseTunerLayer) for m in model.modules()):
+            own[_FLAG] = False
             own.pop("peft_config", None)
         return model
 

@@ -2,8 +2,8 @@
 
 ``from_pretrained`` leaves the weights for the disk in the checkpoint, and asks accelerate for the
 hooks that read them.  Up to transformers 5.12 it asks only if the map names more than one device.
-With ``{"": "disk"}`` the model has no weights and no hooks.  accelerate's ``dispatch_model`` has the
-same rule up to 1.14, and raises an error.
+With ``{"": "disk"}`` the model has no weights and no hooks.  accelerate's ``dispatch_model`` has
+the same rule up to 1.14, and raises an error.
 
 The fix attaches the hooks for such a map, too.  The model computes on the CPU, as it does with the
 releases that have no such bug.
