@@ -10,7 +10,8 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("native_adapters")
 
 Q_PROJ = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
-RANDOM = r"text logits differ"
+#: what from_pretrained makes of missing weights; it cannot initialise quantised ones
+RANDOM = r"text logits differ|\"normal_kernel_cpu\" not implemented for 'Byte'"
 LEFT = r"base_layer"
 
 
@@ -51,7 +52,7 @@ def test_modules_are_those_of_before(model_dir):
     assert model.model.language_model.layers[0].self_attn.q_proj.weight is weight
 
 
-@pytest.mark.regression("deleted_adapter_layers", RANDOM)
+@pytest.mark.regression("deleted_adapter_layers", RANDOM, behind="offloaded_save")
 def test_split(model_dir, tmp_path):
     layers = {f"model.language_model.layers.{i}": "disk" for i in (1, 4)}
     model = split(load_model(model_dir), tmp_path / "offload", {**layers, "": "cpu"})

@@ -25,12 +25,12 @@ def on_disk(model_dir, folder, device_map=None):
 def test_loaded(model_dir, tmp_path, device_map):
     expected = logits(load_model(model_dir))
     model = on_disk(model_dir, tmp_path, device_map)
-    assert not model.training
-    assert model.hf_device_map == device_map
     names = {name for name, _ in model.named_parameters()}
     assert_same(logits(model), expected)
     assert offloaded(model) >= names
     assert_same(logits(model), expected)
+    assert not model.training
+    assert model.hf_device_map == device_map
     assert "_disk_offload_index" not in vars(model)
 
 

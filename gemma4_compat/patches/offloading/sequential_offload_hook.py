@@ -29,7 +29,7 @@ PATCH = Patch(
     symptom=(
         "Accelerator.save_model or get_state_dict_offloaded_model of a model with offloaded "
         "modules: position_embedding_table is on the meta device, we need a `value` to put in on "
-        "cpu"
+        "cpu, or You can't save the model since some parameters are on the meta device"
     ),
     affects=(("transformers>=5.5", "accelerate>=1.10"),),
     changes=(
