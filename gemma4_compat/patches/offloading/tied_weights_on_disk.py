@@ -36,8 +36,8 @@ PATCH = Patch(
     changes=(
         "dispatch_model keeps weights that are tied to each other on one device if the map sends "
         "some of them to the disk and others elsewhere, and reads their values from the "
-        "checkpoint.  hf_device_map says where they are.  Tied weights that are all on the disk are "
-        "read one by one."
+        "checkpoint.  hf_device_map says where they are.  Tied weights that are all on the disk "
+        "are read one by one."
     ),
     ends="not fixed upstream as of transformers 5.23.0 and accelerate 1.15.0",
 )
@@ -82,7 +82,7 @@ def dispatch_model(original: Any) -> Any:
 def _brought_together(model: Any, device_map: Any, index: Any) -> dict[str, Any]:
     """Give tied weights their values if not all of them are on the disk.
 
-    Those that are all on the disk get an entry each in ``index``, and are tied no longer: accelerate
+    Those that are all on the disk get an entry each in ``index``, and are untied: accelerate
     up to 1.14 takes all other weights on the disk for tied to them.
 
     Returns new entries for modules that the map sends to the disk for such a weight alone.
