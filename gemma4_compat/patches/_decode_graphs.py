@@ -16,6 +16,7 @@ from ..model.hooks import execution_device, offload_hook
 from ..model.parts import tower_of
 from ._cache_memory import Memory, full_layers, layers_of
 from ._cuda_graph import CaptureFailed, NotCaptured, Step
+from ._forward_lock import lock_of
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._snapshot import Snapshot, own_tensors
@@ -198,7 +199,8 @@ class Decoder:
                 version.warm.add(kind)
                 return self.model(**inputs)
             first = first_layers(_modules_of_a_step(self.model).values())
-            with captured(first) as send_ahead:
+            # Another thread must not send layers meanwhile.
+            with lock_of(self.model), captured(first) as send_ahead:
 
                 def model(**kwargs: Any) -> Any:
                     send_ahead()

@@ -311,3 +311,16 @@ def test_the_patch_is_where_dispatch_model_looks(pristine):
     function = sys.modules["accelerate.big_modeling"].attach_align_device_hook_on_blocks
     assert function is accelerate.hooks.attach_align_device_hook_on_blocks
     assert hasattr(function, "__wrapped__") is (status == "applied")
+
+
+@pytest.mark.regression("root_device_map", r"we need a `value` to put in on cpu")
+@pytest.mark.parametrize("name", ["towers", "two layers", "half a layer", "no such module"])
+def test_loaded_from_a_checkpoint(model_dir, tmp_path, name):
+    """from_pretrained leaves what is for the disk in the checkpoint: it cannot be placed first."""
+    from transformers import Gemma4ForConditionalGeneration
+
+    model = Gemma4ForConditionalGeneration.from_pretrained(
+        model_dir, device_map=MAPS[name], dtype=torch.bfloat16, offload_folder=tmp_path
+    )
+    assert offloaded(model)
+    assert_same(logits(model), logits(load_model(model_dir)))

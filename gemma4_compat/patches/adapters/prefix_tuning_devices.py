@@ -23,12 +23,11 @@ PATCH = Patch(
         "StopIteration, or AttributeError: 'Gemma4Config' object has no attribute "
         "'num_hidden_layers', in a forward with prefix tuning or CARTRIDGE on a split model"
     ),
-    affects=(("transformers>=5.5", "accelerate>=1.10", "peft>=0.18"),),
+    affects=("transformers", "accelerate", "peft"),
     changes=(
         "The prefix of prefix tuning goes to the devices that the decoder layers of a split model "
         "execute on."
     ),
-    ends="not fixed upstream as of peft 0.21.2",
     links=(
         "https://github.com/huggingface/peft/issues/3619",
         "https://github.com/huggingface/peft/pull/3621",

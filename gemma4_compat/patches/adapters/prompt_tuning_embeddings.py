@@ -26,12 +26,11 @@ PATCH = Patch(
         "prompt tuning, P-tuning, CPT on E2B or E4B: CUDA out of memory, Tried to allocate "
         "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
     ),
-    affects=(("transformers>=5.5", "peft>=0.18"),),
+    affects=("transformers", "peft"),
     changes=(
         "In a PeftModel with virtual tokens these have the per-layer embeddings of the pad token, "
         "in CPT those of cpt_token_ids."
     ),
-    ends="not fixed upstream as of peft 0.21.2 and transformers 5.23.0",
     links=(
         "https://github.com/huggingface/peft/issues/3201",
         "https://github.com/huggingface/transformers/issues/45874",

@@ -32,12 +32,11 @@ PATCH = Patch(
         "inputs_embeds without input_ids on E2B or E4B: CUDA out of memory, Tried to allocate "
         "1690.50 GiB; or the inputs_embeds you provided do not exactly match the embedding weights"
     ),
-    affects=(("transformers>=5.5",),),
+    affects=("transformers",),
     changes=(
         "Gemma4TextModel.get_per_layer_inputs finds the token ids of inputs_embeds in memory of "
         "the size of inputs_embeds, in every dtype, with offloaded embeddings too."
     ),
-    ends="not fixed upstream as of transformers 5.23.0",
     links=(
         "https://github.com/huggingface/transformers/issues/45874",
         "https://github.com/huggingface/transformers/pull/45883",

@@ -1,0 +1,73 @@
+"""A model without adapters keeps the layers that held them.
+
+``model.delete_adapter`` of transformers removes the weights of an adapter from PEFT's layers, and
+leaves these layers in the model.  They compute what the layers in them compute.  With the last
+adapter the model is an ordinary one again for ``save_pretrained``, which saves all of it, but a
+weight in such a layer is called ``q_proj.base_layer.weight``.  ``from_pretrained`` looks for
+``q_proj.weight``, and leaves a random one.
+
+The fix takes the layers of PEFT out of the model with the last adapter.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import mentions
+
+PATCH = Patch(
+    name="deleted_adapter_layers",
+    symptom=(
+        "delete_adapter of the last adapter, then save_pretrained: the file calls weights "
+        "q_proj.base_layer.weight, and loads as a model with random ones, without a word"
+    ),
+    affects=("transformers", "peft"),
+    changes=(
+        "transformers' delete_adapter puts the layers that PEFT wrapped back in their places once "
+        "no adapter is left."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+
+@PATCH.probe
+def layers_are_left() -> Finding:
+    """Look whether the method puts anything back."""
+    import inspect
+
+    from transformers.integrations.peft import PeftAdapterMixin
+
+    code = getattr(inspect.unwrap(PeftAdapterMixin.delete_adapter), "__code__", None)
+    if code is None or "_hf_peft_config_loaded" not in code.co_names:
+        return drifted("delete_adapter does not say when the last adapter is gone")
+    if mentions(code, "base_layer"):
+        return fixed("delete_adapter puts the layers back itself")
+    return broken()
+
+
+@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
+def delete_adapter(original: Any) -> Any:
+    @wraps(original)
+    def delete_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not self._hf_peft_config_loaded:
+            _unwrap(self)
+        return result
+
+    return delete_adapter
+
+
+def _unwrap(module: Any) -> None:
+    """Put the layers in PEFT's layers in the places of these."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, child in module.named_children():
+        if isinstance(child, BaseTunerLayer):
+            module._modules[name] = child.get_base_layer()
+        elif isinstance(child, ModulesToSaveWrapper):
+            module._modules[name] = child.original_module
+        else:
+            _unwrap(child)

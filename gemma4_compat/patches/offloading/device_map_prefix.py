@@ -1,0 +1,59 @@
+"""An entry of a device map also takes modules whose names merely begin like it.
+
+transformers places the tensors of a checkpoint by the entries of the device map.  It compares the
+beginning of the tensor's name with the entry, and does not ask whether the name of a module ends
+there.  ``model.language_model.embed_tokens`` is also the beginning of
+``model.language_model.embed_tokens_per_layer``, and ``layers.1`` of ``layers.10``.  With the entry
+on the disk, tensors of the other module stay in the checkpoint as well.  accelerate compares whole
+names.  It is to place that module elsewhere, and has no values for it.
+
+The fix compares whole names, as accelerate does.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from ...model.device_maps import above
+
+PATCH = Patch(
+    name="device_map_prefix",
+    symptom=(
+        'a device map with "model.language_model.embed_tokens" or "...layers.1" on the disk: '
+        "weight is on the meta device, we need a `value` to put in on cpu"
+    ),
+    affects=("transformers",),
+    changes=(
+        "transformers' expand_device_map places a tensor by the longest entry that names a module "
+        "around it, or the tensor itself; not by entries that its name begins with by chance."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+
+@PATCH.probe
+def names_are_cut_short() -> Finding:
+    """Place a tensor beside a module whose name is the beginning of its own."""
+    from transformers.integrations.accelerate import expand_device_map
+
+    name = "embed_tokens_per_layer.weight"
+    placed = expand_device_map({"embed_tokens": "disk", "": "cpu"}, [name])
+    return broken() if placed[name] == "disk" else fixed("transformers compares whole names")
+
+
+@PATCH.replaces("transformers.integrations.accelerate", "expand_device_map")
+def expand_device_map(original: Any) -> Any:
+    @wraps(original)
+    def expand_device_map(device_map: Any, param_names: Any) -> Any:
+        if device_map is None:
+            return original(device_map, param_names)
+        return {name: device_map.get(_entry(name, device_map), "cpu") for name in param_names}
+
+    return expand_device_map
+
+
+def _entry(name: str, device_map: Any) -> str:
+    """The entry that places a tensor; that of the root, which may be missing, if none does."""
+    return next((each for each in (name, *above(name)) if each in device_map), "")

@@ -1,0 +1,81 @@
+"""Two threads that run one model with offloaded modules disturb each other.
+
+accelerate's hook gives an offloaded module its weights before a forward, and takes them away
+afterwards.  The weights belong to the module, not to the forward.  The thread that is ready first
+takes them away while the other one computes.  It fails with a tensor on meta, or computes with what
+is left.  What the hook notes between the two steps belongs to the hook, and is mixed up in the same
+way: the device of the inputs, the tied weights to remove, and, in this package, the layers that are
+on their way to the GPU.
+
+The fix has one lock for each dispatched model with offloaded modules.  A thread takes it for a
+forward of the model, or of an offloaded module in it, and may take it again inside.  Threads that
+generate take turns, one forward each.  Models without offloaded modules have no lock.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook
+from .._code import mentions
+from .._forward_lock import lock_forward, share_lock
+
+PATCH = Patch(
+    name="offload_threads",
+    symptom=(
+        "generate in several threads on one model with offloaded modules: Tensor on device meta "
+        "is not on the expected device, in some of the calls"
+    ),
+    affects=("transformers", "accelerate"),
+    changes=(
+        "accelerate's hooks let one thread at a time into the forward of a model with offloaded "
+        "modules, and of such a module."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+
+@PATCH.probe
+def hooks_take_no_lock() -> Finding:
+    """Look whether a forward with a hook takes a lock."""
+    import inspect
+
+    from accelerate import hooks
+
+    functions = (hooks.add_hook_to_module, hooks.AlignDevicesHook.pre_forward)
+    if any(mentions(inspect.unwrap(each).__code__, "lock") for each in functions):
+        return fixed("accelerate's hooks take a lock")
+    return broken()
+
+
+@PATCH.replaces("accelerate.hooks", "add_hook_to_module")
+def add_hook_to_module(original: Any) -> Any:
+    @wraps(original)
+    def add_hook_to_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module = original(module, *args, **kwargs)
+        if offload_hook(module) is not None:
+            lock_forward(module)
+        return module
+
+    return add_hook_to_module
+
+
+@PATCH.replaces("accelerate.hooks", "attach_align_device_hook")
+@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
+def attach_hooks(original: Any) -> Any:
+    import inspect
+
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def attach_hooks(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        # It calls itself for every module, with the module's name.
+        if not given.get("module_name"):
+            share_lock(given["module"])
+        return result
+
+    return attach_hooks

@@ -1,0 +1,87 @@
+"""A model that was loaded from a quantised checkpoint cannot be saved.
+
+``save_pretrained`` undoes what ``from_pretrained`` did to the names and tensors of a checkpoint.
+It reverses each conversion of the load.  A checkpoint that bitsandbytes quantised was loaded with a
+conversion that makes one quantised weight of its tensors, and that one has no reverse.
+
+None is needed: the layers of bitsandbytes write these very tensors to the state dict.  The fix
+leaves these conversions out while a state dict is converted back.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="quantized_resave",
+    symptom=(
+        "save_pretrained of a model that was loaded from a 4-bit or 8-bit checkpoint: "
+        "NotImplementedError; of a split one: We could not revert some weight conversions because "
+        "of offlading"
+    ),
+    affects=("transformers", "bitsandbytes"),
+    changes=(
+        "revert_weight_conversion, with which save_pretrained restores the names and tensors of a "
+        "checkpoint, leaves out the conversions that load weights quantised by bitsandbytes."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+_BITSANDBYTES = "transformers.integrations.bitsandbytes"
+
+
+@PATCH.probe
+def conversions_have_no_reverse() -> Finding:
+    """Convert back what was loaded with a conversion like those of bitsandbytes."""
+    from types import SimpleNamespace
+
+    from transformers.core_model_loading import (
+        ConversionOps,
+        WeightConverter,
+        revert_weight_conversion,
+    )
+
+    class Deserialize(ConversionOps):  # type: ignore[misc]
+        __module__ = _BITSANDBYTES
+
+        def convert(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    conversion = WeightConverter(["weight", "weight.absmax"], "weight", operations=[Deserialize()])
+    try:
+        revert_weight_conversion(SimpleNamespace(_weight_conversions=[conversion], config=None), {})
+    except NotImplementedError:
+        return broken()
+    return fixed("conversions without a reverse no longer prevent saving")
+
+
+@PATCH.replaces("transformers.core_model_loading", "revert_weight_conversion")
+def revert_weight_conversion(original: Any) -> Any:
+    @wraps(original)
+    def revert_weight_conversion(model: Any, state_dict: Any) -> Any:
+        conversions = getattr(model, "_weight_conversions", None) or []
+        kept = [each for each in conversions if not _loads_quantised(each)]
+        if len(kept) == len(conversions):
+            return original(model, state_dict)
+        with shadowed(model, _weight_conversions=kept):
+            return original(model, state_dict)
+
+    return revert_weight_conversion
+
+
+def _loads_quantised(conversion: Any) -> bool:
+    """Whether a conversion makes weights of bitsandbytes, and has no reverse."""
+    operations = getattr(conversion, "operations", None) or ()
+    return any(type(each).__module__ == _BITSANDBYTES and _is_final(each) for each in operations)
+
+
+def _is_final(operation: Any) -> bool:
+    try:
+        operation.reverse_op  # noqa: B018
+    except NotImplementedError:
+        return True
+    return False

@@ -1,0 +1,85 @@
+"""accelerate overlooks offloaded weights of modules with two hooks.
+
+``has_offloaded_params`` asks whether the hook of a module is an ``AlignDevicesHook`` that offloads.
+A module with several hooks carries one ``SequentialHook``, which holds them.  The answer is no.
+``align_module_device`` then moves the weights as if they were on a device, and they are on meta.
+``get_state_dict_offloaded_model``, and ``Accelerator.save_model`` with it, fail.
+
+``cpu_offload`` and ``disk_offload`` give the module that they are called with two hooks, if it has
+tensors of its own.  ``dispatch_model`` gives two to offloaded modules below another entry of the
+device map.
+
+The fix asks all hooks of a module, and aligns the module with the one that offloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.hooks import hooks_of, offload_hook
+from .._code import mentions
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="sequential_offload_hook",
+    symptom=(
+        "Accelerator.save_model or get_state_dict_offloaded_model of a model with offloaded "
+        "modules: position_embedding_table is on the meta device, we need a `value` to put in on "
+        "cpu, or You can't save the model since some parameters are on the meta device"
+    ),
+    affects=("transformers", "accelerate"),
+    changes=(
+        "accelerate's has_offloaded_params and align_module_device find the hook that offloads a "
+        "module among several hooks."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+
+@PATCH.probe
+def sequential_hook_is_overlooked() -> Finding:
+    """Look which hooks are asked for; while this is imported, accelerate has no hooks yet."""
+    import inspect
+
+    from accelerate.utils import modeling
+
+    code = inspect.unwrap(modeling.has_offloaded_params).__code__
+    if "AlignDevicesHook" not in code.co_varnames:
+        return drifted("has_offloaded_params does not look for an AlignDevicesHook")
+    if mentions(code, "SequentialHook"):
+        return fixed("accelerate asks all hooks of a module")
+    return broken()
+
+
+@PATCH.replaces("accelerate.utils.modeling", "has_offloaded_params")
+def has_offloaded_params(original: Any) -> Any:
+    @wraps(original)
+    def has_offloaded_params(module: Any) -> bool:
+        return bool(original(module)) or _is_overlooked(module)
+
+    return has_offloaded_params
+
+
+@PATCH.replaces("accelerate.utils.modeling", "align_module_device")
+def align_module_device(original: Any) -> Any:
+    @wraps(original)
+    def align_module_device(module: Any, execution_device: Any = None) -> Any:
+        if _is_overlooked(module):
+            return aligned(module, execution_device)
+        return original(module, execution_device)
+
+    @contextmanager
+    def aligned(module: Any, execution_device: Any) -> Iterator[None]:
+        with shadowed(module, _hf_hook=offload_hook(module)), original(module, execution_device):
+            yield
+
+    return align_module_device
+
+
+def _is_overlooked(module: Any) -> bool:
+    """Whether a hook offloads the module, among several."""
+    return len(hooks_of(module)) > 1 and offload_hook(module) is not None

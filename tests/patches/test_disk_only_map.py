@@ -1,0 +1,54 @@
+"""A model of which everything is on the disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import assert_same, load_model, logits, offloaded
+
+NO_WEIGHTS = r"on the meta device, and no accelerate hook brings them in"
+REFUSED = r"trying to offload the whole model to the disk"
+DISK = {"": "disk"}
+
+
+def on_disk(model_dir, folder, device_map=None):
+    from transformers import Gemma4ForConditionalGeneration
+
+    return Gemma4ForConditionalGeneration.from_pretrained(
+        model_dir, device_map=device_map or DISK, dtype=torch.bfloat16, offload_folder=folder
+    )
+
+
+@pytest.mark.regression("disk_only_map", f"{NO_WEIGHTS}|{REFUSED}")
+@pytest.mark.parametrize("device_map", [DISK, {"model": "disk", "lm_head": "disk"}])
+def test_loaded(model_dir, tmp_path, device_map):
+    expected = logits(load_model(model_dir))
+    model = on_disk(model_dir, tmp_path, device_map)
+    names = {name for name, _ in model.named_parameters()}
+    assert_same(logits(model), expected)
+    assert offloaded(model) >= names
+    assert_same(logits(model), expected)
+    assert not model.training
+    assert model.hf_device_map == device_map
+    assert "_disk_offload_index" not in vars(model)
+
+
+@pytest.mark.regression("disk_only_map", f"meta|{REFUSED}")
+def test_generate(model_dir, tmp_path):
+    ids = torch.tensor([[2, 17, 33, 121]])
+    found = on_disk(model_dir, tmp_path).generate(ids, max_new_tokens=6)
+    assert torch.equal(found, load_model(model_dir).generate(ids, max_new_tokens=6))
+
+
+@pytest.mark.regression("disk_only_map", f"{NO_WEIGHTS}|{REFUSED}")
+def test_saved(model_dir, tmp_path):
+    model = on_disk(model_dir, tmp_path / "offload")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(logits(load_model(tmp_path / "saved")), expected)
+
+
+def test_other_maps(model_dir):
+    model = load_model(model_dir, device_map={"": "cpu"})
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())

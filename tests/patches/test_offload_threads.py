@@ -1,0 +1,278 @@
+"""Several threads that run one model with offloaded modules."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+from tests.support import load_model, logits, split
+
+LAYERS = {**{f"model.language_model.layers.{i}": "disk" for i in (1, 2, 4)}, "": "cpu"}
+DISTURBED = r"meta|differs from that of one thread|PYTORCH_NVML_BASED_CUDA_CHECK"
+THREADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _frequent_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def prompt(number):
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, 500, (1, 6 + number % 5), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def generated(model, number):
+    return model.generate(**prompt(number), max_new_tokens=4, eos_token_id=None)
+
+
+def offloaded_linear(model):
+    return model.model.language_model.layers[1].mlp.down_proj
+
+
+@contextmanager
+def meeting(module):
+    """Have the threads meet in an offloaded module, once: else it is a matter of luck.
+
+    One lets the other one leave first.  With a lock they cannot meet, and do not wait again.
+    """
+    forward, barrier = module._old_forward, threading.Barrier(THREADS, timeout=3)
+
+    def meets(*args, **kwargs):
+        with suppress(threading.BrokenBarrierError):
+            if barrier.wait():
+                time.sleep(0.1)
+                barrier.abort()
+        return forward(*args, **kwargs)
+
+    module._old_forward = meets
+    yield
+    module._old_forward = forward
+
+
+def in_threads(call, calls=2):
+    """The results of ``call(0), call(1)...``, every other one from each thread."""
+    results, errors = {}, []
+
+    def work(first):
+        try:
+            for number in range(first, calls * THREADS, THREADS):
+                results[number] = call(number)
+        except Exception as error:  # of a thread, which would get lost
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+        assert not thread.is_alive(), "a thread waits for ever"
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(calls * THREADS)]
+
+
+def assert_as_in_one_thread(call, calls=2, meet=None):
+    expected = [call(number) for number in range(calls * THREADS)]
+    with nullcontext() if meet is None else meeting(meet):
+        found = in_threads(call, calls)
+    for number, each in enumerate(found):
+        assert torch.equal(each, expected[number]), f"{number} differs from that of one thread"
+
+
+def layers_on_disk(model, folder):
+    return split(model, folder, LAYERS)
+
+
+def all_on_disk(model, folder):
+    return disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+
+
+def all_on_cpu(model, folder):
+    return cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.regression("offload_threads", DISTURBED)
+@pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nf4"])
+def test_generate(model_dir, tmp_path, kind):
+    model = layers_on_disk(load_model(model_dir, kind), tmp_path)
+    assert_as_in_one_thread(lambda number: generated(model, number), calls=15)
+
+
+@pytest.mark.regression("offload_threads", DISTURBED)
+def test_one_offloaded_module(model_dir):
+    model = load_model(model_dir)
+    cpu_offload(model.model.language_model.layers[1].mlp, execution_device=torch.device("cpu"))
+    assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
+
+
+@pytest.mark.parametrize("offload", [all_on_disk, all_on_cpu])
+def test_generate_without_a_device_map(model_dir, tmp_path, offload):
+    """Unpatched they cannot generate in one thread either."""
+    model = offload(load_model(model_dir), tmp_path)
+    assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
+
+
+@pytest.mark.regression("offload_threads", DISTURBED, behind="peft_redispatch")
+def test_with_an_adapter(model_dir, language_adapter_dir, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    linear = offloaded_linear(model)
+    model = peft.PeftModel.from_pretrained(model, language_adapter_dir).eval()
+    assert_as_in_one_thread(lambda number: generated(model, number), meet=linear)
+
+
+@pytest.mark.regression("offload_threads", DISTURBED)
+@pytest.mark.parametrize("path", ["model.language_model", "model.language_model.layers.1.mlp"])
+def test_parts_of_the_model(model_dir, tmp_path, path):
+    """Not called through the model, which takes the lock for all of it."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    part, linear = model.get_submodule(path), offloaded_linear(model)
+
+    def call(number):
+        with torch.no_grad():
+            if path.endswith("mlp"):
+                values = torch.randn(1, 200, 128, generator=torch.Generator().manual_seed(number))
+                return part(values.to(torch.bfloat16))
+            return part(**prompt(number), use_cache=False).last_hidden_state
+
+    assert_as_in_one_thread(call, meet=linear)
+
+
+@pytest.mark.regression("offload_threads", DISTURBED, behind="peft_redispatch")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients(model_dir, language_adapter_dir, tmp_path, checkpointing):
+    """Checkpointing runs layers once more in the backward, outside of the model's forward."""
+    peft = pytest.importorskip("peft")
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    linear = offloaded_linear(model)
+    model = peft.PeftModel.from_pretrained(model, language_adapter_dir, is_trainable=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def call(number):
+        inputs = prompt(number)
+        inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+        return torch.cat([each.flatten() for each in found if each is not None])
+
+    assert_as_in_one_thread(call, meet=linear)
+
+
+@pytest.mark.regression("offload_threads", DISTURBED)
+def test_a_copy(model_dir, tmp_path):
+    model = copy.deepcopy(layers_on_disk(load_model(model_dir), tmp_path))
+    assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
+
+
+def test_an_error_gives_the_lock_back(model_dir, tmp_path):
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = logits(model, ["text"])["text"]
+    mlp = model.model.language_model.layers[1].mlp
+
+    def fail(*args):
+        raise KeyError("users")
+
+    handle = mlp.down_proj.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="users"):
+        logits(model, ["text"])
+    handle.remove()
+    found = in_threads(lambda number: logits(model, ["text"])["text"])
+    assert all(torch.equal(each, expected) for each in found)
+
+
+def test_a_hook_that_calls_the_model(model_dir, tmp_path):
+    """It is inside of the model's forward, in the same thread."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = logits(model, ["text"])["text"]
+    inner = []
+
+    def call(module, args, output):
+        if not inner:
+            inner.append(None)
+            inner[0] = logits(model, ["text"])["text"]
+
+    handle = model.model.language_model.layers[2].register_forward_hook(call)
+    found = logits(model, ["text"])["text"]
+    handle.remove()
+    assert torch.equal(found, expected)
+    assert torch.equal(inner[0], expected)
+
+
+def test_a_stream_of_text(model_dir, tmp_path):
+    """Tokens come from a thread that generates, while this one waits for them."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = generated(model, 0)[0, prompt(0)["input_ids"].shape[1] :].tolist()
+    tokens = []
+
+    class Streamer:
+        def put(self, value):
+            tokens.extend(value.flatten().tolist())
+            assert logits(model, ["text"])  # as a user's callback may do
+
+        def end(self):
+            tokens.append("end")
+
+    work = threading.Thread(
+        target=model.generate,
+        kwargs={**prompt(0), "max_new_tokens": 4, "eos_token_id": None, "streamer": Streamer()},
+        daemon=True,
+    )
+    work.start()
+    work.join(timeout=300)
+    assert tokens[-5:] == [*expected, "end"]
+
+
+def test_models_do_not_wait_for_each_other():
+    """One waits in its forward for the other one's: with one lock for both it would be for ever."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    class Meets(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, values):
+            meeting.wait()
+            return values * self.weight
+
+    modules = [Meets(), Meets()]
+    for module in modules:
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True))
+
+    def run(module):
+        with torch.no_grad():
+            module(torch.ones(2))
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not meeting.broken
+
+
+def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):
+    model = split(load_model(model_dir), tmp_path, {"model": "cpu", "": "cpu"})
+    assert not hasattr(model, "_hf_hook")
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    idle = model.model.language_model.layers[0].mlp.down_proj
+    assert not hasattr(idle._hf_hook, "_forward_lock")
+    remove_hook_from_module(model, recurse=True)
+    assert not [m for m in model.modules() if isinstance(vars(m).get("forward"), partial)]
