@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that prints an error in the arguments as one line."""
 
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
+        # Positional arguments are in capitals; their messages name the value.
+        message = re.sub(r"^argument ([A-Z_]+: )?", "", message)
         if message.startswith(("the following arguments", "unrecognized")):
             message += f" ({self.prog} --help lists the arguments)"
         self.exit(2, f"{self.prog}: {message}\n")

@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import text
 from ..engine.status import State
-from ..errors import InputError
+from ..errors import InputError, suggestion
 from ..model.files import existing_folder
 from ..model.meta import checkpoint_model
 from ..model.parts import (
@@ -28,6 +28,7 @@ from ..model.parts import (
     is_shared_kv,
     is_under,
     shared_layers,
+    target_parameters,
     tower_of,
 )
 from ..result import Result
@@ -313,9 +314,10 @@ def lora_parameters(module: Any, rank: int) -> int | None:
 
 
 def _notes(base: BaseModel, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
-    nothing = [target for target, count in by_target.items() if not count]
-    if nothing and matched:
-        yield f"{text.some(nothing)}: matches no module of this model"
+    last_names = {name.rpartition(".")[2] for name in base.modules}
+    for target, count in by_target.items():
+        if not count:
+            yield f"{target} matches no module of this model{suggestion(target, last_names)}"
     towers = {tower_of(name) for name in matched}
     if towers and "language" not in towers:
         inner = all(name.endswith(".linear") for name in matched)
@@ -330,8 +332,7 @@ def _notes(base: BaseModel, matched: list[str], by_target: Mapping[str, int]) ->
         )
     experts = experts_without_adapter(base.modules, matched)
     if experts:
-        names = sorted({".".join(name.split(".")[-2:]) for name in experts})
-        layers = len({name.rpartition(".")[0] for name in experts})
+        names, layers = target_parameters(experts)
         yield (
             f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules matches "
             "modules, and one parameter holds all experts of a layer. Set "
@@ -349,6 +350,7 @@ def _lines(scan: TargetScan) -> Iterator[str]:
     yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
     yield ""
     if not scan.matches:
+        yield from _note_lines(scan)
         yield scan.verdict
         return
     verdicts = {
@@ -382,6 +384,10 @@ def _lines(scan: TargetScan) -> Iterator[str]:
             f"LoRA of rank {scan.rank} on {text.plural(len(scan.layers), 'layer')}: "
             f"{scan.parameters:,} parameters, {text.size(scan.bytes)} in float32"
         )
+    yield from _note_lines(scan)
+    yield scan.verdict
+
+
+def _note_lines(scan: TargetScan) -> Iterator[str]:
     for note in scan.notes:
         yield text.wrap(note, " " * 6, "note: ")
-    yield scan.verdict

@@ -90,3 +90,9 @@ def experts_without_adapter(modules: Mapping[str, Any], adapted: Iterable[str]) 
     projections = (name for name in adapted if name.endswith(("gate_proj", "up_proj", "down_proj")))
     beside = {name.rpartition(".mlp.")[0] for name in projections}
     return [name for name in fused_experts(modules) if name.split(".experts.")[0] in beside]
+
+
+def target_parameters(names: Iterable[str]) -> tuple[list[str], int]:
+    """The ``target_parameters`` of PEFT that match these parameters, and the number of layers."""
+    steps = [name.split(".") for name in names]
+    return sorted({".".join(each[-2:]) for each in steps}), len({tuple(s[:-1]) for s in steps})

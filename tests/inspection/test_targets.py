@@ -172,12 +172,15 @@ def test_rank_that_a_grouped_convolution_cannot_have(model_dir):
 def test_nothing_matches(model_dir):
     found = scan_targets(model_dir, ["multi_modal_projector"])
     assert not found.ok
-    assert "Nothing matches" in str(found)
+    assert found.verdict.startswith("no module matches: ")
+    assert found.verdict in " ".join(str(found).split())
     with pytest.raises(ValueError, match="not found in the base model"):
         made(load_model(model_dir), ["multi_modal_projector"], 8)
     some = scan_targets(model_dir, ["multi_modal_projector", "q_proj"])
     assert some.by_target == {"multi_modal_projector": 0, "q_proj": 10}
-    assert "multi_modal_projector: matches nothing" in str(some)
+    assert "multi_modal_projector matches no module" in str(some)
+    misspelt = scan_targets(model_dir, ["q_porj", "v_proj"])
+    assert "q_porj matches no module of this model (did you mean q_proj?)" in misspelt.notes
 
 
 def test_without_peft(model_dir, monkeypatch):
@@ -252,8 +255,8 @@ def test_command_names_what_is_wrong(model_dir, tmp_path, capsys):
         ((tmp_path, "--targets", "q_proj"), f"{broken}: not JSON"),
         ((unknown, "--targets", "q_proj"), f"{unknown / 'config.json'}: not understood"),
         ((quantised, "--targets", "q_proj"), f"{quantised / 'config.json'}: not understood"),
-        ((model_dir, "--targets", "(q_proj"), "'(q_proj' is not a regular expression"),
-        ((model_dir, "--targets", "q_proj", "--rank", 0), "rank must be at least 1"),
+        ((model_dir, "--targets", "(q_proj"), "--targets: '(q_proj' is not a regular expression"),
+        ((model_dir, "--targets", "q_proj", "--rank", 0), "--rank: '0' is not a whole number"),
     ):
         assert run(*arguments) == 2
         told = capsys.readouterr()

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from ...model.parts import experts_without_adapter
+from ...model.parts import experts_without_adapter, target_parameters
 from .._code import mentions
 
 logger = logging.getLogger(__name__)
@@ -78,12 +78,12 @@ def _warn(model: Any, adapter_name: str) -> None:
             reached.add(f"{own}.{getattr(module, 'parameter_name', '')}")
     missed = [n for n in experts_without_adapter(modules, adapted) if n not in reached]
     if missed:
-        targets = sorted({".".join(name.split(".")[-2:]) for name in missed})
+        targets, layers = target_parameters(missed)
         logger.warning(
             "the adapter %r is on the dense MLP, but on none of the experts of %d layers, because "
             "target_modules matches only modules, and the experts of a layer are parameters.  To "
             "train the experts, too, add target_parameters=%r to the adapter's config.",
-            adapter_name, len({name.rpartition(".")[0] for name in missed}), targets,
+            adapter_name, layers, targets,
         )  # fmt: skip
 
 
