@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from ..model.hooks import offload_hook
 
 #: About how many numbers of the embedding are hashed at a time.
 _NUMBERS = 16 * 2**20
+
+#: The text model that is called with virtual tokens, and the tokens that stand for them.
+VIRTUAL: ContextVar[tuple[Any, list[int]] | None] = ContextVar("VIRTUAL", default=None)
+
+
+def virtual_tokens(model: Any) -> list[int]:
+    """The tokens that stand for the virtual tokens at the beginning of this model's input."""
+    called, tokens = VIRTUAL.get() or (None, [])
+    return tokens if called is model else []
 
 
 def token_ids(model: Any, inputs_embeds: Any) -> Any:
@@ -22,6 +32,15 @@ def token_ids(model: Any, inputs_embeds: Any) -> Any:
         RuntimeError: an embedding is no token's, or that of tokens that differ in their per-layer
             embeddings.
     """
+    import torch
+
+    virtual = virtual_tokens(model)
+    beginning = torch.tensor(virtual, dtype=torch.long, device=inputs_embeds.device)
+    rest = _search_all(model, inputs_embeds[:, len(virtual) :])
+    return torch.cat([beginning.expand(len(rest), -1), rest], dim=1)
+
+
+def _search_all(model: Any, inputs_embeds: Any) -> Any:
     import torch
 
     with torch.no_grad():

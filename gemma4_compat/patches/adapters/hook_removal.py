@@ -54,13 +54,15 @@ def hook_of_a_wrapped_module() -> Finding:
 
 @PATCH.replaces("accelerate.hooks", "remove_hook_from_module")
 def remove_hook_from_module(original: Any) -> Any:
+    from accelerate import hooks
+
     @wraps(original)
     def remove_hook_from_module(module: Any, recurse: bool = False) -> Any:
         if not _passes_a_hook_on(module):
             return original(module, recurse)
         if recurse:
             for child in module.children():
-                remove_hook_from_module(child, recurse)
+                hooks.remove_hook_from_module(child, recurse)
         return module
 
     return remove_hook_from_module

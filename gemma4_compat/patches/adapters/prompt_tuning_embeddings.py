@@ -12,13 +12,12 @@ CPT begin as tokens of the vocabulary; they have the per-layer embeddings of the
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from .._code import mentions
-from .._token_ids import token_ids
+from .._token_ids import VIRTUAL, token_ids, virtual_tokens
 
 PATCH = Patch(
     name="prompt_tuning_embeddings",
@@ -38,8 +37,6 @@ PATCH = Patch(
 )
 
 _MODELING = "transformers.models.gemma4.modeling_gemma4"
-#: The text model that is called with virtual tokens, and the tokens that stand for them.
-_VIRTUAL: ContextVar[tuple[Any, list[int]] | None] = ContextVar("_VIRTUAL", default=None)
 
 
 @PATCH.probe
@@ -69,26 +66,21 @@ def with_virtual_tokens(original: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.active_peft_config.is_prompt_learning:
             return original(self, *args, **kwargs)
-        token = _VIRTUAL.set(_virtual_tokens(self))
+        token = VIRTUAL.set(_virtual_tokens(self))
         try:
             return original(self, *args, **kwargs)
         finally:
-            _VIRTUAL.reset(token)
+            VIRTUAL.reset(token)
 
     return call
 
 
 @PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
 def get_per_layer_inputs(original: Any) -> Any:
-    import torch
-
     @wraps(original)
     def get_per_layer_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        model, virtual = (_VIRTUAL.get() if input_ids is None else None) or (None, [])
-        if model is self:
-            embeds = args[0] if args else kwargs["inputs_embeds"]
-            ids = torch.tensor(virtual, device=embeds.device).expand(len(embeds), -1)
-            input_ids = torch.cat([ids, token_ids(self, embeds[:, len(virtual) :])], dim=1)
+        if input_ids is None and virtual_tokens(self):
+            input_ids = token_ids(self, args[0] if args else kwargs["inputs_embeds"])
         return original(self, input_ids, *args, **kwargs)
 
     return get_per_layer_inputs
