@@ -226,7 +226,8 @@ class Layer(NotCopied):
     def lay_out(self) -> None:
         """Choose the modules to copy in the block and move their tensors, before the first forward.
 
-        Where this is not possible, or not known to pay, the modules stay with accelerate.
+        If this is not possible, or for unquantised and 8-bit layers of models outside ``_MODELS``,
+        accelerate copies the modules.
         """
         import torch
 
