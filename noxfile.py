@@ -37,15 +37,21 @@ TRL = {
 }
 #: Another library that patches the same functions as we do, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: The arguments of each call of pytest on these stacks.  All tests run on the newest stack.  On the
-#: others, the tests that each bug is fixed run, and those that depend most on the versions.
+#: The arguments of each call of pytest on these stacks.  Nearly all tests run on the newest stack.
+#: On the others, the tests that each bug is fixed run, and those that depend most on the versions.
 PARTS = {
-    "newest": (("tests",),),
+    "newest": (("tests", "-m", "not slow"),),
     "users": (
-        ("tests", "-m", "regression"),
-        ("tests/test_contract.py", "tests/test_import.py", "tests/test_users_code.py"),
+        ("tests", "--sample"),
+        (
+            "tests/test_contract.py",
+            "tests/test_import.py",
+            "tests/test_users_code.py",
+            "-m",
+            "not slow",
+        ),
     ),
-    "oldest": (("tests", "--sample"), ("tests/test_contract.py", "tests/test_import.py")),
+    "oldest": (("tests", "--sample"), ("tests/test_import.py", "-m", "not slow")),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests

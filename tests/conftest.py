@@ -56,6 +56,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "regression(patch, error, behind, then): see tests/conftest.py"
     )
+    config.addinivalue_line("markers", "slow: starts many processes; nox leaves it out by default")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 

@@ -139,6 +139,7 @@ def without_sources(folder, package):
 # -- threads and processes -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads(ask, usual):
     """The libraries themselves do not bear being imported in different orders at once."""
     code = """
@@ -209,6 +210,7 @@ class Data:
 """
 
 
+@pytest.mark.slow
 def test_child_processes(tmp_path, ask, usual):
     """A forked child is patched; a spawned one as soon as something in it imports the package."""
     (tmp_path / "children.py").write_text(CHILDREN)
@@ -224,6 +226,7 @@ def test_child_processes(tmp_path, ask, usual):
     assert {"spawn", "DataLoader, spawn"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_pytest_xdist(tmp_path, ask, usual):
     pytest.importorskip("xdist")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -288,6 +291,7 @@ print(json.dumps(found))
 # -- installations ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_library_that_cannot_be_imported(tmp_path, ask, usual):
     """The user gets the library's own error, and the patches once it is repaired."""
     code = f"""
@@ -348,6 +352,7 @@ def test_library_with_a_missing_module(tmp_path, ask, usual):
     assert found["spared"]
 
 
+@pytest.mark.slow
 def test_packages_in_a_zip_file(tmp_path, ask, usual):
     """peft, without its metadata, and this package, whose patches are found by listing it."""
     path = zipped(tmp_path, "peft", "gemma4_compat")
@@ -359,6 +364,7 @@ def test_packages_in_a_zip_file(tmp_path, ask, usual):
     assert found == usual
 
 
+@pytest.mark.slow
 def test_packages_without_metadata(tmp_path, ask, usual):
     """As in a frozen application; transformers itself insists on accelerate's."""
     packages = ("transformers", "peft", "bitsandbytes")
@@ -374,6 +380,7 @@ for name in {packages!r}:
     assert finds_in([ROOT, ask, *layout], code + STATES) == usual
 
 
+@pytest.mark.slow
 def test_packages_without_sources(tmp_path, ask, usual):
     """Probes look at code."""
     for package in ("peft", "gemma4_compat"):
@@ -420,6 +427,7 @@ def test_version_that_code_tells(tmp_path, monkeypatch):
     assert unknown.versions == {"is-silent": None}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
 def test_read_only_installation(tmp_path_factory):
     """As another user where this one may write anywhere."""
@@ -556,6 +564,7 @@ def late_and_early(tmp_path, ask, usual, model_dir, adapter_dir):
     return found
 
 
+@pytest.mark.slow
 def test_models_built_before_the_import(late_and_early):
     import torch
 

@@ -476,6 +476,7 @@ def test_stacking_order_does_not_matter(libraries):
     assert backwards == forwards
 
 
+@pytest.mark.slow
 def test_blocked_where_a_required_patch_is_off(libraries):
     """Each patch that others require is switched off once; the others are as ever."""
     usual = worker("shim_first")["states"]

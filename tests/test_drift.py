@@ -410,10 +410,12 @@ def changes(request):
     return results
 
 
+@pytest.mark.slow
 def test_replacements_take_the_calls_of_the_originals():
     assert worker("one_at_a_time")["misfits"] == []
 
 
+@pytest.mark.slow
 def test_patches_step_aside_or_go_on_to_work(changes):
     for found in changes:
         assert found["state"] in (*ASIDE, "applied"), found
@@ -424,12 +426,14 @@ def test_patches_step_aside_or_go_on_to_work(changes):
             assert found["reason"], found
 
 
+@pytest.mark.slow
 def test_what_is_gone_or_no_function_is_not_patched(changes):
     for found in changes:
         if found["kind"] in ("no function", "no class", "removed class"):
             assert found["state"] in ASIDE, found
 
 
+@pytest.mark.slow
 def test_drift_is_said_once(changes):
     for found in changes:
         assert len(found["warnings"]) == (found["state"] == "drifted"), found
@@ -438,6 +442,7 @@ def test_drift_is_said_once(changes):
         )
 
 
+@pytest.mark.slow
 def test_patches_that_step_aside_leave_nothing(changes):
     for found in changes:
         if found["state"] != "applied":
@@ -445,6 +450,7 @@ def test_patches_that_step_aside_leave_nothing(changes):
         assert found["left"] == [], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(len(CHANGES)))
 def test_import_of_changed_libraries(turn):
     found = worker("all_at_once", turn)

@@ -173,6 +173,7 @@ assert len(anew.status()) > 0
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_probes_draw_no_random_numbers():
     """``set_seed`` before the first import of PEFT means what it meant."""
     pytest.importorskip("peft")

@@ -678,6 +678,7 @@ def stopped_by(number, arguments, work):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_signals_leave_nothing(model_dir, language_adapter_dir, work, name):
     number = getattr(signal, name)
@@ -689,6 +690,7 @@ def test_signals_leave_nothing(model_dir, language_adapter_dir, work, name):
     assert names(work / "out") == ["old"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_merge_leaves_is_removed(model_dir, language_adapter_dir, work, capsys):
     """Its folder is not locked any more; that of a running merge is, and stays."""
     ran = stopped_by(signal.SIGKILL, (model_dir, language_adapter_dir), work)

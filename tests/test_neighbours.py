@@ -250,6 +250,7 @@ def _life(name, order, model_dir, adapter_dir):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", [name for name in NEIGHBOURS if name != "nobody"])
 def test_neighbour(life, name, order):

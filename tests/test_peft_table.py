@@ -28,16 +28,19 @@ def cells(row, fault=None):
     return json.loads(done.stdout.splitlines()[-1])["cells"]
 
 
+@pytest.mark.slow
 def test_no_fault():
     assert {kind for kind, _, _ in cells("LORA @ layer").values()} == {"="}
 
 
+@pytest.mark.slow
 def test_changed_weight():
     found = cells("LORA @ layer", "weight")
     for action in ("create", "forward", "disable", "train", "load", "merge", "unload"):
         assert found[action][0] == "WRONG", action
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_off():
     """PEFT merges into both ends of a tied model; the split model is right."""
     found = cells("LORA @ lm_head")
@@ -46,6 +49,7 @@ def test_the_whole_model_is_off():
     assert {kind for action, (kind, _, _) in found.items() if action not in merged} == {"="}
 
 
+@pytest.mark.slow
 def test_error_of_the_split_model():
     assert cells("none @ layer", "error")["forward"][0] == "REFUSED"
 

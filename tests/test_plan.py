@@ -151,6 +151,7 @@ def test_does_not_fit(e2b_dir, capsys):
     assert printed.err == ""
 
 
+@pytest.mark.slow
 def test_a_shorter_context_that_fits(e2b_dir):
     """The advised context fits; if no context fits, the message says so."""
     found = plan(e2b_dir, 3 * GIB // 2, context=131072)

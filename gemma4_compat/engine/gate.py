@@ -55,7 +55,8 @@ def installed_version(distribution: str) -> str | None:
 def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
     """Check the requirements against the installed distributions.  All of them must hold.
 
-    ``floors`` maps distributions to their oldest supported versions, which are required, too.
+    ``floors`` maps distributions to their oldest supported versions.  They are added to the
+    requirements without a lower bound.
 
     Raises:
         ValueError: a requirement is not valid.
@@ -81,7 +82,8 @@ def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:
     from packaging.specifiers import SpecifierSet
 
     requirement = Requirement(text)
-    if requirement.name in floors:
+    begins = any(each.operator in (">", ">=") for each in requirement.specifier)
+    if requirement.name in floors and not begins:
         requirement.specifier &= SpecifierSet(f">={floors[requirement.name]}")
     return requirement
 
