@@ -1,1 +1,1 @@
-"""What the patches save and cost, measured: ``python -m benchmarks``."""
+"""Measure what the patches save and cost: ``python -m benchmarks``."""

@@ -1,8 +1,8 @@
-"""Run the comparisons: every case without and with the patches, each in a process of its own.
+"""Run every case without and with the patches, each run in its own process.
 
     python -m benchmarks [--out FOLDER] [--cache FOLDER] [--shape e2b|e4b|tiny] [--rounds N]
 
-Finished cases are lines of ``OUT/cases.jsonl`` and are skipped by the next run.
+A finished case is a line of ``OUT/cases.jsonl``, and the next run skips it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _say(text: str) -> None:
 
 
 def _child(module: str, *arguments: str, patched: bool, log: Path, timeout: float) -> Any:
-    """What the last JSON line of a process says, and whether it ended by itself."""
+    """The last JSON line of a process, and why the process failed (``None``: it did not)."""
     environment = {**os.environ, "GEMMA4_COMPAT": "1" if patched else "0"}
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     with log.open("a") as errors:
@@ -66,12 +66,12 @@ def _append(file: Path, entry: dict[str, Any]) -> None:
 
 
 def _prepare(args: argparse.Namespace, file: Path, log: Path) -> str:
-    """Write the checkpoint unless it is there; the shape."""
+    """Write the checkpoint unless it exists; return its shape."""
     known = Results(file).machine
     shape = known.get("shape", args.shape) if args.shape == "auto" else args.shape
     if known and known["shape"] != shape:
         sys.exit(f"{file} holds cases of {known['shape']}: choose another --out")
-    _say("writing the checkpoint, unless it is there ...")
+    _say("writing the checkpoint, unless it exists ...")
     start = time.monotonic()
     arguments = (str(args.cache), shape)
     machine, ended = _child("checkpoint", *arguments, patched=False, log=log, timeout=900)
@@ -81,7 +81,7 @@ def _prepare(args: argparse.Namespace, file: Path, log: Path) -> str:
         _append(file, machine)
     _say(f"{machine['shape']} on {machine['device']}, {time.monotonic() - start:.0f} s")
     if not machine["device"]:
-        _say("No GPU here: the code is run on the CPU, and its figures mean nothing.")
+        _say("No GPU: the cases run on the CPU, and their figures mean nothing.")
     return str(machine["shape"])
 
 
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> None:
         if (name, patched, round_) in done or (name, patched) in failed:
             continue
         if time.monotonic() - begun > args.budget:
-            _say(f"the budget of {args.budget:.0f} s is used up; the same command goes on")
+            _say(f"the budget of {args.budget:.0f} s is used up; run the same command to go on")
             break
         title = f"[{number}/{len(wanted)}] {CASES[name].title}, "
         title += "patched" if patched else "unpatched"
@@ -132,18 +132,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks-out"), help="results")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/gemma4-benchmarks"))
     parser.add_argument("--shape", choices=["auto", "e2b", "e4b", "tiny"], default="auto")
-    parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of every case")
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one case")
-    parser.add_argument("--report", type=Path, metavar="OUT", help="only write table and plot")
+    parser.add_argument("--report", type=Path, metavar="OUT", help="only write tables and plot")
     args = parser.parse_args()
     args.out, args.cache = args.out.resolve(), args.cache.resolve()
     if not args.report:
         try:
             _run(args)
         except KeyboardInterrupt:
-            _say("interrupted; the same command goes on from here")
+            _say("interrupted; run the same command to go on")
             sys.exit(130)
     print(write(args.report or args.out))
 

@@ -1,7 +1,7 @@
-"""The cases, and how one is played in a process of its own.
+"""The cases, and the code that runs one of them in its own process.
 
-``python -m benchmarks.cases NAME SHAPE CACHE`` prints a JSON line whenever it knows more; the last
-line holds everything.
+``python -m benchmarks.cases NAME SHAPE CACHE`` prints a JSON line after each stage; the last line
+holds all figures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ LAYERS = "decoder layers"
 
 @dataclass(frozen=True)
 class Case:
-    """One device map: ``away`` names the modules that are not on the GPU, ``LAYERS`` stands for
-    20 of 35 decoder layers, which are dispatched after loading where they are in 4 bits; ``base``,
-    ``adapter`` and ``prefill`` say what is timed."""
+    """One device map, and what is timed with it.
+
+    ``away`` names the offloaded modules, ``where`` their device.  ``LAYERS`` stands for 20 of 35
+    decoder layers; in 4 bits they are dispatched after loading.  ``base``, ``adapter`` and
+    ``prefill`` select what is timed.
+    """
 
     title: str
     away: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ CASES = {
     "ple_disk": Case("PLE on disk", (PLE,), where="disk"),
 }
 
-#: (name, patched): what matters most first, the two sides of a ratio side by side
+#: (name, patched): the most important first; the two sides of a ratio follow each other
 ORDER = [
     ("gpu", False),
     ("ple", True),
@@ -73,7 +76,7 @@ def load(
     *,
     four_bit: bool | None = None,
 ) -> Any:
-    """The model of a case, in eval mode; in 4 bits as the case says, unless told otherwise."""
+    """The model of a case, in eval mode; ``four_bit`` overrides the case's own setting."""
     import torch
     from accelerate import dispatch_model
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
@@ -87,14 +90,14 @@ def load(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        # On a machine without a GPU this would leave everything in float.
+        # On a machine without a GPU this flag would leave all layers unquantised.
         llm_int8_enable_fp32_cpu_offload=cuda,
     )
     names = list(case.away)
     if LAYERS in names:
         names = [f"model.language_model.layers.{i}" for i in offloaded_layers(shape)]
     away = dict.fromkeys(names, case.where if cuda else "disk")
-    # An explicit map would leave the layers that it names unquantised.
+    # transformers would leave the layers that a device map offloads unquantised.
     by_dispatch = bool(away) and ((LAYERS in case.away and four_bit) or not cuda)
     scratch = folder / f"offload-{os.getpid()}"
     model = Gemma4ForConditionalGeneration.from_pretrained(
@@ -116,7 +119,7 @@ def load(
 
 
 class Play:
-    """One case; ``figures`` grows, ``error`` is what ended it, ``notes`` what was left out."""
+    """One case: its ``figures``, the ``error`` that ended it, and ``notes`` on failed options."""
 
     def __init__(self, name: str, shape: str, folder: Path) -> None:
         self.case, self.shape, self.folder = CASES[name], shape, folder
@@ -126,7 +129,7 @@ class Play:
         self.model: Any = None
 
     def stage(self, name: str, action: Callable[[], Any], *, optional: bool = False) -> None:
-        """Run ``action`` unless an earlier stage failed."""
+        """Run ``action`` unless an earlier stage failed; an optional stage may fail."""
         if self.error:
             return
         start = time.perf_counter()
@@ -171,7 +174,7 @@ class Play:
         self.figures["patches"] = [p.name for p in status if str(p.state) == "applied"]
         if torch.cuda.is_available():
             torch.cuda.init()
-        # PEFT's own lazy imports shall not count as time to load an adapter.
+        # Run PEFT's lazy imports now: they must not count as time to load an adapter.
         small = torch.nn.Sequential(torch.nn.Linear(8, 8))
         peft.get_peft_model(small, peft.LoraConfig(target_modules=["0"]))
 
@@ -217,7 +220,7 @@ class Play:
         self.figures["adapter GiB"] = measure.resident()
 
     def _turns(self) -> None:
-        """Against the same model all on the GPU without the patches, in this process."""
+        """Ratios to the same model, all on the GPU without the patches, in this process."""
         import gemma4_compat
 
         other = Play("gpu", self.shape, self.folder) if self.case.away else self

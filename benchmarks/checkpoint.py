@@ -1,7 +1,7 @@
-"""Checkpoints of true shape with random weights, and a LoRA adapter for them.
+"""Checkpoints with the shapes of real models and random weights, and a LoRA adapter for each.
 
-``python -m benchmarks.checkpoint CACHE [SHAPE]`` writes them unless they are there already, and
-prints what machine this is as one JSON line.  ``--count`` as CACHE only counts parameters.
+``python -m benchmarks.checkpoint CACHE [SHAPE]`` writes them unless they exist, and prints one JSON
+line that describes the machine.  With ``--count`` as CACHE it only counts parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 18,
         "num_key_value_heads": 2,
     },
-    # Widths that bitsandbytes can also run on a CPU.
+    # bitsandbytes supports these widths on a CPU too.
     "tiny": {
         **_COMMON,
         "hidden_size": 128,
@@ -115,7 +115,7 @@ def _meta_model(shape: str) -> Any:
 
 
 def _fill(name: str, shape: tuple[int, ...]) -> Any:
-    """A bfloat16 tensor that keeps activations finite, made on the GPU where there is one."""
+    """A bfloat16 tensor on the CPU that keeps activations finite, generated on a GPU if any."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,7 +131,7 @@ def _fill(name: str, shape: tuple[int, ...]) -> Any:
 
 
 def build(shape: str, folder: Path) -> None:
-    """Write checkpoint and adapter into ``folder``; nothing is done where both are complete."""
+    """Write checkpoint and adapter into ``folder``, unless both are complete."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
@@ -194,7 +194,7 @@ def _build_adapter(model: Any, path: Path, base: str) -> None:
 
 
 def machine(shape: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The shape, the GPU, the date and the versions of a measurement."""
     import torch
 
     from gemma4_compat.versions import WITH_TORCH
@@ -212,7 +212,7 @@ def machine(shape: str) -> dict[str, Any]:
 def _bandwidth() -> float | None:
     try:
         return pinned_bandwidth()
-    except RuntimeError:  # where memory cannot be pinned
+    except RuntimeError:  # memory cannot be pinned on this machine
         return None
 
 

@@ -1,7 +1,7 @@
-"""Decode steps: captured, eager with the same static cache, eager with a dynamic cache.
+"""Measure decode steps: captured, eager with the same static cache, eager with a dynamic cache.
 
 ``python -m benchmarks.decoding CASE SHAPE CACHE [--adapter]`` loads a case of ``cases.py`` and
-prints a JSON line whenever it knows more.  The ways alternate in one process; figures are medians.
+prints a JSON line after each part.  The three ways alternate in one process; figures are medians.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from .cases import CASES, load
 from .measure import peak, reset_peak, seconds, token_seconds
 
-#: how ``generate`` is called
+#: the arguments of ``generate`` for each way to decode
 WAYS: dict[str, dict[str, Any]] = {
     "captured": {"cache_implementation": "static"},
     "eager static": {"cache_implementation": "static", "disable_compile": True},
     "dynamic": {},
 }
-#: tokens of context before the first that is timed
+#: tokens of context before the first timed token
 CONTEXTS = (64, 1500)
 STEPS = 24
 ROUNDS = 6
@@ -34,7 +34,7 @@ EQUAL_TOKENS = 1200
 
 
 def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
-    """int64 [1, length]."""
+    """Random tokens on the GPU: int64 [1, length]."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
 
 
 def call(model: Any, ids: Any, count: int, way: str, **options: Any) -> Any:
-    """Greedily generate ``count`` tokens after a prompt, or after a random one so long."""
+    """Greedily generate ``count`` tokens after ``ids``: a prompt, or the length of a random one."""
     import torch
 
     if isinstance(ids, int):
@@ -58,28 +58,28 @@ def call(model: Any, ids: Any, count: int, way: str, **options: Any) -> Any:
 
 
 def timed(model: Any, length: int, way: str) -> list[float]:
-    """Seconds of each step of one token; two warm steps are left out."""
+    """Seconds of each step of one token, without the first two."""
     return token_seconds(lambda n, **options: call(model, length, n, way, **options), STEPS)[2:]
 
 
 def gpu_busy(model: Any, length: int, way: str) -> tuple[float, float]:
-    """Seconds that the GPU works for a token, and its operations: 12 tokens less 4."""
+    """GPU seconds and GPU operations for a token: the difference of 12 and 4 tokens, by token."""
     from torch.profiler import ProfilerActivity, profile
 
-    found = []
+    measured = []
     for count in (4, 12):
         call(model, length, count, way)
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call(model, length, count, way)
         events = [e for e in profiler.events() if e.device_type.name == "CUDA"]
-        found.append((sum(e.time_range.elapsed_us() for e in events) / 1e6, len(events)))
-    (short, few), (long, many) = found
+        measured.append((sum(e.time_range.elapsed_us() for e in events) / 1e6, len(events)))
+    (short, few), (long, many) = measured
     return (long - short) / 8, (many - few) / 8
 
 
 @contextlib.contextmanager
 def looked_up_by_the_cpu() -> Iterator[None]:
-    """Offloaded embeddings are not read in place, as before there was that."""
+    """The CPU looks up offloaded embeddings, as before the GPU could read them in place."""
     from gemma4_compat.patches.offloading import host_embedding
 
     original = host_embedding.in_place_of
@@ -91,7 +91,7 @@ def looked_up_by_the_cpu() -> Iterator[None]:
 
 
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Ways to read a prompt, each with its name."""
+    """Forwards over prompts, each with its name."""
     from gemma4_compat.tiny import image_inputs
 
     for length in (64, 2048, 8192, 32768):
@@ -104,7 +104,7 @@ def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def against_before(model: Any, figures: dict[str, Any], say: Any) -> None:
-    """Default ``generate``, and prefill, in place ÷ through the CPU: speed, alternating."""
+    """Speed of ``generate`` and prefill: embeddings read in place ÷ looked up by the CPU."""
     import torch
 
     both = {"in place": contextlib.nullcontext, "by the CPU": looked_up_by_the_cpu}
@@ -114,9 +114,9 @@ def against_before(model: Any, figures: dict[str, Any], say: Any) -> None:
         for turn in range(rounds + 1):
             for name in sorted(both, reverse=bool(turn % 2)):
                 with both[name](), torch.no_grad():
-                    found = action()
-                if turn:  # the first one warms
-                    times[name] += found
+                    seconds_of_turn = action()
+                if turn:  # the first turn warms up
+                    times[name] += seconds_of_turn
         middle = {name: statistics.median(each) for name, each in times.items()}
         return middle["by the CPU"] / middle["in place"]
 
@@ -128,7 +128,7 @@ def against_before(model: Any, figures: dict[str, Any], say: Any) -> None:
 
 
 def chat(model: Any, way: str, turns: int = 10, answer: int = 32) -> float:
-    """Seconds of a chat whose prompt is all that was said before."""
+    """Seconds of a chat; the prompt of each turn holds all earlier turns."""
     import torch
 
     def turns_of_both() -> None:
@@ -140,14 +140,14 @@ def chat(model: Any, way: str, turns: int = 10, answer: int = 32) -> float:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process holds, page-locked included."""
+    """Bytes of memory of this process, page-locked memory included."""
     status = Path("/proc/self/status").read_text()
     kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
     return 1024 * kib["RssAnon:"]
 
 
 def snapshot_ms(model: Any) -> float:
-    """How long it takes to see that the model is what it was."""
+    """Milliseconds of the check that the model has not changed since the last call."""
     from gemma4_compat.patches._decode_graphs import decoding_of
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -156,7 +156,7 @@ def snapshot_ms(model: Any) -> float:
 
 
 def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
-    """Memory, and what a call needs besides its tokens."""
+    """Memory, and the time of a call besides its tokens."""
     import torch
 
     call(model, 64, 8, "dynamic")
@@ -172,7 +172,7 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
     figures["reserved MiB"] = torch.cuda.memory_reserved() / 2**20
     again = statistics.median(seconds(lambda: call(model, 64, 48, "captured")) for _ in range(3))
     figures["first call of 48 tokens, s, above the next ones"] = [first, first - again]
-    # the prompt's token, and two steps
+    # 3 tokens: one from the prompt's forward, and two from decode steps
     few: dict[str, list[float]] = {"captured": [], "eager static": []}
     for seed in range(9):
         for way in few:
@@ -219,7 +219,7 @@ def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
 
 
 def check_equal(model: Any, figures: dict[str, Any]) -> None:
-    """Tokens and logits over more than two sliding windows."""
+    """Compare the logits of captured and eager steps over more than two sliding windows."""
     import torch
 
     outputs = [
@@ -243,8 +243,8 @@ def main() -> None:
     parser.add_argument("shape")
     parser.add_argument("cache", type=Path)
     parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--int8", action="store_true", help="in 8 bits, without outliers")
-    parser.add_argument("--only", choices=("steps", "calls", "equal"), help="a part of it")
+    parser.add_argument("--int8", action="store_true", help="in 8 bits, with threshold 0")
+    parser.add_argument("--only", choices=("steps", "calls", "equal"), help="only this part")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path)

@@ -1,10 +1,10 @@
-"""What ``import gemma4_compat`` costs, as a share of importing the libraries that it patches.
+"""Measure ``import gemma4_compat``, as a share of importing the libraries that it patches.
 
     python benchmarks/import_time.py [ROUNDS]
 
-Each round starts fresh interpreters, one after the other, so that both sides see the same noise;
-medians are reported.  The second figure is what the hooks and patches add to the import of the
-libraries themselves.
+Each round starts fresh interpreters one after the other, so that noise affects all of them alike.
+The figures are medians.  The last one is the time to import everything ÷ the libraries alone: what
+the hooks and patches add to the import of the libraries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(rounds: int = 7) -> None:
         print(f"\rround {number} of {rounds}", end="", file=sys.stderr, flush=True)
         for name, code in RUNS.items():
             taken = seconds(code)
-            if number:  # the first round fills the file cache
+            if number:  # the first round only fills the file cache
                 samples[name].append(taken)
     print(file=sys.stderr)
     median = {name: statistics.median(values) for name, values in samples.items()}

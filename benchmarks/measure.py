@@ -1,4 +1,4 @@
-"""What is measured of a loaded model: memory, speed, copies between host and device."""
+"""Measure a loaded model: memory, speed, copies between host and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def synchronize() -> None:
-    """Wait for the GPU, where there is one."""
+    """Wait for the GPU, if there is one."""
     import torch
 
     if torch.cuda.is_available():
@@ -25,7 +25,7 @@ def synchronize() -> None:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """The wall time of ``action``, the GPU's work included."""
+    """The wall time of ``action`` in seconds, the GPU's work included."""
     synchronize()
     start = time.perf_counter()
     action()
@@ -34,7 +34,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def reset_peak() -> None:
-    """Let ``peak`` start anew."""
+    """Reset what ``peak`` returns."""
     import torch
 
     if torch.cuda.is_available():
@@ -42,40 +42,40 @@ def reset_peak() -> None:
 
 
 def resident() -> float | None:
-    """GiB that tensors hold on the GPU; ``None`` without one."""
+    """GiB of the tensors on the GPU; ``None`` without a GPU."""
     import torch
 
     gc.collect()
     if not torch.cuda.is_available():
         return None
-    # cuBLAS takes its workspace, some 30 MiB, from the same allocator.
+    # The workspace of cuBLAS, some 30 MiB, comes from the same allocator: free it.
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
     return torch.cuda.memory_allocated() / GIB
 
 
 def peak() -> float | None:
-    """The most GiB that tensors held on the GPU since ``reset_peak``."""
+    """The peak GiB of tensors on the GPU since ``reset_peak``; ``None`` without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
 
 
 def largest(model: Any) -> float | None:
-    """GiB of the largest tensor that stays on the GPU."""
+    """GiB of the largest tensor on the GPU; ``None`` if there is none."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
     return max((t.numel() * t.element_size() / GIB for t in on_gpu), default=None)
 
 
 class Text:
-    """Random tokens for a model, on the device that its inputs belong on."""
+    """Random tokens for a model, on the GPU if there is one."""
 
     def __init__(self, vocabulary: int) -> None:
         import torch
 
         self._torch = torch
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        # The special tokens stand at the end of the vocabulary.
+        # The special tokens are at the end of the vocabulary.
         self._end = min(vocabulary - 32, 250_000)
 
     def tokens(self, batch: int, length: int) -> Any:
@@ -86,7 +86,7 @@ class Text:
 
 
 def decoder(model: Any, text: Text) -> Callable[..., Any]:
-    """A function that greedily generates so many tokens after a prompt of 32."""
+    """A function that greedily generates ``count`` tokens after a prompt of 32 tokens."""
     import torch
 
     prompt = text.tokens(1, 32)
@@ -106,8 +106,8 @@ def decoder(model: Any, text: Text) -> Callable[..., Any]:
 
 
 def decode(generate: Callable[[int], Any], repeats: int = 3, cap: float = 3.0) -> list[float]:
-    """Tokens per second of ``repeats`` runs of 24 tokens, fewer where they would outlast ``cap``
-    seconds."""
+    """Tokens per second of each of ``repeats`` runs of 24 tokens, or of fewer to stay below ``cap``
+    seconds a run."""
     generate(12)
     count = max(2, min(24, int(cap * 4 / seconds(lambda: generate(4)))))
     return [count / seconds(lambda: generate(count)) for _ in range(repeats)]
@@ -116,11 +116,11 @@ def decode(generate: Callable[[int], Any], repeats: int = 3, cap: float = 3.0) -
 def turns(
     patched: Callable[..., Any], unpatched: Callable[..., Any], count: int = 8, pairs: int = 16
 ) -> list[float]:
-    """How fast ``patched`` decodes a token ÷ how fast ``unpatched`` does, the latter without the
-    patches, turn by turn in this process; one ratio of medians for each quarter of the turns.
+    """The decode speed of ``patched`` ÷ that of ``unpatched``: a ratio for each quarter of turns.
 
-    The speed of a shared machine changes from second to second: a median over single tokens of
-    many short turns is little moved by that.
+    Both take turns in this process; the patches are disabled for ``unpatched``.  Each ratio is one
+    of medians over single tokens of many short turns.  The speed of a shared machine changes from
+    second to second, and such a median changes little with it.
     """
     import gemma4_compat
 
@@ -143,11 +143,11 @@ def turns(
 
 
 def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
-    """The time of each decode step of one generation, the prompt's forward left out."""
+    """Seconds of each decode step of one generation, without the prompt's forward."""
     moments: list[float] = []
 
     class Clock:
-        """A streamer: gets each token once it is there."""
+        """A streamer: ``generate`` passes it each token at once."""
 
         def put(self, tokens: Any) -> None:
             moments.append(time.perf_counter())
@@ -156,12 +156,12 @@ def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
             pass
 
     generate(count, streamer=Clock())
-    # The prompt is put first, then the token that its forward gave.
+    # generate puts the prompt first, then the token from the prompt's forward.
     return [after - before for before, after in itertools.pairwise(moments[1:])]
 
 
 def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -> float:
-    """Median tokens per second of one forward over a prompt."""
+    """Tokens per second of a forward over prompts [batch, length], the median of ``repeats``."""
     import torch
 
     tokens = text.tokens(batch, length)
@@ -175,8 +175,8 @@ def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -
 
 
 def copies(generate: Callable[[int], Any], few: int = 3, many: int = 7) -> dict[str, float]:
-    """Copies and bytes per decode step between host and device: what ``many`` tokens need beyond
-    ``few``, so that neither the prompt nor the start of a generation counts."""
+    """Copies and bytes between host and device per decode step: the difference of ``many`` and
+    ``few`` tokens, so that neither the prompt nor the start of a generation counts."""
     short, long = (_traced(lambda n=n: generate(n)) for n in (few, many))
     return {key: (long[key] - short[key]) / (many - few) for key in sorted({*short, *long})}
 
@@ -194,12 +194,12 @@ def _traced(action: Callable[[], Any]) -> Counter[str]:
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     if cuda.is_available() and not any(event.get("cat") == "kernel" for event in events):
-        raise RuntimeError("the profiler saw no kernels: no count of copies can be trusted")
+        raise RuntimeError("the profiler recorded no kernels, so its count of copies may be wrong")
     return count_copies(events)
 
 
 def count_copies(events: list[dict[str, Any]]) -> Counter[str]:
-    """Copies and bytes by direction and kind of host memory, from the profiler's trace events."""
+    """Copies, bytes and µs by direction and kind of host memory, from the profiler's events."""
     count: Counter[str] = Counter({"DtoH": 0, "DtoH bytes": 0, "HtoD": 0, "HtoD bytes": 0})
     for event in events:
         # "Memcpy HtoD (Pinned -> Device)"

@@ -1,4 +1,4 @@
-"""The markdown table and the plot, from the JSON lines alone; no library is needed."""
+"""Write the Markdown tables and the plot from the JSON lines; no library is needed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Results:
         return [e for e in self.cases if e["case"] == name and e["patched"] == patched]
 
     def values(self, name: str, patched: bool, key: str) -> list[float]:
-        """Every sample of a figure, over all rounds; ``key`` may lead into ``copies``."""
-        found: list[float] = []
+        """Every sample of a figure over all rounds; ``key`` may be a key of ``copies``."""
+        samples: list[float] = []
         for entry in self.of(name, patched):
             figures = entry["figures"]
             value = figures.get(key, (figures.get("copies") or {}).get(key))
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return found
+            samples += value if isinstance(value, list) else [] if value is None else [value]
+        return samples
 
     def value(self, name: str, patched: bool, key: str) -> float | None:
         """The median of a figure."""
@@ -41,13 +41,13 @@ class Results:
         return statistics.median(values) if values else None
 
     def error(self, name: str, patched: bool) -> str | None:
-        """The line on which a case ended early."""
+        """The error that ended a case; ``None`` if it did not fail."""
         return next((e["error"] for e in self.of(name, patched) if e["error"]), None)
 
 
 @dataclass
 class Row:
-    """One line of the first table; ``most`` and ``least`` bound the patched figure."""
+    """A row of the first table; ``most`` and ``least`` are the limits of the patched figure."""
 
     title: str
     unpatched: float | str | None
@@ -56,7 +56,7 @@ class Row:
     least: float | None = None
 
     def cells(self, bars: bool) -> list[str]:
-        """The row's text."""
+        """The texts of the row's cells."""
         bar = met = ""
         if bars and (self.most is not None or self.least is not None):
             sign, limit = ("≤", self.most) if self.most is not None else ("≥", self.least)
@@ -84,7 +84,7 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def rows(results: Results) -> Iterator[Row]:
-    """The comparisons."""
+    """The rows of the first table, which compare unpatched and patched runs."""
     v = results.value
 
     def pair(name: str, key: str) -> tuple[float | None, float | None]:
@@ -128,7 +128,7 @@ def rows(results: Results) -> Iterator[Row]:
     yield Row(
         "decode speed, the same layers in bf16: patched ÷ unpatched", None, _over(*bf16[::-1])
     )
-    # A lookup on the host needs the token ids there: of the PLE's copies the bytes tell.
+    # A lookup on the host copies the token ids there, so count bytes for the PLE, not copies.
     for name, key, bar in (("layers_4bit", "DtoH", 0), ("ple", "DtoH bytes", None)):
         extra = [_minus(v(name, p, key), v("gpu", p, key)) for p in (0, 1)]
         what = "copies" if key == "DtoH" else "bytes"
@@ -186,7 +186,7 @@ def _sample(values: list[float]) -> str:
 
 
 def markdown(results: Results) -> str:
-    """The whole report."""
+    """The text of ``RESULTS.md``."""
     machine = results.machine
     shape, device = machine.get("shape", "?"), machine.get("device")
     versions = ", ".join(f"{name} {number}" for name, number in machine.get("versions", {}).items())
@@ -200,7 +200,7 @@ def markdown(results: Results) -> str:
         "",
     ]
     if not device:
-        lines += ["Without a GPU only the code was run: these figures mean nothing.", ""]
+        lines += ["Run without a GPU: these figures mean nothing.", ""]
     if bandwidth:
         lines += [f"A copy from pinned host memory reaches {bandwidth:.1f} GB/s.", ""]
     bars = shape == "e2b" and bool(device)
@@ -215,13 +215,13 @@ def markdown(results: Results) -> str:
     body, ends = [], []
     for name, case in CASES.items():
         for patched in (False, True):
-            found = results.of(name, patched)
-            if not found:
+            rounds = results.of(name, patched)
+            if not rounds:
                 continue
             title = f"{case.title}, {'patched' if patched else 'unpatched'}"
             samples = [_sample(results.values(name, patched, key)) for key in _COLUMNS.values()]
             body.append([title, *samples])
-            notes = [n for e in found for n in [e["error"], *e["notes"].values()] if n]
+            notes = [n for e in rounds for n in [e["error"], *e["notes"].values()] if n]
             ends += [f"- {title}: `{note}`" for note in dict.fromkeys(notes)]
     lines += _table(["case", *_COLUMNS], body)
     if ends:
@@ -230,7 +230,7 @@ def markdown(results: Results) -> str:
 
 
 def plot(results: Results) -> str | None:
-    """An SVG of peak VRAM against decode speed; ``None`` without figures from a GPU."""
+    """An SVG of peak VRAM and decode speed; ``None`` without figures from a GPU."""
     points: dict[tuple[str, bool], tuple[float, float]] = {}
     for name, case in CASES.items():
         prefix = "adapter decode" if case.adapter else "decode"
@@ -289,7 +289,7 @@ def plot(results: Results) -> str | None:
 
 
 def write(folder: Path) -> Path:
-    """Write ``RESULTS.md`` and ``plot.svg`` from ``cases.jsonl``; the table's path."""
+    """Write ``RESULTS.md`` and ``plot.svg`` from ``cases.jsonl``; return the first one's path."""
     results = Results(folder / "cases.jsonl")
     drawing = plot(results)
     if drawing:

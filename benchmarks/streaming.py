@@ -1,4 +1,4 @@
-"""Decoder layers on the CPU: how much of the link from host to GPU decoding uses.
+"""Measure decoding with decoder layers on the CPU: which share of the link to the GPU it uses.
 
 ``python -m benchmarks.streaming SHAPE CACHE [--kind nf4|bf16|int8] [--layers N] [--adapter]`` loads
 a model on the GPU, offloads its last N decoder layers, and prints one JSON line.
@@ -19,7 +19,7 @@ from .measure import GIB, peak, pinned_bandwidth, reset_peak, resident, seconds
 
 
 def prefill(model: Any, length: int = 2048) -> float:
-    """Seconds of a forward over a prompt, the median of five."""
+    """Seconds of a forward over a prompt [1, length], the median of five."""
     import torch
 
     ids = prompt(length, end=250_000)
@@ -33,7 +33,7 @@ def prefill(model: Any, length: int = 2048) -> float:
 
 
 def block_bytes(model: Any) -> list[int]:
-    """Bytes of each streamed layer, on the host as on the GPU."""
+    """Bytes of each streamed layer; they are the same on the host and on the GPU."""
     from gemma4_compat.patches._streaming import streamed_layers
 
     return [layer.host.nbytes for layer in streamed_layers(model.modules())]
@@ -59,19 +59,19 @@ def offload(model: Any, shape: str, count: int) -> Any:
 
 
 def against_accelerate(model: Any) -> float:
-    """Eager decoding ÷ the same without the patches, turn by turn."""
+    """The speed of eager decoding ÷ that without the patches, in alternating turns."""
     import gemma4_compat
 
-    own: list[float] = []
-    other: list[float] = []
+    patched: list[float] = []
+    unpatched: list[float] = []
     for turn in range(4):
-        mine = timed(model, 64, "dynamic")
+        with_patches = timed(model, 64, "dynamic")
         with gemma4_compat.disabled():
-            theirs = timed(model, 64, "dynamic")
+            without = timed(model, 64, "dynamic")
         if turn:
-            own += mine
-            other += theirs
-    return statistics.median(other) / statistics.median(own)
+            patched += with_patches
+            unpatched += without
+    return statistics.median(unpatched) / statistics.median(patched)
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=("nf4", "bf16", "int8"), default="nf4")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--limit", type=float, help="GiB that the GPU is limited to")
+    parser.add_argument("--limit", type=float, help="ignored")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -104,11 +104,11 @@ def main() -> None:
     expected = logits(model, "eager static")
     whole = prefill(model)
     offload(base, args.shape, count)
-    found = logits(model, "captured")
+    offloaded = logits(model, "captured")
     sizes = block_bytes(base)
     figures["bytes a token"] = sum(sizes)
     figures["largest layer, MiB"] = max(sizes) / 2**20
-    figures["steps with equal logits"] = int((found == expected).flatten(1).all(1).sum())
+    figures["steps with equal logits"] = int((offloaded == expected).flatten(1).all(1).sum())
     if args.kind == "int8":
         figures["eager ÷ unpatched"] = against_accelerate(model)
     else:

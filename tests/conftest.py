@@ -1,15 +1,15 @@
-"""Checkpoints shared by all tests, and the proof that regression tests fail without us.
+"""Checkpoints for all tests, and the proof that regression tests fail without the patches.
 
 A test marked ``@pytest.mark.regression(patch, error)`` shows one bug.  Normally it must pass.  With
 ``GEMMA4_COMPAT=0`` in the environment, on versions inside the patch's gate, it must *fail*, with an
-exception whose text matches ``error``: the users' own message.  The report is then turned around,
-so that ``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug is there.  Where
-another bug ends the test before its own can show, ``behind=PATCH`` names that one; ``then=PATCH``
-names one that ends it where its own is gone.
+exception whose text matches ``error``: the users' own message.  The report is then inverted, so
+``GEMMA4_COMPAT=0 pytest -m regression`` passes exactly if every bug shows.  ``behind=PATCH`` names
+another bug that ends the test before its own bug shows.  ``then=PATCH`` names another bug that ends
+the test on versions without its own bug.
 
-``--matrix=FILE`` measures instead (``tools/matrix.py``): regression tests run inside and outside of
-their gates, a sample of those with many parameters, and FILE gets a JSON line for each, and for the
-state of each patch.
+``--matrix=FILE`` measures instead (``tools/matrix.py``): regression tests run inside and outside
+their gates, and only a sample of those with many parameters.  FILE gets a JSON line for each test
+and for the state of each patch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def inside(patch):
     return gate(PATCHES[patch]).outcome is not Outcome.OUTSIDE
 
 
-#: How many of a regression test's parameters --sample and the matrix run.
+#: The number of parameter sets of a regression test that --sample and the matrix run.
 SAMPLE = 2
-#: What another failure than its own says of a test's bug where another patch's bug is to blame.
+#: The outcome of a test that fails with another error, by the marker's argument.
 OTHER_BUG = {"behind": "skipped", "then": "passes"}
 
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sample(items, patches):
-    """The regression tests of these patches (of all, if none), few of each function's."""
+    """The regression tests of these patches (default: all), with few parameters each."""
     functions = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("regression")
@@ -104,7 +104,7 @@ def matrix_line(config, **line):
 
 
 def matrix_report(item, call, report):
-    """``bug``, ``passes``, ``skipped`` or how it fails otherwise."""
+    """Record ``bug``, ``passes``, ``skipped`` or the text of another failure."""
     marker = item.get_closest_marker("regression")
     patch, error = marker.args
     if report.when == "teardown" or (report.when == "setup" and report.passed):
@@ -143,7 +143,7 @@ def pytest_runtest_makereport(item, call):
     text = f"{call.excinfo.type.__name__}: {call.excinfo.value}"
     if re.search(error, text, re.DOTALL):
         report.outcome, report.longrepr = "passed", None
-        # What pytest-xdist brings along from its workers.
+        # pytest-xdist transfers user_properties from its workers.
         report.user_properties.append(("bug", f"{patch} | {item.name} | {' '.join(text.split())}"))
 
 
@@ -176,7 +176,7 @@ def adapter_dir(tmp_path_factory, model_dir):
 
 @pytest.fixture(scope="session")
 def outer_adapter_dir(tmp_path_factory, model_dir):
-    """The same adapter with the minority's key layout, without ``.linear``."""
+    """The same adapter with the rarer layout of names, without ``.linear``."""
     from gemma4_compat.tiny import build_adapter
 
     return build_adapter(tmp_path_factory.mktemp("outer"), model_dir, layout="outer")
@@ -212,7 +212,7 @@ def e4b_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def moe_dir(tmp_path_factory):
-    """26B-A4B in small, its text model alone, bfloat16."""
+    """A tiny model with experts, like the text model of 26B-A4B, bfloat16."""
     import torch
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -229,7 +229,7 @@ def moe_dir(tmp_path_factory):
         head_dim=64,
         global_head_dim=128,
         enable_moe_block=True,
-        num_experts=32,  # the router is quantised too, and packed in blocks of 32 rows
+        num_experts=32,  # the router is quantised too, in blocks of 32 rows
         top_k_experts=2,
         moe_intermediate_size=48,
     )
@@ -246,7 +246,7 @@ def moe_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory):
-    """A tiny Llama; also the base of an adapter for another model."""
+    """A tiny Llama: another model, and the base of an adapter for another model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -267,7 +267,7 @@ def llama_dir(tmp_path_factory):
 
 @pytest.fixture
 def eight_bit_files():
-    """Skips where an 8-bit model on the CPU, split or not, comes back from a file as another."""
+    """Skips if an 8-bit model on the CPU changes when it is saved and loaded."""
     from importlib.metadata import version
 
     from packaging.version import Version
@@ -278,19 +278,19 @@ def eight_bit_files():
 
 @pytest.fixture
 def native_adapters():
-    """Skips where transformers finds the installed PEFT too old for its own adapter methods."""
+    """Skips if the installed PEFT is too old for transformers' own adapter methods."""
     from importlib.metadata import version
 
     from packaging.version import Version
     from transformers.integrations.peft import MIN_PEFT_VERSION
 
     if Version(version("peft")) < Version(MIN_PEFT_VERSION):
-        pytest.skip(f"this transformers wants peft {MIN_PEFT_VERSION}")
+        pytest.skip(f"this transformers needs peft {MIN_PEFT_VERSION}")
 
 
 @pytest.fixture
 def pristine():
-    """All patches as the process started with them, before and after the test."""
+    """All patches in their initial state, before and after the test."""
     gemma4_compat.install()
     yield
     gemma4_compat.install()

@@ -1,4 +1,4 @@
-"""Files as they should not be, and what is said of each."""
+"""Ways to damage a file, and a part of the error message for each."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def _bytes(change):
     return _replaced(lambda file, raw: file.write_bytes(change(raw)))
 
 
-#: of any file: how it is damaged, and a part of the message
+#: for any file: how to damage it, and a part of the message
 ANY = {
     "missing target": (_link("/nowhere/blob"), "a link to /nowhere/blob, which does not exist"),
     "link to itself": (_link(None), "cannot be read: Too many levels of symbolic links"),
     "folder": (_replaced(lambda file, raw: file.mkdir()), "a folder, not a file"),
     "pipe": (_replaced(lambda file, raw: os.mkfifo(file)), "not a regular file"),
-    # Opening it works and reading fails, as root too.
+    # The file can be opened but not read, even as root.
     "unreadable": (_link("/proc/self/mem"), "cannot be read: Input/output error"),
     "pointer": (_bytes(lambda raw: POINTER), "a Git LFS pointer, not the file itself: run git lfs"),
 }
-#: of a JSON file
+#: for a JSON file
 JSON = {
     **ANY,
     "empty": (_bytes(lambda raw: b""), "an empty file"),
@@ -55,7 +55,7 @@ JSON = {
 
 
 def with_header(change, *, data=True):
-    """The same file with another header: ``change`` gets it as a dict, or returns its bytes."""
+    """The file with another header: ``change`` edits it as a dict, or returns new bytes."""
 
     def damaged(raw):
         length = struct.unpack("<Q", raw[:8])[0]
@@ -80,7 +80,7 @@ def _set(key, value):
 
 
 _DAMAGED = "its header is damaged"
-#: of a safetensors file
+#: for a safetensors file
 SAFETENSORS = {
     **ANY,
     "empty": (_bytes(lambda raw: b""), "cut off in the safetensors header (0 bytes)"),
@@ -106,5 +106,5 @@ SAFETENSORS = {
     "offsets": (_set("data_offsets", [0]), _DAMAGED),
     "a tensor less": (with_header(lambda header: header.pop(_at_start(header))), _DAMAGED),
 }  # fmt: skip
-#: of weights that are going to be read
+#: for weights that will be read
 CUT_OFF = (_bytes(lambda raw: raw[:-10]), "cut off, 10 bytes are missing: download it again")

@@ -1,4 +1,4 @@
-"""A tiny model built as 12B, 26B and 31B are.
+"""A tiny model with the architecture of 12B, 26B and 31B.
 
 No layer shares its keys and values with another, and image tokens attend to each other in both
 directions.
@@ -12,7 +12,7 @@ SLIDING_WINDOW = 8
 
 
 def large_config(model_dir, **text):
-    """The tiny checkpoint's configuration, changed to be that of a large model."""
+    """The tiny checkpoint's configuration with the changes of a large model."""
     from transformers import Gemma4Config
 
     config = Gemma4Config.from_pretrained(model_dir)
@@ -30,7 +30,7 @@ def large_config(model_dir, **text):
 
 
 def large_model(model_dir, cls=None, dtype=torch.float32, **text):
-    """Random weights, the same in each call, large enough for outputs to depend on every input."""
+    """A model with the same random weights in each call; its outputs depend on every input."""
     from transformers import Gemma4ForConditionalGeneration
 
     with torch.random.fork_rng(devices=[]):

@@ -1,14 +1,14 @@
-"""What PEFT puts on a model that is split, compared with the same on one device.
+"""Compares PEFT on a split model with PEFT on the same model on one device.
 
 ``python tests/peft_table.py [--only PATTERN] [--jobs N] [--json FILE]`` prints a markdown table.
 
 A row is a feature of PEFT on one module of the tiny checkpoint, and that module is offloaded to
 disk.  A column is an action.  Each action runs on the whole model and on the split one, from the
-same seed, and everything it returns is compared: logits, adapter tensors, gradients, files.  The
-tuners come from PEFT's own registry, so that a new release brings new rows.
+same seed, and everything that it returns is compared: logits, adapter tensors, gradients, files.
+The tuners come from PEFT's own registry, so a new release adds new rows.
 
-Each row runs in a second process as well, with the patches off.  There PEFT removes the offload
-and is exact; where that is so, it must be so with the patches too.
+Rows with a difference run again in a second process, without the patches.  There PEFT removes the
+offload and is exact.  What is exact without the patches must be exact with them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 TOWER = "model.vision_tower"
 LANGUAGE = "model.language_model"
 LAYER = f"{LANGUAGE}.layers.1"
-#: by name of the place: the modules that the feature is put on, and the modules that are offloaded
+#: by place: the modules that the feature adapts, and the modules that are offloaded
 PLACES = {
     "embed_tokens": ([f"{LANGUAGE}.embed_tokens"], [f"{LANGUAGE}.embed_tokens"]),
     "PLE": ([f"{LANGUAGE}.embed_tokens_per_layer"], [f"{LANGUAGE}.embed_tokens_per_layer"]),
@@ -51,14 +51,14 @@ PLACES = {
     ),
     "tower": ([f"{TOWER}.encoder.layers.0.self_attn.q_proj.linear"], [TOWER]),
 }
-#: where prompt methods are tried: they have no target, so what matters is what is offloaded
+#: places for prompt methods, which have no target: only the offloaded modules matter
 PROMPT_PLACES = ("embed_tokens", "layer", "tower")
 IMAGE = ("projector", "tower")
-#: a module that is not offloaded, for features that need an adapter beside them
+#: a module that is not offloaded, for features that need another adapter
 ELSEWHERE = f"{LANGUAGE}.layers.0.mlp.up_proj"
 FOUR_BIT = "layer, nf4"
 
-# Small options of each tuner.  A tuner that is not named here gets its target alone.
+# Options for a small adapter of each tuner.  A tuner without options only gets its target.
 OPTIONS = {
     "LORA": {"r": 4},
     "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10},
@@ -120,9 +120,9 @@ PROMPT_OPTIONS = {
         "num_virtual_tokens": None,
     },
 }
-#: tuners that are tried in all places: each stands for a way to treat the base weight
+#: tuners for all places: each represents a way to treat the base weight
 FEW = ("LORA", "LN_TUNING", "OFT", "IA3", "VERA", "UNILORA", "DoRA", "PiSSA")
-#: These have their own tests upstream, and a model of their own.
+#: Methods without a target: upstream has separate tests with a separate model for them.
 WITHOUT_TARGET = ("ADAPTION_PROMPT",)
 
 ACTIONS = (
@@ -136,7 +136,7 @@ ACTIONS = (
 
 
 def rows():
-    """``(feature, place)`` by name; what a feature is, is in :func:`make_config`."""
+    """The names of all rows, "feature @ place"; :func:`make_config` defines the features."""
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING as TUNERS
 
     prompts = [*PROMPT_OPTIONS, *WITHOUT_TARGET]
@@ -158,7 +158,7 @@ def rows():
 
 
 def _places(name):
-    """Linear layers outside the decoder are like those inside: few tuners are tried on each."""
+    """Linear layers outside the decoder are like those inside, so only FEW tuners run on them."""
     if name in FEW:
         return list(PLACES)
     places = ["embed_tokens", "PLE", "layer", "norm"]
@@ -219,12 +219,12 @@ def _tied(feature):
 
 # ---------------------------------------------------------------- models
 
-#: A fault for tests of this tool to find: see :func:`plant`.
+#: The environment variable with a fault for tests of this tool: see :func:`plant`.
 FAULT = "PEFT_TABLE_FAULT"
 
 
 def plant(model, fault):
-    """Spoil the split model, in a layer that is offloaded."""
+    """Plant a fault in an offloaded layer of the split model."""
     hook = model.get_submodule(f"{LAYER}.mlp.up_proj")._hf_hook
     if fault == "weight":
         weight = hook.weights_map["weight"].clone()
@@ -239,7 +239,7 @@ def plant(model, fault):
 class Bases:
     """The tiny checkpoint, whole and split, loaded once for each place.
 
-    Actions run in forked processes, so that these models stay as they are.
+    Actions run in forked processes, so they do not change these models.
     """
 
     def __init__(self, folder):
@@ -249,17 +249,17 @@ class Bases:
         self.folder = folder
         self.loaded = {}
         self.pairs = {}
-        #: by place: what a forward moves without any adapter (tied weights)
+        #: by place: the parameters that a forward moves without any adapter (tied weights)
         self.unsettled = {}
 
     def copy(self, row):
-        """A whole model; without towers, which take most of the time, where no image is seen."""
+        """A whole model; without images also without towers, which take most of the time."""
         from tests.support import load_model
 
         images = row.place in IMAGE
         if (row.kind, images) not in self.loaded:
             model = load_model(self.path, row.kind)
-            # The audio tower is the vision tower again, for these purposes.
+            # For this tool the audio tower is no different from the vision tower.
             model.model.audio_tower = model.model.embed_audio = None
             model.config.audio_config = None
             if not images:
@@ -291,7 +291,7 @@ def moved_by_forward(row, parted):
 
 
 class Model:
-    """A model under test, whole or split, with what is known of it before PEFT came."""
+    """A model under test, whole or split, with its state before PEFT changed it."""
 
     def __init__(self, row, base, is_split):
         self.row, self.is_split, self.folder = row, is_split, row.folder
@@ -322,7 +322,7 @@ class Model:
             return self.model(**self.inputs()).logits.float()
 
     def flags(self):
-        """What is wrong with the model whatever it computes."""
+        """Faults of the split model besides its outputs: moved parameters and lost hooks."""
         if not self.is_split:
             return {}
         now = _placement(self.model)
@@ -334,7 +334,7 @@ class Model:
         return {name: names for name, names in found.items() if names}
 
 
-#: What PEFT's wrappers put into the names of what they hold.
+#: The steps that PEFT's wrappers add to the names of parameters.
 _WRAPPERS = {"base_model", "lora_model", "base_layer", "original_module", "token_adapter"}
 
 
@@ -346,7 +346,7 @@ def _plain(name):
 
 
 def _placement(model):
-    """Whether each parameter of the base model rests on meta."""
+    """Whether each parameter of the base model is on meta."""
     return {_plain(name): p.is_meta for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -360,7 +360,7 @@ def _offload_hooks(model):
 
 
 def _adapter_tensors(model):
-    """Every tensor of an adapter: PEFT puts the adapter's name into the tensor's."""
+    """Every tensor of an adapter: their names contain the adapter's name."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: tensor
@@ -374,7 +374,7 @@ def _values(tensors):
 
 
 def perturb(model, seed):
-    """Give every tensor to be trained a value of its own: many start without any effect."""
+    """Give every trainable tensor random values: many start without an effect."""
     import torch
 
     with torch.no_grad():
@@ -387,7 +387,7 @@ def perturb(model, seed):
 
 
 # ---------------------------------------------------------------- actions
-# Each takes a Model and returns what to compare, by name.
+# Each takes a Model and returns the values to compare, by name.
 
 
 class Row:
@@ -397,7 +397,7 @@ class Row:
         self.feature = None if feature == "none" else feature
         self.kind = "nf4-nested" if self.place == FOUR_BIT else None
         self.offloaded = PLACES["layer" if self.place == FOUR_BIT else self.place][1]
-        #: adapters that the whole model saved, of two seeds
+        #: two adapters with different seeds, saved by the whole model
         self.adapters = [self.folder / "first", self.folder / "second"]
         self.parts = []
 
@@ -408,7 +408,7 @@ class Row:
         import torch
 
         if self.feature == "XLORA" and not self.parts:
-            with torch.random.fork_rng(devices=[]):  # the model that comes first takes no more
+            with torch.random.fork_rng(devices=[]):  # keeps the seed of the first model
                 self._make_parts()
         return make_config(self.feature, self.place, self.parts)
 
@@ -443,7 +443,7 @@ def disable(m):
 
 
 def save(m):
-    """The file, and what a whole model computes with it."""
+    """The saved file, and the outputs of a whole model with it."""
     from peft import PeftModel
 
     folder = tempfile.mkdtemp(dir=m.folder)
@@ -558,7 +558,7 @@ def mixed(m):
     return {"logits": m.logits(), "again": m.logits()}
 
 
-#: The first action of each makes the model for the others, which do not see one another.
+#: The first action of each session makes the model; each of the others starts with that model.
 SESSIONS = (
     (("create", create), ("forward", forward), ("disable", disable), ("save", save),
      ("train", train), ("unload", unload)),
@@ -572,12 +572,12 @@ MAKES_ADAPTERS = "create"
 
 
 # ---------------------------------------------------------------- where the whole model is off
-# PEFT puts one adapter on both ends of a tied model, or none, where it takes the ends for one.
-# A reference is what an action should return, from whole models that do not meet this.
+# If PEFT treats the two ends of a tied model as one, it puts one adapter on both ends, or none.
+# A reference is the correct result of an action, from whole models without this problem.
 
 
 def apart(row):
-    """Each adapter on a whole model of its own."""
+    """Each adapter on its own whole model."""
     from peft import PeftModel
 
     found = {}
@@ -600,7 +600,7 @@ def delete_apart(row):
 
 
 def untied(row):
-    """An adapter on a whole model whose head has a weight of its own, equal to the embedding's."""
+    """An adapter on a whole model whose head has its own copy of the embeddings' weight."""
     import torch
 
     whole = row.whole()
@@ -635,7 +635,7 @@ REFERENCES = {
 
 
 def attempt(action, model):
-    """``(what it returned, None)`` or ``(None, the error in one line)``."""
+    """``(result, None)``, or ``(None, the error in one line)``."""
     import torch
 
     torch.manual_seed(0)
@@ -648,7 +648,7 @@ def attempt(action, model):
 
 
 def differences(found, expected):
-    """What differs, with the greatest difference; ``None`` if nothing does."""
+    """The value that differs most, and its difference; ``None`` if all are equal."""
     import torch
 
     worst, where = 0.0, None
@@ -671,7 +671,7 @@ def differences(found, expected):
 
 
 def verdict(split, whole):
-    """``(verdict, detail)`` of what an action gave on the split and on the whole model."""
+    """``(verdict, detail)`` for the results of an action on the split and the whole model."""
     (found, refusal), (expected, failure) = split, whole
     if failure is not None:
         return ("error", failure) if refusal is not None else ("split only", failure)
@@ -685,7 +685,7 @@ def verdict(split, whole):
 
 
 def judge(row, action, split, whole):
-    """The verdict, which is "whole" where the split model is right and the whole one is not."""
+    """The verdict; it is "whole" if the split model is correct and the whole one is not."""
     kind, detail = verdict(split, whole)
     if kind in ("WRONG", "split only") and action in REFERENCES:
         expected, failure = attempt(REFERENCES[action], row)
@@ -699,7 +699,7 @@ def judge(row, action, split, whole):
 
 
 def forked(function):
-    """What the function returns in a process of its own, through JSON; ``None`` if it dies."""
+    """The function's result from a forked process, through JSON; ``None`` if the process dies."""
     inlet, outlet = os.pipe()
     process = os.fork()
     if process == 0:
@@ -707,7 +707,7 @@ def forked(function):
             import torch
 
             os.close(inlet)
-            # The pool of threads did not come along, and may not be made by many threads at once.
+            # A fork has no thread pool, and only one thread may start it.
             torch.set_num_threads(torch.get_num_threads())
             with os.fdopen(outlet, "w") as file:
                 file.write(json.dumps(function()))
@@ -727,7 +727,7 @@ DIED = ("BROKEN", "the process died", {})
 
 
 def run_row(row):
-    """By action: verdict, detail, flags."""
+    """Verdict, detail and flags by action."""
     pair = row.bases.pair(row)
     if row.feature is None:
         return forked(lambda: {"forward": run_action(row, "forward", forward, pair)})
@@ -735,12 +735,12 @@ def run_row(row):
     for actions in SESSIONS:
         cells |= forked(lambda: run_session(row, pair, actions)) or {actions[0][0]: DIED}  # noqa: B023
         if cells["create"][0] in ("error", "split only", "BROKEN"):
-            break  # PEFT cannot do this at all
+            break  # PEFT does not support this
     return cells
 
 
 def run_session(row, pair, actions):
-    """The first action makes both models; each other one begins with what that has made."""
+    """The first action makes both models; each of the others starts with those."""
     (name, first), *others = actions
     results = [attempt(first, model) for model in pair]
     flags = pair[0].flags() if results[0][1] is None else {}
@@ -761,7 +761,7 @@ def run_action(row, name, action, pair):
 
 
 def save_adapters(row, whole):
-    """Two adapters of the whole model, for both models to load; the model stays as it is."""
+    """Save two adapters of the whole model, for both models to load; the model is not changed."""
     import torch
 
     trained = {n: p for n, p in whole.model.named_parameters() if p.requires_grad}
@@ -784,7 +784,7 @@ def work(names):
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print
+    os.dup2(2, 1)  # libraries print to stderr
     import bitsandbytes  # noqa: F401  now, as importing these takes random numbers
     import peft  # noqa: F401
     import torch
@@ -813,7 +813,7 @@ def work(names):
 
 
 def run_worker(names, with_patches, log, record):
-    """Rows in a process of their own; a row that kills it is named, and the rest goes on."""
+    """Run rows in another process; if a row kills it, record that and run the rest."""
     environment = {**os.environ, "GEMMA4_COMPAT": "1" if with_patches else "0"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     results, names = {}, list(names)
@@ -845,18 +845,18 @@ def run_worker(names, with_patches, log, record):
 # ---------------------------------------------------------------- the table
 
 
-#: Nothing is amiss with the split model.
+#: verdicts under which the split model is correct
 RIGHT = ("=", "whole", "split only")
 LEGEND = """\
-=: the same, bit for bit.  error: PEFT refuses both models.  split only: PEFT refuses the whole one.
-whole: the whole model is off and the split one is right, bit for bit.  Merging into a tied weight
-changes both ends; the split model gives what a whole one gives whose head has a weight of its own,
-also when it is saved and loaded again.  Of two adapters with tied ends PEFT ties the first alone,
-or fails; the split model gives what a whole one gives with each adapter alone."""
+=: equal, bit for bit.  error: PEFT raises for both models.  split only: PEFT raises for the whole
+model.  whole: the whole model is wrong and the split model is correct, bit for bit.  Merging into a
+tied weight changes both ends; the split model equals a whole model whose head has its own weight,
+also after saving and loading.  Of two adapters with tied ends PEFT ties only the first, or fails;
+the split model equals a whole model with each adapter alone."""
 
 
 def cell_text(cell, alone):
-    """``cell`` as it is printed; ``alone`` is the same one without the patches."""
+    """The printed text of ``cell``; ``alone`` is the same cell without the patches."""
     if cell is None:
         return ""
     kind, detail, flags = cell
@@ -907,7 +907,7 @@ def table(patched, alone, seconds):
 
 
 def trouble(line):
-    """Actions that gave neither the same nor PEFT's own refusal, or left something amiss."""
+    """Actions with a difference that is not PEFT's own error, or with flags."""
     return [
         action
         for action, (kind, _, flags) in line["cells"].items()
@@ -916,7 +916,7 @@ def trouble(line):
 
 
 def lost_cells(patched, alone):
-    """What was exact without the patches and is not with them."""
+    """The cells that are exact without the patches, but not with them."""
     return [
         (name, action)
         for name, line in patched.items()
@@ -956,7 +956,7 @@ def main():
             ThreadPoolExecutor(options.jobs) as pool:  # fmt: skip
         stream = sys.stderr if os.environ.get("PEFT_TABLE_TRACE") else log
         patched = run(names, True)
-        # What is equal with the patches is right, whatever it is without them.
+        # Rows without a difference need no run without the patches.
         alone = run([name for name in names if trouble(patched[name])], False)
     if options.json:
         options.json.write_text(json.dumps({"patched": patched, "alone": alone}, indent=1))

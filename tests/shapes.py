@@ -1,4 +1,4 @@
-"""True shapes of Gemma 4, as config.json alone."""
+"""The shapes of released Gemma 4 models, as config.json alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading, splitting and comparing tiny models; shared by the tests of the patches."""
+"""Load, split and compare tiny models; shared by the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemma4_compat.tiny import TOWERS, audio_inputs, image_inputs, text_inputs
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 #: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
 AUDIO_IN_FLOAT = ["model.audio_tower", "lm_head"]
-#: of the families of ``config_of``: too small to be packed, as some CPUs do
+#: layers of the ``config_of`` families that are too small for the packed format of some CPUs
 NOT_PACKED = ["lm_head", "router.proj", "modality_router", "prediction_coefs", "correction_coefs"]
 
 
@@ -55,7 +55,7 @@ def split(model, offload_dir, device_map=None):
 
 
 def logits(model, kinds=("text", "image", "audio")):
-    """float32 logits on the CPU for each kind of input."""
+    """Logits by kind of input: float32 on the CPU."""
     device = gemma4_compat.input_device(model)
     result = {}
     with torch.no_grad():
@@ -66,7 +66,7 @@ def logits(model, kinds=("text", "image", "audio")):
 
 
 def assert_same(found, expected, tolerance=0.0):
-    """Logits equal, bit for bit unless a tolerance is given."""
+    """Assert equal logits: bit for bit, or within ``tolerance`` (an absolute difference)."""
     assert found.keys() == expected.keys()
     for kind in expected:
         assert found[kind].isfinite().all(), f"{kind} logits are not finite"
@@ -75,7 +75,7 @@ def assert_same(found, expected, tolerance=0.0):
 
 
 def offloaded(model):
-    """Names of the base model's parameters that rest on meta."""
+    """Names of the base model's parameters on meta."""
     return {n for n, p in model.named_parameters() if p.is_meta and "lora_" not in n}
 
 
@@ -84,7 +84,7 @@ def adapter_parameters(model):
 
 
 def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
-    """An NF4 layer of random weights that are not quantised yet; ``.to(device)`` does that."""
+    """An NF4 layer with random weights; ``.to(device)`` quantises them."""
     import bitsandbytes as bnb
 
     options = {"bias": False, "compute_dtype": torch.bfloat16, **options}
@@ -97,9 +97,9 @@ def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
 
 
 def dequantized(module):
-    """The module with bitsandbytes' layers replaced by bfloat16 ones of the very same values.
+    """The module with bitsandbytes' layers replaced by bfloat16 layers of the same values.
 
-    To be called before the first forward: on some CPUs that one repacks the weights.
+    Call it before the first forward, which repacks the weights on some CPUs.
     """
     import bitsandbytes as bnb
 
@@ -117,13 +117,13 @@ def dequantized(module):
 
 
 def unquantised(model):
-    """Linear layers that a reference model must leave alone to be the same model."""
+    """Names of the linear layers that are not quantised; a reference model must skip them too."""
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     return [name.replace(".base_layer", "") for name in names if "lora_" not in name]
 
 
 def on_one_gpu(model_dir, kind, like):
-    """The same model, with the same layers quantised, all of it on the GPU."""
+    """The model with the same layers quantised as in ``like``, all on one GPU."""
     model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantised(like))
     assert unquantised(model) == unquantised(like)
     return model
@@ -132,8 +132,7 @@ def on_one_gpu(model_dir, kind, like):
 def transplant(split, one):
     """Give ``one`` the quantised weights of ``split``.
 
-    Layers that a map puts on the CPU are quantised there, and the CPU's and the GPU's quantisation
-    kernels do not round alike.
+    A layer on the CPU is quantised by the CPU's kernels, which round differently from the GPU's.
     """
     import bitsandbytes as bnb
 
@@ -156,7 +155,7 @@ def transplant(split, one):
 
 
 def config_of(family, **options):
-    """Per-layer embeddings as wide as in the released models, so that their factor is exact."""
+    """Model class and config of a family; per-layer embeddings have the released width: exact."""
     import transformers
 
     sizes = {
@@ -194,7 +193,7 @@ def config_of(family, **options):
 
 
 def save_random(family, folder, **options):
-    """A checkpoint of one of these families in bfloat16."""
+    """Save a random checkpoint of one of the families of ``config_of``, in bfloat16."""
     model_class, config = config_of(family, **options)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -206,7 +205,7 @@ def save_random(family, folder, **options):
 
 
 def run_command(*arguments):
-    """The command line in this process; the exit code."""
+    """Run the command line in this process; return the exit code."""
     from gemma4_compat import cli
 
     try:

@@ -1,4 +1,4 @@
-"""The generated documentation is that of the patches in the tree."""
+"""The generated documentation is up to date with the patches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Threads, child processes, reloads, odd layouts and late imports; with the real libraries.
+"""Threads, child processes, reloads, unusual layouts and late imports, with the real libraries.
 
-One patched behaviour stands for all: a 4-bit weight's quant state survives a trip to meta.
+One patch represents all: the quant state of a 4-bit weight survives a move to meta and back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ print(json.dumps({"states": states(), "spared": spared(), "versions": versions})
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    """A folder with the module ``ask``, for the processes of these tests."""
+    """A folder with the module ``ask``, which the processes of these tests import."""
     for name in WITH_TORCH:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
@@ -64,7 +64,7 @@ def ask(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def usual(ask):
-    """The states in a process where nothing is unusual."""
+    """The states in a process in ordinary circumstances."""
     found = finds(STATES, path=[ask])
     assert found["spared"]
     if found["states"][PATCH][0] != "applied":
@@ -73,7 +73,7 @@ def usual(ask):
 
 
 def finds(code, *flags, **options):
-    """What the code prints last, as JSON."""
+    """The last line that the code prints, as JSON."""
     return parsed(python(*flags, "-c", code, **options))
 
 
@@ -83,9 +83,9 @@ def parsed(result):
 
 
 def finds_in(layout, code, *flags):
-    """The same, with no other packages in reach than those in ``layout``, folders or files.
+    """The same, with only the packages in ``layout``, a list of folders or zip files.
 
-    The process works in the second of them.
+    The second of them is the working directory of the process.
     """
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
     environ["PYTHONPATH"] = os.pathsep.join(map(str, layout))
@@ -98,7 +98,7 @@ def finds_in(layout, code, *flags):
 
 
 def links(folder, *, without):
-    """All installed packages as links in new folders, except those whose names begin so."""
+    """Links to all installed packages in new folders, without those that begin with ``without``."""
     made = []
     for number, entry in enumerate(sys.path):
         if any(Path(entry).glob("*.dist-info")):
@@ -128,7 +128,7 @@ def zipped(folder, *packages):
 
 
 def without_sources(folder, package):
-    """The package with .pyc files in the place of its .py files."""
+    """Copy the package with .pyc files instead of its .py files."""
     copy = folder / package
     shutil.copytree(location(package), copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert compileall.compile_dir(copy, quiet=2, legacy=True)
@@ -141,7 +141,7 @@ def without_sources(folder, package):
 
 @pytest.mark.slow
 def test_threads(ask, usual):
-    """The libraries themselves do not bear being imported in different orders at once."""
+    """Threads use one order: the libraries themselves cannot be imported in two orders at once."""
     code = """
 import faulthandler, sys, threading
 faulthandler.dump_traceback_later(240, exit=True)
@@ -212,7 +212,7 @@ class Data:
 
 @pytest.mark.slow
 def test_child_processes(tmp_path, ask, usual):
-    """A forked child is patched; a spawned one as soon as something in it imports the package."""
+    """A forked child is patched; a spawned child is patched when it imports the package."""
     (tmp_path / "children.py").write_text(CHILDREN)
     (tmp_path / "data.py").write_text(DATA)
     found = parsed(python(tmp_path / "children.py", path=[ask]))
@@ -245,7 +245,7 @@ def test_pytest_xdist(tmp_path, ask, usual):
 
 
 def test_reloads(ask, usual):
-    """One module of a patch that has two, ours, and all of ours as a notebook's autoreload does."""
+    """Reload one of a patch's two modules, the package, and all its modules as autoreload does."""
     code = """
 import importlib, json, sys
 import gemma4_compat
@@ -293,7 +293,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_library_that_cannot_be_imported(tmp_path, ask, usual):
-    """The user gets the library's own error, and the patches once it is repaired."""
+    """The user gets the library's own error, and the patches after the library is repaired."""
     code = f"""
 import importlib, json, logging, pathlib, shutil, sys
 package = pathlib.Path({str(tmp_path)!r}) / "bitsandbytes"
@@ -354,7 +354,7 @@ def test_library_with_a_missing_module(tmp_path, ask, usual):
 
 @pytest.mark.slow
 def test_packages_in_a_zip_file(tmp_path, ask, usual):
-    """peft, without its metadata, and this package, whose patches are found by listing it."""
+    """peft without its metadata, and this package, which lists its patches."""
     path = zipped(tmp_path, "peft", "gemma4_compat")
     files = '{"files": [gemma4_compat.__file__, peft.__file__], "states"'
     code = "import peft" + STATES.replace('{"states"', files)
@@ -366,7 +366,7 @@ def test_packages_in_a_zip_file(tmp_path, ask, usual):
 
 @pytest.mark.slow
 def test_packages_without_metadata(tmp_path, ask, usual):
-    """As in a frozen application; transformers itself insists on accelerate's."""
+    """As in a frozen application; transformers itself needs accelerate's metadata."""
     packages = ("transformers", "peft", "bitsandbytes")
     layout = links(tmp_path, without=[f"{name}-" for name in packages])
     code = f"""
@@ -382,7 +382,7 @@ for name in {packages!r}:
 
 @pytest.mark.slow
 def test_packages_without_sources(tmp_path, ask, usual):
-    """Probes look at code."""
+    """Probes examine compiled code, so they need no sources."""
     for package in ("peft", "gemma4_compat"):
         without_sources(tmp_path, package)
     layout = [tmp_path, ask, *links(tmp_path, without=["peft", "gemma4_compat"])]
@@ -430,7 +430,7 @@ def test_version_that_code_tells(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
 def test_read_only_installation(tmp_path_factory):
-    """As another user where this one may write anywhere."""
+    """The package works without write permission; root runs this as another user."""
     folder = tmp_path_factory.mktemp("installed")
     user = 65534 if os.geteuid() == 0 else os.geteuid()
     shutil.copytree(ROOT / "gemma4_compat", folder / "gemma4_compat",
@@ -473,9 +473,9 @@ except OSError:
 
 
 def test_isolated_optimised_interpreter(ask, usual):
-    """No asserts, no PYTHONPATH; and none of our code warns.
+    """Without asserts and PYTHONPATH, the patches work and the package's code does not warn.
 
-    transformers cannot import Gemma 4 where docstrings are left out (-OO).
+    transformers cannot import Gemma 4 without docstrings (-OO).
     """
     code = f"""
 import sys, warnings
@@ -539,7 +539,7 @@ found["whole again"], found["parted"] = logits(whole), logits(parted)
 found["whole again, 4-bit"] = logits(whole_4bit)
 found["parted later, 4-bit"] = logits(split(load_4bit()))
 found["adapter"] = logits(PeftModel.from_pretrained(parted, adapter))
-# Not the one that has run: some CPUs repack the weights then, and cannot exactly undo it.
+# Not the model that has run: a forward repacks the weights on some CPUs, which is not exact.
 found["adapter, 4-bit"] = logits(PeftModel.from_pretrained(fresh_4bit, adapter))
 found["placed"] = sorted(n for n, p in parted.named_parameters() if p.is_meta and "lora" not in n)
 if late == "True":
@@ -552,7 +552,7 @@ torch.save(found, out)
 
 @pytest.fixture
 def late_and_early(tmp_path, ask, usual, model_dir, adapter_dir):
-    """What models compute that were built before, and after, the package was imported."""
+    """The logits of models that were built before, and after, the import of the package."""
     import torch
 
     (tmp_path / "late.py").write_text(LATE)
@@ -583,7 +583,7 @@ def test_models_built_before_the_import(late_and_early):
     }.items():
         assert torch.equal(early[name], early[same]), name
     assert not torch.equal(early["adapter"], early["whole"])
-    # What was lost before the import is not made up.
+    # Values that were lost before the import stay lost.
     if not isinstance(unreached, torch.Tensor):
         assert "before gemma4_compat was imported" in unreached or "_is_hf_initialized" in unreached
     # accelerate keeps the bound forward of a module that it hooks.

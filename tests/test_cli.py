@@ -1,4 +1,4 @@
-"""The command line, mostly in processes of its own: it replaces ``__main__`` and ``sys.path``."""
+"""The command line, mostly in fresh processes: it replaces ``__main__`` and ``sys.path``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATCHES = [patch.name for patch in load()]
 
 
 def python(*arguments, cwd=None, **variables):
-    """Run Python with our path and without our switches."""
+    """Run Python with the package on its path and without our environment variables."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT")
     }
@@ -95,7 +95,7 @@ def test_typo_in_the_environment_is_pointed_out():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
-    """That was the user's choice."""
+    """A switched-off patch does not change the exit code: the user chose it."""
     patches = [
         Patch(name, symptom="", affects=("packaging>=1",), changes="", requires=needed)
         for name, needed in (("first", ()), ("second", ("first",)))
@@ -152,7 +152,7 @@ def test_status_of_one_patch(capsys):
 
 # -- the frame of every command -------------------------------------------------------------------
 
-#: arguments with which each command works on the tiny model and adapter, and its exit code
+#: valid arguments of each command for the tiny model and adapter, and the exit code
 WORKS = {
     "status": ([], 0),
     "plan": (["MODEL", "--gpu", "8GiB"], 0),
@@ -161,7 +161,7 @@ WORKS = {
     "adapter": (["ADAPTER", "--model", "MODEL"], 0),
     "report": (["--model", "MODEL", "--adapter", "ADAPTER"], 0),
 }
-#: arguments that cannot work, and a part of the line that says so
+#: invalid arguments, and a part of the error message
 WRONG = [
     ("status no_such_patch", "no patch is named 'no_such_patch'"),
     ("status clippable_lineer", "(did you mean clippable_linear?)"),
@@ -223,7 +223,7 @@ def test_wrong_arguments_are_said_in_one_line(command, message, paths, capsys):
 
 
 def test_wrong_arguments_import_no_library(model_dir, adapter_dir, tmp_path):
-    """What needs a model's config is checked before, too."""
+    """Arguments that need the model's config are also checked before a library is imported."""
     commands = [text.split() for text, _ in WRONG if not text.startswith(("status", "merge B"))]
     places = {"MODEL": str(model_dir), "ADAPTER": str(adapter_dir)}
     commands = [[places.get(word, word) for word in command] for command in commands]
@@ -251,7 +251,7 @@ def test_as_wide_as_the_terminal(command, columns, paths, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.err == ""
     long = [line for line in printed.out.splitlines() if len(line) > columns]
-    # Code, Markdown and single words such as names are not broken: they are to be copied.
+    # Code, Markdown and single words are not wrapped, so that they can be copied.
     prose = [line for line in long if command not in ("plan", "report") and " " in line.strip()]
     assert prose == []
 
@@ -288,7 +288,7 @@ def test_colour_of_the_verdict(gpu, code, verdict, paths, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert cli.main(command) == code
     plain = capsys.readouterr().out
-    assert "\033" not in plain  # a pipe
+    assert "\033" not in plain  # the output is a pipe
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli.main(command) == code
     coloured = capsys.readouterr().out
@@ -314,7 +314,7 @@ def test_help_with_examples(capsys):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """Runs the command line where only the dependencies of this package are installed."""
+    """Runs the command line with only the dependencies of this package installed."""
     folder = tmp_path_factory.mktemp("bare")
     for name in ("wrapt", "packaging", "gemma4_compat"):
         source = Path(importlib.util.find_spec(name).origin).parent
@@ -498,7 +498,7 @@ def test_children_are_patched(tmp_path, method, as_module):
     target = ["-m", "children"] if as_module else ["children.py"]
     ran = compat("run", *target, method, cwd=tmp_path)
     assert ran.stderr == ""
-    # The server that forks Python 3.14's children imports the program itself, before us.
+    # Python 3.14's fork server imports the program before it imports this package.
     first = method == "forkserver" and sys.version_info >= (3, 14)
     assert ran.stdout.split() == ["True", *["False" if first else "True"] * 2, "True"]
 
@@ -511,7 +511,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     total = torch.tensor(float(os.environ["RANK"]) + 1)
     dist.all_reduce(total)
-    # A file each: what two processes print may be interleaved.
+    # One file for each process: printed lines of two processes may mix.
     with open(os.path.join(sys.path[0], os.environ["RANK"]), "w") as file:
         print(total.item(), sys.argv[1:], sys.path[0], file=file)
     dist.destroy_process_group()
@@ -538,7 +538,7 @@ def test_a_reader_that_has_seen_enough(model_dir):
 
 
 def test_what_messages_name_exists():
-    """Messages of patches send people to commands and functions."""
+    """The commands and functions that messages of patches name exist."""
     folder = Path(gemma4_compat.__file__).parent / "patches"
     text = "".join(file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
     commands = {command.name for command in cli.COMMANDS}

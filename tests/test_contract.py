@@ -1,6 +1,6 @@
-"""What every patch owes to the libraries it changes; with the real ones, in fresh processes.
+"""The rules that every patch keeps towards the libraries; with the real ones, in fresh processes.
 
-Each worker below runs in a process of its own, once for all patches, and prints what it found.
+Each worker below runs in its own process, once for all patches, and prints its results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: beside the tests, or installed
+#: the package beside the tests, or the installed one
 PACKAGE = Path(importlib.util.find_spec("gemma4_compat").origin).parent
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 NAMES = sorted(p.stem for p in (PACKAGE / "patches").glob("*/[a-z]*.py"))
@@ -31,7 +31,7 @@ ENVIRONMENT = {name: f"GEMMA4_COMPAT_{name.upper()}" for name in NAMES}
 
 
 def load_libraries():
-    """The libraries and all target modules that these releases have."""
+    """Import the libraries, and all target modules that these releases have."""
     for name in (*LIBRARIES, *json.loads(os.environ["CONTRACT_TARGETS"])):
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
@@ -57,7 +57,7 @@ def namespaces():
 
 
 def snapshot():
-    """Identities only: a reference kept here would be one that a patch does not reach."""
+    """Identities only: a patch does not replace a reference that is kept here."""
     return {
         owner: {name: id(value) for name, value in attributes.items()}
         for owner, attributes in namespaces().items()
@@ -65,7 +65,7 @@ def snapshot():
 
 
 def changes(before):
-    """What differs now, other than what the import of further modules adds."""
+    """The attributes that differ now, except modules that were imported since."""
     found = []
     after = namespaces()
     for owner, attributes in before.items():
@@ -81,7 +81,7 @@ def changes(before):
 
 
 def leftovers():
-    """Everything of ours in the libraries."""
+    """All functions of this package in the libraries."""
     ours = str(PACKAGE)
     found = []
     for owner, attributes in namespaces().items():
@@ -109,7 +109,7 @@ def functions(engine):
             bound = inspect.ismethod(new)
             original = entry.target.raw.__get__(None, owner) if bound else entry.original
             where = original.__module__, original.__qualname__
-            if entry.before is not entry.target.raw:  # inherited: now the class's own
+            if entry.before is not entry.target.raw:  # it was inherited, and is now the class's own
                 where = owner.__module__, f"{owner.__qualname__}.{attribute}"
             found.setdefault(name, []).append(
                 {
@@ -119,7 +119,7 @@ def functions(engine):
                     "where": (new.__module__, new.__qualname__) == where,
                     "descriptor": type(static) is type(entry.target.raw),
                     "plain": type(entry.replacement) is type(functions),
-                    # the getter of a property is not to be had under its name
+                    # A property's getter cannot be reached by its name.
                     "pickle": is_property or pickle.loads(pickle.dumps(new)) == new,
                 }
             )
@@ -170,7 +170,7 @@ def libraries_first():
     gemma4_compat.install()
     for name in [
         each.name for each in gemma4_compat.status()
-    ]:  # the lower ones of each stack first
+    ]:  # patches below others in a slot first
         gemma4_compat.uninstall(name)
     found["one by one"] = changes(before)
     gemma4_compat.install()
@@ -193,7 +193,7 @@ def switched_off():
 
 
 def upside_down():
-    """The states and what models compute, with the patches stacked in either order."""
+    """The states, and the outputs of models, with the patches applied in either order."""
     import gc
     import logging
     import tempfile
@@ -208,7 +208,7 @@ def upside_down():
     switches, logger = Switches("GEMMA4_COMPAT"), logging.getLogger("gemma4_compat")
     found = {}
     for order, patches in (("forwards", load()), ("backwards", [*reversed(load())])):
-        gc.collect()  # the models of the other order hold what was replaced
+        gc.collect()  # models of the other order hold replaced functions
         status = Engine(patches, switches, logger).install()
         with tempfile.TemporaryDirectory() as folder:
             found[order] = {
@@ -216,14 +216,14 @@ def upside_down():
                 "states": {s.name: [s.state.value, s.reason] for s in status},
                 "computed": _computed(Path(folder)),
                 **{use: re.sub(r" at 0x[0-9a-f]+", "", str(_outcome(use))) for use in USES},
-                # Last: computing imports modules that hold what is patched.
+                # Last: computing imports more modules that hold patched objects.
                 "patched": sorted(leftovers()),
             }
     return found
 
 
 def _computed(folder):
-    """A 4-bit model of which a part is offloaded, with an adapter, saved and loaded again."""
+    """Outputs of a partly offloaded 4-bit model with an adapter, also saved and loaded again."""
     from peft import PeftModel
 
     from gemma4_compat.tiny import build_adapter, build_checkpoint
@@ -245,13 +245,13 @@ def _outcome(use):
     try:
         return USES[use]()
     except Exception as error:
-        # Not the traceback that torch.compile adds: our functions are in it.
+        # Without the traceback that torch.compile adds: it contains our functions.
         message = str(error).partition("\n\nfrom user code")[0]
         return f"{type(error).__name__}: {message}"
 
 
 def behaviours():
-    """Ordinary use of the patched classes, with and without the patches: the outcomes."""
+    """The outcomes of ordinary use of the patched classes, with and without the patches."""
     import gemma4_compat
 
     load_libraries()
@@ -298,7 +298,7 @@ def _x():
 
 
 def _copies(make, use):
-    """deepcopy and pickle keep the class, and what it computes."""
+    """deepcopy and pickle keep the class and its outputs."""
     import copy
     import pickle
 
@@ -361,7 +361,7 @@ USES = {
 
 
 def worker(name, **environ):
-    """The findings of a worker, run once."""
+    """The results of a worker, which runs once."""
     found = _run(name, **environ)
     assert isinstance(found, dict), found
     return found
@@ -392,7 +392,7 @@ def libraries():
 
 @pytest.fixture(params=NAMES)
 def affected(request, libraries):
-    """The name of a patch whose gate the installed releases are in."""
+    """The name of a patch whose gate contains the installed releases."""
     from gemma4_compat.engine.gate import Outcome
     from gemma4_compat.patches import gate
 
@@ -440,7 +440,7 @@ def test_definition(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_can_end_the_patch(name):
-    """Each probe has a case in which it says that the bug is gone."""
+    """Each probe has a case that returns ``fixed``."""
     code = _patches()[name].probe_function.__code__
     globals_ = _patches()[name].probe_function.__globals__
     helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
@@ -448,7 +448,7 @@ def test_probe_can_end_the_patch(name):
 
 
 def test_canary(affected):
-    """Inside its gate, every patch finds the targets it was written for."""
+    """Inside its gate, every patch finds its targets."""
     state, reason = worker("shim_first")["states"][affected]
     assert state in ("applied", "fixed upstream"), f"{affected} {state}: {reason}"
     if state == "applied":
@@ -468,7 +468,7 @@ def test_the_same_is_patched_in_either_order(libraries):
 
 
 def test_stacking_order_does_not_matter(libraries):
-    """What a patch needs of another it says in ``requires``; the order means nothing."""
+    """A patch names the patches that it needs in ``requires``; their order has no effect."""
     found = worker("upside_down")
     forwards, backwards = found["forwards"], found["backwards"]
     assert forwards.pop("names") == backwards.pop("names")[::-1] == NAMES
@@ -478,7 +478,7 @@ def test_stacking_order_does_not_matter(libraries):
 
 @pytest.mark.slow
 def test_blocked_where_a_required_patch_is_off(libraries):
-    """Each patch that others require is switched off once; the others are as ever."""
+    """Each required patch is switched off once; only patches that require it change state."""
     usual = worker("shim_first")["states"]
     dependants = {}
     for name, patch in _patches().items():
@@ -488,7 +488,7 @@ def test_blocked_where_a_required_patch_is_off(libraries):
         found = worker("switched_off", **{ENVIRONMENT[required]: "0"})["states"]
         switched_off = f"needs {required}, which is disabled by {ENVIRONMENT[required]}=0"
         due = dict.fromkeys(names, switched_off)
-        for name in names:  # and what requires those
+        for name in names:  # and the patches that require those
             further = dependants.get(name, set()) - due.keys()
             due.update(dict.fromkeys(further, f"needs {name}, which is blocked"))
         for name in found.keys() - {required}:

@@ -1,4 +1,4 @@
-"""The users' own device maps, on a real GPU: same logits as on one device, base untouched."""
+"""The users' device maps on a real GPU: the logits of one device, and an unchanged base."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cuda
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
-#: on every stack: what a map keeps on the CPU is not quantised, nor is the head
+#: the same on every stack: offloaded modules and the head are not quantised
 OFFLOADED = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
 
 
@@ -54,7 +54,7 @@ def adapted(model, adapter_dir, **options):
 
 
 def check(split, model_dir, adapter_dir, kind, quantised_elsewhere=False, **options):
-    """Base, adapter, second forward, generate: all as on one GPU."""
+    """Base, adapter, second forward and generate equal those on one GPU."""
     from peft import PeftModel
 
     one = on_one_gpu(model_dir, kind, split)
@@ -106,7 +106,7 @@ def test_arguments_that_the_users_gave_to_peft(model_dir, adapter_dir, kind, tmp
 
 @KINDS
 def test_on_a_full_gpu(model_dir, adapter_dir, kind):
-    """With little memory left, PEFT's map inference offloads what is not offloaded yet."""
+    """With little free memory, PEFT's inferred device map would offload more modules."""
     free, _ = torch.cuda.mem_get_info(0)
     ballast = torch.empty(free - 2**30, dtype=torch.uint8, device=0)
     split = load_model(model_dir, kind, SPLIT, **OFFLOADED)
@@ -160,7 +160,7 @@ def tensors(state):
 
 
 def copies_to_host(model, inputs):
-    """The copies from the GPU to the host in one forward, by name."""
+    """The copies from the GPU to the host in one forward, by the name of the operation."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
@@ -261,7 +261,7 @@ def test_int8_with_an_automatic_map(model_dir, adapter_dir):
     check(split, model_dir, adapter_dir, "int8", quantised_elsewhere=True)
 
 
-# Before accelerate 1.14 the model itself does not load without hf_initialized_flag.
+# Before accelerate 1.14 loading the model itself needs hf_initialized_flag.
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.14"), reason="does not load")
 @pytest.mark.regression("peft_redispatch", r"Expected a cuda device, but got: cpu")
 def test_adapter_on_offloaded_8_bit_layers(model_dir, language_adapter_dir):
@@ -276,7 +276,7 @@ def test_adapter_on_offloaded_8_bit_layers(model_dir, language_adapter_dir):
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
 def test_quantised_towers_see_and_hear(model_dir, kind):
-    """What the users kept unquantised, for a GiB of memory, may be quantised."""
+    """The users left the towers unquantised, which takes a GiB; quantised towers work too."""
     model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=["lm_head"])
     float_towers = load_model(
         model_dir, kind, {"": 0}, llm_int8_skip_modules=[*TOWERS, "embed_vision", "lm_head"]
@@ -307,7 +307,7 @@ def test_second_gpu_is_not_entered(model_dir, adapter_dir):
 def test_layers_on_two_gpus_and_the_cpu(model_dir, adapter_dir):
     from peft import PeftModel
 
-    # Spelt out: with an entry for "", accelerate gives the layers on GPU 1 hooks for GPU 0.
+    # No entry "": with one, accelerate gives the layers on GPU 1 hooks for GPU 0.
     parts = ("embed_tokens", "embed_tokens_per_layer", "per_layer_model_projection", "norm")
     parts = (*parts, "per_layer_projection_norm", "rotary_emb")
     rest = [*(f"model.language_model.{part}" for part in parts), "lm_head"]

@@ -1,9 +1,8 @@
-"""Upstream changed under our feet: every target renamed, removed, with another signature, or
-turned into something else.
+"""Changes upstream: every target is renamed, removed, given another signature or another type.
 
-Whatever happens to a target, its patch steps aside with one warning, or goes on to work; the
-libraries are left as the change left them.  The first worker changes the imported libraries, one
-thing at a time; the others import changed sources, with all patches armed before.
+Whatever changes in a target, its patch either steps aside with one warning or still works, and it
+leaves the changed libraries as they are.  The first worker changes the imported libraries, one
+target at a time.  The others import changed sources, with all patches armed before.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 NAMES = sorted(p.stem for p in (ROOT / "gemma4_compat" / "patches").glob("*/[a-z]*.py"))
-#: What remains of a patch that found its target changed.
+#: The states of a patch that steps aside because its target has changed.
 ASIDE = ("drifted", "fixed upstream")
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 NEW = "added_upstream"
@@ -39,7 +38,7 @@ NEW = "added_upstream"
 
 
 def own_calls(function):
-    """The function's calls of itself: their keywords change with its parameters."""
+    """The function's calls to itself; their keywords change with its parameters."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
             if getattr(node.func, "id", getattr(node.func, "attr", "")) == function.name:
@@ -58,7 +57,7 @@ def rename_parameter(function, name):
 
 
 def remove_parameter(function, name):
-    """Its default, or None, is what the body sees of it."""
+    """Remove a parameter; the body gets its default, or None."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
@@ -77,12 +76,12 @@ def remove_parameter(function, name):
 
 
 def add_parameter(function, at):
-    """A required one, after so many others."""
+    """Add a required parameter at this position."""
     function.args.args.insert(at, ast.arg(NEW))
 
 
 def add_keyword(function):
-    """A required one, by keyword alone."""
+    """Add a required keyword-only parameter."""
     function.args.kwonlyargs.append(ast.arg(NEW))
     function.args.kw_defaults.append(None)
 
@@ -91,7 +90,7 @@ def add_keyword(function):
 
 
 class Other:
-    """In place of a function."""
+    """A class in place of a function."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("not a function any more")
@@ -106,7 +105,7 @@ def source_of(function):
 
 
 def changed(function, change, *arguments):
-    """The function compiled anew from its changed source."""
+    """The function, compiled again from its changed source."""
     tree = ast.parse("def make(__class__):\n    pass")
     definition = ast.parse(source_of(function)).body[0]
     context = [d for d in definition.decorator_list if ast.unparse(d) == "contextmanager"]
@@ -127,7 +126,7 @@ def changed(function, change, *arguments):
 
 
 def changes_of(raw, method):
-    """(kind, name, what the attribute is then) for all changes of what is behind a function."""
+    """(kind, name, new value of the attribute) for all changes of a function's definition."""
     plain = inspect.unwrap(raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw))
     wrapped = isinstance(raw, (staticmethod, classmethod, property))
     wrap = type(raw) if wrapped else lambda function: function
@@ -144,7 +143,7 @@ def changes_of(raw, method):
 
 
 def one_at_a_time():
-    """What becomes of each patch for each change, and of what was changed."""
+    """The state of each patch, and of the changed attribute, after each change."""
     import gc
 
     import gemma4_compat
@@ -152,14 +151,14 @@ def one_at_a_time():
 
     engine, messages, results = gemma4_compat._engine, listen(), []
     for record in engine._records.values():
-        record.patch.requires = ()  # as if the bugs of the others were gone
+        record.patch.requires = ()  # as if the other bugs were fixed upstream
     for name in LIBRARIES:
         importlib.import_module(name)
     start = {s.name: [s.state.value, s.reason] for s in gemma4_compat.status(import_targets=True)}
     replaced = [(n, r.layer.replacements) for n, r in engine._records.items() if r.layer.entries]
     misfits = [str(e) for r in engine._records.values() for e in r.layer.entries if not fits(e)]
     gemma4_compat.uninstall()
-    gc.freeze()  # the search for references to the originals passes by all there is
+    gc.freeze()  # the search for references then skips all present objects
 
     def try_patch(name, replacement, kind, what, owner, attribute, value=slots._ABSENT):
         messages.clear()
@@ -220,7 +219,7 @@ def one_at_a_time():
 
 
 def attach_hooks():
-    """What the patch that looks at its arguments by name makes of a call by position."""
+    """A positional call of a function whose patch reads its arguments by name."""
     import torch
     from accelerate.hooks import attach_align_device_hook_on_blocks
 
@@ -245,7 +244,7 @@ def is_ours(function):
 
 
 def fits(entry):
-    """Whether the replacement shows the signature of what it replaced, and takes its calls."""
+    """Whether the replacement has the original's signature, and accepts its calls."""
     shown = inspect.signature(entry.replacement)
     taken = inspect.signature(entry.replacement, follow_wrapped=False)
     expected = inspect.signature(entry.original)
@@ -253,7 +252,7 @@ def fits(entry):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [p for p in expected.parameters.values() if p.kind not in VARIADIC]
-    # What is in the *args of a wrapper, or of a base class, is not known.
+    # The *args of a wrapper or a base class may contain anything.
     unknown = VARIADIC[0] in [p.kind for p in expected.parameters.values()]
     take = taken.bind_partial if unknown else taken.bind
     everything = {p.name: object() for p in named}
@@ -281,14 +280,14 @@ CHANGES = ("signature", "renamed", "partial", None)
 
 
 class Changing:
-    """Finds the libraries' modules as ever; changes targets as soon as their module is executed.
+    """Imports modules as usual, and changes targets right after their module is executed.
 
-    What waits for a module's import sees it changed.
+    Import hooks then see the changed module.
     """
 
     def __init__(self, targets):
         self.targets = targets  # module: {attribute: change}
-        self.left = {}  # what the change left, by owner and name
+        self.left = {}  # the value after the change, by owner and name
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.targets:
@@ -314,7 +313,7 @@ class Changing:
             delattr(home, name)
             self.left[home, name] = None
             return
-        # A function that others import by name is None where a method is gone.
+        # Other modules import functions by name, so a function becomes None; a method is deleted.
         wanted = {"signature": "first", "partial": "partial", "renamed": "None"}[change]
         method = bool(path) and not isinstance(raw, staticmethod)
         value = next(value for _, what, value in changes_of(raw, method) if what == wanted)
@@ -323,7 +322,7 @@ class Changing:
 
 
 def all_at_once(turn):
-    """Import the libraries while the targets of three patches of four change."""
+    """Import the libraries while the targets of three patches in four change."""
     targets = {}
     for index, replacements in enumerate(json.loads(os.environ["DRIFT_TARGETS"]).values()):
         change = CHANGES[(index + turn) % len(CHANGES)]
@@ -354,7 +353,7 @@ def all_at_once(turn):
 
 
 def listen():
-    """The package's warnings from now on."""
+    """A list that collects the package's warnings from now on."""
     import logging
 
     messages = []
@@ -369,7 +368,7 @@ def listen():
 
 @functools.cache
 def worker(name, *arguments):
-    """The findings of a worker."""
+    """The results of a worker."""
     for library in LIBRARIES:
         pytest.importorskip(library)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
@@ -385,7 +384,7 @@ def worker(name, *arguments):
 
 
 def targets():
-    """What each patch replaces in the installed releases, if they have its bug."""
+    """The replacements of each patch in the installed releases, if they have its bug."""
     from gemma4_compat.engine.gate import Outcome, holds
     from gemma4_compat.patches import gate, load
 
@@ -400,7 +399,7 @@ def targets():
 
 @pytest.fixture(params=NAMES)
 def changes(request):
-    """What became of a patch, change by change."""
+    """The results of a patch, one for each change."""
     found = worker("one_at_a_time")
     state, reason = found["start"][request.param]
     if state != "applied":

@@ -1,4 +1,4 @@
-"""Importing the package: what it loads, and what it needs, in fresh processes."""
+"""Import of the package in fresh processes: the modules that it loads, and those that it needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps({
 
 
 def python(*arguments, path=(), drop=(), **environ):
-    """Run this interpreter on the package, the libraries of this process in reach."""
+    """Run this interpreter with the package and the libraries of this process on its path."""
     found = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
     inherited = [] if "PYTHONPATH" in drop else [found.get("PYTHONPATH", "")]
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, path), str(ROOT), *inherited]))
@@ -42,7 +42,7 @@ def report(*flags, **options):
 
 @pytest.fixture
 def bare(tmp_path):
-    """A folder with what the package depends on, and nothing else."""
+    """A folder with only the dependencies of the package."""
     for name in ("wrapt", "packaging"):
         package = Path(importlib.util.find_spec(name).origin).parent
         (tmp_path / name).symlink_to(package)
@@ -108,7 +108,7 @@ def test_states_say_why():
 
 
 def test_half_installed_library(tmp_path, bare):
-    """The ImportError that the user sees is the library's own."""
+    """The user sees the library's own ImportError."""
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "__init__.py").write_text("from . import peft_model")
     (tmp_path / "peft" / "peft_model.py").write_text("raise ImportError('libsomething.so')")
@@ -124,7 +124,7 @@ def test_half_installed_library(tmp_path, bare):
 
 
 def test_library_folder_that_is_no_package(tmp_path, bare):
-    """A clone of the repository in the working directory."""
+    """A folder with a library's name, such as a clone, in the working directory."""
     for name in WITH_TORCH:
         (tmp_path / name / "src").mkdir(parents=True)
     found, _ = report("-S", path=[bare], drop=["PYTHONPATH"])
@@ -175,7 +175,7 @@ assert len(anew.status()) > 0
 
 @pytest.mark.slow
 def test_probes_draw_no_random_numbers():
-    """``set_seed`` before the first import of PEFT means what it meant."""
+    """``set_seed`` before the first import of PEFT has the same effect as without the package."""
     pytest.importorskip("peft")
     code = """
 import gemma4_compat, torch

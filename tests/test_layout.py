@@ -1,6 +1,7 @@
-"""Which file of the package may import which: every import in the syntax tree counts.
+"""The rules on imports inside the package; every import in the syntax tree counts.
 
-Also those in functions and under ``TYPE_CHECKING``.  Each rule is shown to find a planted line.
+Imports in functions and under ``TYPE_CHECKING`` count too.  A planted line proves that each rule
+works.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import gemma4_compat
 PACKAGE = "gemma4_compat"
 FOLDER = Path(gemma4_compat.__file__).parent
 FEATURES = ("inspection", "merge", "plan")
-#: The sentence of the engine that says so.
+#: The engine's docstring that may name Gemma.
 NO_WORD = "It knows nothing of Gemma."
 
 
 def is_in(module: str, *folders: str) -> bool:
-    """Whether a module is one of these of the package, or inside of one."""
+    """Whether a module is in one of these folders or modules of the package."""
     return any(f"{module}.".startswith(f"{PACKAGE}.{folder}.") for folder in folders)
 
 
 @dataclass(frozen=True)
 class Import:
-    """``name`` is what is taken from a module; "" where the module itself is imported."""
+    """An import of ``name`` from a module; ``name`` is "" if the module itself is imported."""
 
     importer: str
     module: str
@@ -41,7 +42,7 @@ class Import:
         return f"{self.importer} imports {f'{self.module}.{self.name}'.rstrip('.')}"
 
     def is_private(self) -> bool:
-        """A private module of another folder than the importer's, or a private name in one."""
+        """Whether it imports a private module or a private name of another folder."""
         steps = [*self.module.split("."), self.name]
         first = next((number for number, step in enumerate(steps) if is_private(step)), None)
         return first is not None and folder_of(".".join(steps[:first])) != folder_of(self.importer)
@@ -52,7 +53,7 @@ def is_private(name: str) -> bool:
 
 
 def folder_of(module: str) -> str:
-    """The package that a module is in; a package is in itself."""
+    """The package that contains a module; a package contains itself."""
     return module if module in PACKAGES else module.rpartition(".")[0]
 
 
@@ -74,12 +75,12 @@ ERRORS = {
 
 @cache
 def imports(source: str, module: str) -> tuple[Import, ...]:
-    """All imports from the package in the text of one of its modules."""
+    """All imports of the package's modules in the source of one of them."""
     return tuple(each for node in ast.walk(ast.parse(source)) for each in taken(node, module))
 
 
 def taken(node: ast.AST, module: str) -> Iterator[Import]:
-    """What a node of that module's syntax tree imports from the package."""
+    """The imports of the package's modules in a node of that module's syntax tree."""
     if isinstance(node, ast.Import):
         yield from (Import(module, each.name) for each in node.names if is_ours(each.name))
     elif isinstance(node, ast.ImportFrom):
@@ -100,12 +101,12 @@ def is_ours(module: str) -> bool:
 
 
 def model_is_the_ground_floor(found: Import) -> bool:
-    """``model`` knows no patch and no command."""
+    """``model`` imports no patch and no command."""
     return not is_in(found.importer, "model") or is_in(found.module, "model", "errors", "versions")
 
 
 def patches_stand_on_engine_and_model(found: Import) -> bool:
-    """And on each other's helpers, which are the modules that begin with an underscore."""
+    """Patches may also import helpers of patches: modules that begin with an underscore."""
     helper = is_in(found.module, "patches") and is_private(found.module.rpartition(".")[2])
     allowed = helper or is_in(found.module, "engine", "model", "errors", "versions")
     return not is_in(found.importer, "patches") or allowed
@@ -120,7 +121,7 @@ def errors_and_versions_know_nothing(found: Import) -> bool:
 
 
 def features_take_no_private_name(found: Import) -> bool:
-    """From another folder."""
+    """Features import no private name of another folder."""
     return not is_in(found.importer, "inspection", "plan", "cli") or not found.is_private()
 
 
@@ -129,7 +130,7 @@ def tiny_is_for_demo_and_merge(found: Import) -> bool:
 
 
 def errors_come_from_errors(found: Import) -> bool:
-    """Or from the package itself; nobody imports a feature for its error class."""
+    """No module imports a feature for its error class."""
     is_error = found.name in ERRORS or found.name.endswith("Error")
     return not is_error or not is_in(found.module, *FEATURES)
 
@@ -146,12 +147,12 @@ RULES = (
 
 
 def broken(rule, source: str, module: str) -> list[str]:
-    """The imports in this text that break the rule."""
+    """The imports in this source that break the rule."""
     return [str(each) for each in imports(source, module) if not rule(each)]
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other, around; none if there are none."""
+    """Modules that import each other in a circle; empty if there is no circle."""
     edges = {m: {each.module for each in imports(s, m)} - {m} for m, s in sources.items()}
     try:
         TopologicalSorter(edges).prepare()
@@ -183,7 +184,7 @@ def test_the_engine_has_no_word_of_gemma():
 
 
 def test_every_file_is_read():
-    """So that no rule holds because nothing is looked at."""
+    """The rules see every file that imports from the package."""
     found = [each for module, source in SOURCES.items() for each in imports(source, module)]
     importers = {each.importer for each in found}
     line = re.compile(rf"^ *(from \.|from {PACKAGE}|import {PACKAGE})", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The gates agree with what was measured on released versions."""
+"""The gates agree with the measurements on released versions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def inside(patch, stack):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_gate_agrees(name):
-    """Where the bug is, the gate is open and the patch works; where it is not, nothing is done."""
-    assert name in MEASURED.found, f"{MEASURE} {name}"
+    """With the bug, the gate is open and the patch works; without it, the patch is not applied."""
+    assert name in MEASURED.by_patch, f"{MEASURE} {name}"
     wrong = []
-    for found in MEASURED.found[name]:
+    for found in MEASURED.by_patch[name]:
         fine = found.with_ != "fails" and found.state not in ("drifted", "failed")
         if found.without == "broken":
             fine &= inside(PATCHES[name], found.stack)
@@ -53,13 +53,13 @@ def test_gate_agrees(name):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_every_bug_was_seen(name):
-    assert name in MEASURED.found, f"{MEASURE} {name}"
-    seen = {found.without for found in MEASURED.found[name]}
+    assert name in MEASURED.by_patch, f"{MEASURE} {name}"
+    seen = {found.without for found in MEASURED.by_patch[name]}
     assert ("broken" in seen) != needs_a_gpu(name)
 
 
 def test_patches_that_show_on_a_gpu_alone():
-    """As the marks of their tests say."""
+    """The patches whose regression tests are all marked ``cuda``."""
     assert [name for name in PATCHES if needs_a_gpu(name)] == [
         "captured_decoding",
         "offload_device_copy",
@@ -69,11 +69,11 @@ def test_patches_that_show_on_a_gpu_alone():
 
 @pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])
 def test_every_patch_was_measured_on_the_stacks_of_the_tests(stack):
-    """On all other stacks it is measured before a release."""
+    """The other stacks are measured before a release."""
     missing = [
         name
         for name in PATCHES
-        if not any(stack.items() <= each.stack.items() for each in MEASURED.found.get(name, ()))
+        if not any(stack.items() <= each.stack.items() for each in MEASURED.by_patch.get(name, ()))
     ]
     assert not missing, f"{MEASURE} {' '.join(missing)}"
 

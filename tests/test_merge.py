@@ -1,4 +1,4 @@
-"""``gemma4-compat merge``: merging into the unquantised base, with proof."""
+"""``gemma4-compat merge``: merges into the unquantised base, and proves the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ peft = pytest.importorskip("peft")
 
 @pytest.fixture
 def work(tmp_path):
-    """An empty folder for OUT, so that leftovers are seen."""
+    """An empty folder for OUT, so that tests see leftovers."""
     folder = tmp_path / "work"
     folder.mkdir()
     return folder
@@ -141,11 +141,11 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
 
 
 def cancelling(model):
-    """Nearly all of the query and value projections is taken away.
+    """The adapter cancels nearly all of the query and value projections.
 
-    With the adapter loaded, the large output of the base layer is rounded to bfloat16 before most
-    of it is taken away; what is left is mostly rounding.  Merged, the small weight itself is
-    rounded.  The norm behind the projection makes both large again.
+    With the adapter loaded, the large output of the base layer is rounded to bfloat16 before the
+    adapter cancels most of it, so the rest is mostly rounding error.  Merged, the small weight
+    itself is rounded.  The norm after the projection makes both large again.
     """
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.Linear):
@@ -287,7 +287,7 @@ def test_unquantised_weights_with_a_quantization_config(
 
 
 class Loading(Exception):
-    """The checks are passed, and weights would be loaded now."""
+    """Raised after the checks, when the merge is about to load weights."""
 
 
 def stop_at_loading(line):
@@ -296,7 +296,7 @@ def stop_at_loading(line):
 
 
 def refused(base, adapter, out, message, **options):
-    """Before weights are loaded, in one line that names what is wrong; and nothing is left."""
+    """Assert an error of one line before weights are loaded, and no leftovers."""
     before = names(out.parent) if out.parent.is_dir() else None
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         merge_adapter(base, adapter, out, progress=stop_at_loading, **options)
@@ -312,7 +312,7 @@ def sharded(model_dir, path):
 
 @pytest.fixture(scope="module")
 def whole(model_dir, language_adapter_dir, tmp_path_factory):
-    """A base in shards and an adapter, with all that goes along with them."""
+    """A base in shards and an adapter, with all files that belong to them."""
     folder = tmp_path_factory.mktemp("whole")
     base = with_tokenizer(sharded(model_dir, folder / "sharded"), folder / "base", "a template")
     (base / "processor_config.json").write_text('{"a": "b"}')
@@ -414,7 +414,7 @@ def test_content_that_cannot_work(copies, work, file, entries, message):
 
 
 def test_base_without_one_of_its_tensors(model_dir, language_adapter_dir, work, tmp_path):
-    """transformers fills such a place with random numbers, and they would be written."""
+    """transformers would fill the missing tensor with random numbers, and merge write them."""
     from safetensors.torch import load, save_file
 
     base = shutil.copytree(model_dir, tmp_path / "base")
@@ -426,7 +426,7 @@ def test_base_without_one_of_its_tensors(model_dir, language_adapter_dir, work, 
 
 
 def test_base_without_tensors_that_are_never_used(model_dir, language_adapter_dir, work, tmp_path):
-    """Keys and values of layers that share them: the first releases alone save them."""
+    """Only the first releases save keys and values of layers that share them."""
     from safetensors.torch import load, save_file
 
     base = shutil.copytree(model_dir, tmp_path / "base")
@@ -456,7 +456,7 @@ VALUES = [None, [], {}, "x", -1, 0, 1e308, True, 10**30, ["x"], {"a": 1}, "../..
 
 
 def places(value, path=()):
-    """The path of everything inside of a JSON value."""
+    """The path of every entry inside a JSON value."""
     inside = value.items() if isinstance(value, dict) else ()
     inside = list(enumerate(value))[:3] if isinstance(value, list) else inside
     for key, each in inside:
@@ -465,7 +465,7 @@ def places(value, path=()):
 
 
 def mutated(content, chance):
-    """One entry anywhere is removed, renamed or replaced."""
+    """Remove, rename or replace one random entry."""
     *path, last = chance.choice(list(places(content)))
     holder = content
     for key in path:
@@ -481,7 +481,7 @@ def mutated(content, chance):
 
 @pytest.mark.parametrize("seed", range(MUTATIONS))
 def test_mutations(copies, work, seed):
-    """Each is refused in one line that names the folder, or harmless enough to be loaded."""
+    """Each one raises an error of one line that names the folder, or does not prevent loading."""
     chance = random.Random(seed)
     folder, name = chance.choice([*JSON_FILES, *WEIGHTS, *WEIGHTS])
     (file,) = copies[folder].glob(name)
@@ -547,7 +547,7 @@ def test_exit_code_of_arguments(model_dir, language_adapter_dir, work, capsys, a
     try:
         paths = map(str, (model_dir, language_adapter_dir, work / "out"))
         code = main(["merge", *paths, *arguments])
-    except SystemExit as error:  # argparse's own
+    except SystemExit as error:  # raised by argparse
         code = error.code
     assert code == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -598,7 +598,7 @@ def test_read_only_folder(model_dir, language_adapter_dir, work):
 
 
 def test_no_room(model_dir, language_adapter_dir, work, tmp_path):
-    """For a base of 4 TiB, most of which takes no room itself."""
+    """There is no room for a base of 4 TiB, which is a sparse file."""
     base = shutil.copytree(model_dir, tmp_path / "base")
     huge = {"dtype": "BF16", "shape": [2**41], "data_offsets": [0, 2**42]}
     header = json.dumps({"huge": huge}).encode()
@@ -610,7 +610,7 @@ def test_no_room(model_dir, language_adapter_dir, work, tmp_path):
 
 
 def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work, monkeypatch):
-    """``--force`` would replace it; an empty variable in a shell names it too."""
+    """``--force`` would replace the current folder, which an empty shell variable names too."""
     (work / "kept").mkdir()
     monkeypatch.chdir(work / "kept")
     for out in ("", ".", "..", str(work), "/"):
@@ -633,7 +633,7 @@ def test_out_that_appears_meanwhile(model_dir, language_adapter_dir, work):
 
 
 def test_writing_fails(model_dir, language_adapter_dir, work):
-    """As on a full disk: safetensors has an error of its own, which is no OSError."""
+    """As on a full disk: safetensors raises its own error, which is not an OSError."""
     program = (
         "import resource, sys\n"
         "from gemma4_compat.cli import main\n"
@@ -657,11 +657,11 @@ def test_writing_fails(model_dir, language_adapter_dir, work):
 
 
 def stopped_by(number, arguments, work):
-    """A merge in another process that gets a signal while its weights are written."""
+    """A merge in another process, which gets a signal while it writes weights."""
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        # Tests that run in the background may have been started with signals ignored.
+        # A background process may ignore signals, and its children inherit that.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "from gemma4_compat import merge\n"
@@ -692,7 +692,7 @@ def test_signals_leave_nothing(model_dir, language_adapter_dir, work, name):
 
 @pytest.mark.slow
 def test_what_a_killed_merge_leaves_is_removed(model_dir, language_adapter_dir, work, capsys):
-    """Its folder is not locked any more; that of a running merge is, and stays."""
+    """A killed merge's folder is not locked; a running merge's folder is locked, and is kept."""
     ran = stopped_by(signal.SIGKILL, (model_dir, language_adapter_dir), work)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     (left,) = names(work)
@@ -733,7 +733,7 @@ def test_folders_of_others_stay(model_dir, language_adapter_dir, work):
 
 @pytest.mark.parametrize("there", [True, False])
 def test_killed_while_out_was_replaced(model_dir, language_adapter_dir, work, there):
-    """What OUT was is put back where nothing took its place."""
+    """The old OUT is restored if no new OUT exists."""
     old = work / ".out.0123abcd.replaced"
     old.mkdir()
     (old / "old").write_text("kept")
@@ -754,7 +754,7 @@ def test_killed_while_out_was_replaced(model_dir, language_adapter_dir, work, th
 
 
 def test_handlers_of_the_program_stay(model_dir, language_adapter_dir, work):
-    """Also in a thread, where no handler can be set."""
+    """Signal handlers stay the same, also in a thread, which cannot set any."""
     import threading
 
     def mine(number, frame):

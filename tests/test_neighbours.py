@@ -1,7 +1,7 @@
-"""Other packages that patch the same libraries, applied before us and after us.
+"""Other packages that patch the same libraries, applied before and after this package.
 
-Each runs in processes of its own, without us, before us and after us, and is skipped where it is
-not installed.
+Each runs in its own processes: without this package, before it and after it.  Packages that are not
+installed are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def nothing(changed):
 
 
 def liger_kernel():
-    """The kernels themselves are for GPUs; what calls them at a loss is for any device."""
+    """Its kernels need a GPU; its forward runs anywhere, and calls them only for a loss."""
     from liger_kernel.transformers import apply_liger_kernel_to_gemma4
     from transformers.models.gemma4 import modeling_gemma4
 
@@ -46,13 +46,13 @@ def liger_kernel():
 
 
 def is_ligers(changed):
-    """Whether a new model would use it."""
+    """Whether a new model would use the neighbour's patch."""
     (owner, name), *_ = changed
     return inspect.getmodule(getattr(owner, name)).__name__
 
 
 def unsloth_zoo():
-    """Its own __init__ wants a GPU; what it does to our targets does not."""
+    """Its own __init__ needs a GPU; its changes to our targets do not."""
     (folder,) = importlib.util.find_spec("unsloth_zoo").submodule_search_locations
     for name in ("unsloth_zoo", "unsloth_zoo.temporary_patches"):
         package = sys.modules[name] = types.ModuleType(name)
@@ -98,7 +98,7 @@ def unsloth_works(changed):
 
 
 def compressed_tensors():
-    """Patches AlignDevicesHook.init_hook, and takes that back, in each of its conversions."""
+    """Each of its conversions patches AlignDevicesHook.init_hook, and reverts that."""
     importlib.import_module("compressed_tensors.offload.convert.to_accelerate")
     return []
 
@@ -203,7 +203,7 @@ def digest(tensor):
 
 
 def digests(model_dir, adapter_dir):
-    """The outputs of the model, with an adapter, saved and loaded again."""
+    """Digests of the model's outputs: plain, with an adapter, saved and loaded again."""
     from peft import PeftModel
 
     from tests.support import load_model, logits
@@ -224,7 +224,7 @@ def digests(model_dir, adapter_dir):
 
 @pytest.fixture
 def life(model_dir, language_adapter_dir):
-    """What comes of living with a neighbour, in this order."""
+    """The results with a neighbour, applied before or after this package."""
     return functools.partial(_life, model_dir=str(model_dir), adapter_dir=str(language_adapter_dir))
 
 
@@ -241,7 +241,7 @@ def _life(name, order, model_dir, adapter_dir):
         f"import json, tests.test_neighbours as neighbours\n"
         f"print(json.dumps(neighbours.live_with(*{arguments})))"
     )
-    with tempfile.TemporaryDirectory() as folder:  # unsloth_zoo writes to where it is
+    with tempfile.TemporaryDirectory() as folder:  # unsloth_zoo writes to the working directory
         result = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
             timeout=600, cwd=folder, env=environ, check=False,
@@ -264,7 +264,7 @@ def test_neighbour(life, name, order):
     assert all(found["in place"]), "taken away with us"
     assert found["good for"] == found["good for, without us"] == without["good for"]
     assert found["model"] == found["model, without us"] == without["model"] == alone["model"]
-    # What somebody has patched over stays, and what is below it in another slot.
+    # A replacement that another package has patched over stays, and so do those that it needs.
     assert set(found["covered"]) <= set(found["not taken back"])
     patched_over = name == "unsloth_zoo" and order == "after"
     assert bool(found["covered"]) == bool(found["not taken back"]) == patched_over

@@ -1,4 +1,4 @@
-"""The tool that compares PEFT on a split model with PEFT on a whole one sees a planted fault."""
+"""The tool that compares PEFT on split and whole models detects planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def cells(row, fault=None):
-    """What the tool says of a row, without its table."""
+    """The tool's results for a row, without the table."""
     environment = {**os.environ, "GEMMA4_COMPAT": "1", "OMP_NUM_THREADS": "1"}
     environment |= {} if fault is None else {peft_table.FAULT: fault}
     command = [sys.executable, str(TOOL), "--worker", json.dumps([row])]
@@ -42,7 +42,7 @@ def test_changed_weight():
 
 @pytest.mark.slow
 def test_the_whole_model_is_off():
-    """PEFT merges into both ends of a tied model; the split model is right."""
+    """PEFT merges into both ends of a tied model; the split model is correct."""
     found = cells("LORA @ lm_head")
     merged = ("merge", "merge&unload", "save merged")
     assert {found[action][0] for action in merged} == {"whole"}
@@ -112,7 +112,7 @@ def test_verdict_with_a_reference(monkeypatch, split, whole, reference, kind):
 
 
 def test_threads_of_a_forked_process():
-    """Many at once make torch's pool of threads anew, which one alone can do."""
+    """Several threads at once start torch's thread pool, which only one thread may do."""
     numbers = torch.randn(300_000)
     torch.add(numbers, 1)
 

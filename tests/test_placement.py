@@ -1,4 +1,4 @@
-"""Where token tensors belong."""
+"""``input_device``: the device for token tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EMBEDDING_OFF = {EMBEDDING: "disk", "lm_head": "disk", "": "cpu"}
 
 
 def hooked(model, device):
-    """Have the embeddings execute on ``device`` without anything being moved there.
+    """Set ``device`` as the execution device of the embeddings, without moving anything.
 
-    Without a GPU, meta stands for another device than the one that the weights rest on.
+    Without a GPU, meta represents a device that does not hold the weights.
     """
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
@@ -31,10 +31,10 @@ def hooked(model, device):
 
 @pytest.fixture(scope="module")
 def text_dir(tmp_path_factory, model_dir):
-    """The language model alone.
+    """A checkpoint of the language model alone.
 
-    In the whole model, Gemma4Model.forward reads the weight of the embeddings itself, and fails
-    where that is offloaded.
+    In the multimodal model, Gemma4Model.forward itself reads the weight of the embeddings, and
+    fails if that is offloaded.
     """
     from transformers import Gemma4ForCausalLM
 
@@ -84,7 +84,7 @@ def test_text_model_alone(text_dir):
 
 
 def test_split(model_dir, language_adapter_dir, tmp_path):
-    """A forward with the tokens there gives what the model on one device does."""
+    """A forward with tokens on that device equals the model on one device."""
     from peft import PeftModel
 
     model = split(load_model(model_dir), tmp_path)
@@ -129,7 +129,7 @@ def test_several_hooks_on_one_module(model_dir, tmp_path):
 
 
 def test_hook_of_an_outer_module(model_dir):
-    """``cpu_offload_with_hook`` moves the model whole; the embeddings have no hook."""
+    """``cpu_offload_with_hook`` moves the whole model; the embeddings have no hook."""
     from accelerate import cpu_offload_with_hook
 
     model, hook = cpu_offload_with_hook(load_model(model_dir), execution_device=META)
@@ -140,7 +140,7 @@ def test_hook_of_an_outer_module(model_dir):
 
 
 def test_preloaded_with_an_outer_module(model_dir, tmp_path):
-    """``preload_module_classes``: the hook of a module around it loads the embeddings."""
+    """``preload_module_classes``: the hook of an outer module onloads the embeddings."""
     from accelerate import disk_offload
 
     model = load_model(model_dir)
@@ -176,7 +176,7 @@ def test_adapter_on_the_embeddings(model_dir, options, tmp_path):
     assert input_device(adapted(load_model(model_dir), **options)) == CPU
     model = adapted(hooked(load_model(model_dir), META), **options)
     assert input_device(model) == META
-    if "target_modules" in options:  # the others cannot be put on what is offloaded
+    if "target_modules" in options:  # the others cannot adapt offloaded modules
         model = adapted(split(load_model(model_dir), tmp_path, EMBEDDING_OFF), **options)
         assert input_device(model) == CPU
 
@@ -256,7 +256,7 @@ def test_towers_on_the_host_of_a_gpu(model_dir, adapter_dir):
 
 @pytest.mark.cuda
 def test_embeddings_on_the_host_of_a_gpu(text_dir):
-    """They compute on the GPU; with tokens from the CPU the logits would be copied there."""
+    """The embeddings compute on the GPU; tokens on the CPU would move the logits to the CPU."""
     gpu = torch.device("cuda:0")
     device_map = {"model.embed_tokens": "cpu", "lm_head": "cpu", "": 0}
     model = load_text_model(text_dir, device_map)
@@ -270,7 +270,7 @@ def test_embeddings_on_the_host_of_a_gpu(text_dir):
 
 @pytest.mark.cuda(gpus=2)
 def test_second_gpu(model_dir):
-    # Spelt out: with an entry for "", accelerate gives modules on GPU 1 hooks for GPU 0.
+    # No entry "": with one, accelerate gives modules on GPU 1 hooks for GPU 0.
     parts = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
     device_map = {f"model.{part}": 0 for part in parts}
     device_map |= {"model.language_model": 1, "lm_head": 1}

@@ -1,4 +1,4 @@
-"""What the checks of a release find."""
+"""The checks of a release."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def write_wheel(path, names, content=""):
 
 @pytest.fixture
 def source(tmp_path):
-    """Write an sdist that is as it should be but for these names."""
+    """Write an sdist that is correct except for these names."""
     right = TRACKED - {".ci/run"} | {"PKG-INFO"}
     return lambda change=frozenset(): write_sdist(tmp_path / "s.tar.gz", right ^ set(change))
 
 
 @pytest.fixture
 def built(tmp_path):
-    """Write a wheel that is as it should be but for these names."""
+    """Write a wheel that is correct except for these names."""
     metadata = {f"gemma4_compat-0.1.0.dist-info/{name}" for name in release.METADATA}
     right = {"gemma4_compat/__init__.py", "gemma4_compat/py.typed"} | metadata
     return lambda change=frozenset(): write_wheel(tmp_path / "w.whl", right ^ set(change))
@@ -75,7 +75,7 @@ def test_unreleased_is_fine_until_it_is_released():
     text = DATED.replace("2026-12-01", "unreleased")
     assert release.changelog(text, "0.2.0") == []
     [problem] = release.changelog(text, "0.2.0", "0.2.0")
-    assert problem.startswith("0.2.0 has no day yet")
+    assert problem.startswith("0.2.0 has no date yet")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_unreleased_is_fine_until_it_is_released():
     [
         ((r"## 0.2.0 \(.*\)", "## 0.2.1 (2026-12-01)"), "the first entry is 0.2.1, the package is"),
         ((r"2026-11-20", "unreleased"), "0.1.0 is below 0.2.0 and unreleased"),
-        ((r"2026-11-20", "2026-12-24"), "the days do not descend"),
-        ((r"2026-11-20", "2026-11-31"), "2026-11-31 is no day"),
+        ((r"2026-11-20", "2026-12-24"), "the dates do not descend"),
+        ((r"2026-11-20", "2026-11-31"), "2026-11-31 is not a date"),
         ((r"## 0.1.0 ", "## 0.10.0 "), "the versions do not descend"),
         ((r"## 0.1.0 ", "## 0.2.0 "), "the versions do not descend"),
         ((r"## 0.1.0 .*", "## 0.1.0"), "'## 0.1.0' is neither"),
@@ -118,11 +118,11 @@ def test_wheel(built):
         "gemma4_compat/patches/offloading/_template.py",
     ):
         found = release.wheel(built({name}), TRACKED, "0.1.0")
-        assert found == [f"{name} is no part of the package"]
+        assert found == [f"{name} is not part of the package"]
 
 
 def test_wheel_without_its_marker_of_types(built):
-    """Also where git does not track it any more."""
+    """The marker must be in the wheel even if git does not track it."""
     name = "gemma4_compat/py.typed"
     assert release.wheel(built({name}), TRACKED - {name}, "0.1.0") == [f"{name} is missing"]
 

@@ -1,4 +1,4 @@
-"""Sizes from the config, against what really loaded models and caches hold."""
+"""Sizes from the config equal those of loaded models and real caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ bnb = pytest.importorskip("bitsandbytes")
 
 
 def held(model):
-    """Names and bytes of every tensor of a loaded model; what is tied only once."""
+    """Names and bytes of every tensor of a loaded model; tied tensors count once."""
     found, seen = {}, set()
 
     def add(name, tensor):
@@ -59,7 +59,7 @@ def test_every_tensor_of_a_loaded_model(model_dir, kind):
 
 
 def test_what_is_offloaded_is_not_quantised(model_dir):
-    """transformers skips what the map names; a loaded model is told to skip the same."""
+    """transformers does not quantise offloaded modules; the loaded model skips the same modules."""
     offloaded = [*TOWERS, "model.language_model.layers.5"]
     device_map = {**dict.fromkeys(offloaded, "cpu"), "": 0}
     found = predicted(model_dir, meta.bnb_config("nf4", offload=True), device_map)
@@ -84,8 +84,8 @@ def test_bytes_under_a_module(model_dir):
     found = sizes.tensor_sizes(model)
     layer = "model.language_model.layers.1"
     down = sizes.bytes_under(found, f"{layer}.mlp.down_proj")
-    # 128 x 128 (double wide or not): half a byte each, absmax as uint8 for 64 and as float32 for
-    # 256 of these, two tables and an offset.
+    # Half a byte for each weight, an absmax in uint8 for 64 weights, a float32 for 256 of those,
+    # two tables and an offset.
     numbers = model.get_submodule(f"{layer}.mlp.down_proj").weight.numel()
     assert down == numbers // 2 + numbers // 64 + 4 * -(-numbers // 64 // 256) + 64 + 1024 + 4
     children = [f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_children()]
@@ -188,7 +188,7 @@ SHAPES = {
 
 
 def cached(model, steps):
-    """Bytes of the storages of a real cache after these forwards."""
+    """Bytes of the storages of a real cache after forwards with these numbers of tokens."""
     cache = None
     with torch.no_grad():
         for tokens in steps:
@@ -241,7 +241,7 @@ def test_kv_cache_of_a_quantised_model(model_dir):
 
 
 def test_kv_cache_of_other_models(tmp_path):
-    """Gemma 4 unified, where transformers has it; Gemma 3n, text; and no Gemma at all."""
+    """Gemma 4 unified, if transformers has it; the Gemma 3n text model; and another family."""
     import transformers
 
     text = {name: value for name, value in TINY.items() if name != "global_head_dim"}

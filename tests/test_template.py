@@ -1,4 +1,4 @@
-"""What `nox -s new` writes, a patch and its test, keeps the contract of all patches."""
+"""The patch and the test that `nox -s new` writes keep the contract of all patches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_copies_say_nothing_of_the_template(project):
         ((), "usage: nox -s new -- NAME"),
         (("Not-a-name",), "'Not-a-name' is not a lower_snake_case name"),
         ((NAME, "offlaoding"), "the topics are adapters, avx512_cpu, "),
-        ((NAME,), "there is a patch of that name"),
+        ((NAME,), "a patch has that name already"),
     ],
 )
 def test_what_cannot_be_copied(project, arguments, message):
@@ -72,7 +72,7 @@ def pytest_on(project, *arguments, **environ):
 
 
 def test_keeps_the_contract(project):
-    # Left out is what takes long and is the engine's, or about other classes and patches.
+    # Skips slow tests that are about the engine, or about other classes and patches.
     left_out = ("ordinary_use", "switched_off", "stacking_order", "blocked_where")
     wanted = " and ".join(f"not {each}" for each in left_out)
     said = pytest_on(project, "tests/test_contract.py", "-k", wanted)

@@ -1,4 +1,4 @@
-"""QLoRA with the real trainers: a split model learns what the model on one device learns."""
+"""QLoRA with the real trainers: a split model learns the same as the model on one device."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def arguments(kind, output_dir, device, options):
 
 
 def recording(trainer_class):
-    """The trainer, and the loss of every step as it comes: the log may round it."""
+    """The trainer class with a record of each step's exact loss; the log may round it."""
 
     class Recording(trainer_class):
         losses = ()
@@ -73,7 +73,7 @@ def recording(trainer_class):
 
 
 def transformers_trainer(model, output_dir, device, options):
-    """The users' recipe: prepare, adapt, train."""
+    """The users' code: prepare the model, add the adapter, train."""
     from peft import get_peft_model, prepare_model_for_kbit_training
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
@@ -107,7 +107,7 @@ TRAINERS = pytest.mark.parametrize("make", [transformers_trainer, sft_trainer], 
 
 
 def train(make, model, output_dir, device="cpu", **options):
-    """Loss by step and, by name, the adapter's tensors before and after."""
+    """The loss of each step, and the adapter's tensors by name before and after."""
     options.setdefault("gradient_checkpointing", True)
     trainer = make(model, output_dir, device, options)
     before = {n: p.detach().clone() for n, p in adapter_parameters(trainer.model).items()}
@@ -124,8 +124,8 @@ def check(found, expected):
     assert after.keys() == expected[2].keys()
     assert not [name for name in after if not torch.equal(after[name], expected[2][name])]
     learnt = {name for name in after if not torch.equal(after[name], before[name])}
-    # The data are text: every adapter of the language model learns, the towers' have nothing to.
-    # transformers 5.5.0 has adapters for projections of KV-shared layers that are not used.
+    # The data are text: the adapters of the language model learn, those of the towers do not.
+    # In transformers 5.5.0, unused projections of KV-shared layers have adapters that do not learn.
     assert learnt <= {name for name in after if ".language_model." in name}
     for layer in range(6):
         assert any(f".layers.{layer}.self_attn.q_proj." in name for name in learnt)
@@ -136,7 +136,7 @@ def check(found, expected):
 
 @pytest.fixture(scope="module", params=[transformers_trainer, sft_trainer], ids=NAMES)
 def trained_on_one_device(request, model_dir, tmp_path_factory):
-    """How to make the trainer, and what it does to a model on one device."""
+    """The function that makes the trainer, and its results for a model on one device."""
     model = load_model(model_dir, "nf4-nested")
     folder = tmp_path_factory.mktemp("one-device")
     return request.param, train(request.param, model, folder, gradient_checkpointing=False)

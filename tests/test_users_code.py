@@ -1,4 +1,4 @@
-"""The users' own snippets, as they posted them: model, adapter and offload folder are ours."""
+"""The users' own snippets, as posted, except for model, adapter and offload folder."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check(model, base_like, model_dir, adapter_dir, kind, elsewhere=False):
 
 
 def test_offloaded_towers_with_an_adapter(model_dir, adapter_dir, tmp_path):
-    """The first post."""
+    """The code of the first post."""
     from peft import PeftModel
 
     base_model = load(model_dir, tmp_path, quant_config(True), FIRST_MAP)
@@ -111,7 +111,7 @@ def test_offloaded_towers_with_an_adapter(model_dir, adapter_dir, tmp_path):
 
 
 def test_device_map_given_to_peft_as_well(model_dir, adapter_dir, tmp_path):
-    """The second: KeyError: 22."""
+    """The code of the second post, which raised KeyError: 22."""
     from peft import PeftModel
 
     base_model = load(model_dir, tmp_path, quant_config(True), FIRST_MAP)
@@ -122,7 +122,7 @@ def test_device_map_given_to_peft_as_well(model_dir, adapter_dir, tmp_path):
 
 
 def test_offload_options_given_to_peft(model_dir, adapter_dir, tmp_path):
-    """What they were advised to do, which made the model jump to the second GPU."""
+    """The code that they were advised to use, which moved the model to the second GPU."""
     from peft import PeftModel
 
     base_model = load(model_dir, tmp_path, quant_config(False), LATER_MAP)
@@ -140,7 +140,7 @@ def test_offload_options_given_to_peft(model_dir, adapter_dir, tmp_path):
 
 
 def test_automatic_map_with_too_little_memory(model_dir, adapter_dir, tmp_path):
-    """Their third: max_memory below what the model needs, and an offloaded cache."""
+    """The code of the third post: max_memory below the model's size, and an offloaded cache."""
     from peft import PeftModel
     from transformers import DynamicCache
 

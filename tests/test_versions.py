@@ -1,4 +1,4 @@
-"""The releases that the project is made for are the same in every place that needs them."""
+"""The supported releases are the same everywhere in the repository."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Programs for those who work on the project: no part of the package."""
+"""Programs for contributors; they are not part of the package."""

@@ -1,8 +1,8 @@
-"""Generates documentation from the patches, and from what was measured of them on each release.
+"""Generates documentation from the patches and from their measurements on each release.
 
     python tools/catalog.py [PATCHES.MD [README.MD]]
 
-The measurements are those of ``tools/matrix.json``.  In the README the table of releases is
+The measurements are in ``tools/matrix.json``.  In the README, only the table of releases is
 replaced.
 """
 
@@ -30,34 +30,34 @@ _HEAD = """\
 
 Each of these is one file under `gemma4_compat/patches/`, in the folder of its topic, with its tests
 under `tests/patches/`.  A patch is applied only where the installed versions lie inside its gate
-*and* a probe of the real code finds the bug there; `gemma4-compat status` shows what was done on
-your machine.
+*and* a probe of the real code finds the bug; `gemma4-compat status` shows the state of each patch
+on your machine.
 """
 
 
 _MEASURED = f"""
 ## Measured
 
-On each of these releases the patch's regression tests were run, without it and with it: one library
-at a time through its releases, the others as the users had them
+The regression tests of each patch were run on these releases, without the patch and with it. One
+library at a time goes through its releases; the others are at the versions of the users' stack
 ({", ".join(f"{name} {version}" for name, version in USERS.items())})
-and again the newest.  The table says where the bug is.
-With the patch every test passes on every stack, and where the bug is not, the patch is not applied.
-"all" are all those measured; "-" means that releases of that library alone do not bring the bug
-back.  Releases with which the tests cannot be run, since the libraries refuse each other or lack
-what the bug is in, are left out.
+and then at the newest versions. The table names the releases that have the bug.
+With the patch every test passes on every stack; on stacks without the bug the patch is not applied.
+"all" means all measured releases; "-" means that no release of that library alone brings the bug
+back. Stacks that cannot run the tests are left out: their libraries do not work together, or lack
+the code that has the bug.
 """
 
 
 _KINDS = {
     Kind.FIX: "",
     Kind.WARNING: "It only warns. ",
-    Kind.SPEED: "It makes what is right already faster. ",
+    Kind.SPEED: "It makes correct code faster. ",
 }
 
 
 def render(patches: Iterable[Patch], measured: Measured) -> str:
-    """The whole of ``patches.md``."""
+    """The text of ``patches.md``."""
     patches = list(patches)
     table = "\n".join(["| patch | symptom | affects |", "|---|---|---|", *_symptoms()])
     parts = [_HEAD, table, _MEASURED, _releases(measured), _matrix(patches, measured)]
@@ -97,17 +97,17 @@ def _matrix(patches: list[Patch], measured: Measured) -> str:
 
 
 def _where(measured: Measured, patch: Patch, library: str) -> str:
-    if patch.name not in measured.found:
+    if patch.name not in measured.by_patch:
         return "not measured"
     found = set(measured.axis(patch.name, library).values())
     if found == {"unknown"}:
-        return "shows on a GPU"
+        return "shows only on a GPU"
     broken = [str(run) for run in measured.runs(patch.name, library) if run.broken]
     return "all" if found == {"broken"} else ", ".join(broken) or "-"
 
 
 def with_releases(readme: str, measured: Measured) -> str:
-    """The README with the table of what was measured."""
+    """The README with the current table of measured releases."""
     lines = ["<!-- measured -->", "| library | releases measured |", "|---|---|"]
     for library in LIBRARIES:
         releases = measured.releases(library)
@@ -149,7 +149,7 @@ def _gate(patch: Patch) -> str:
 
 
 def _ends(patch: Patch, measured: Measured) -> str:
-    """Where the bug ends: by the gate, and by what was measured on the newest releases."""
+    """Where the bug ends, by the gate and by the measurements on the newest releases."""
     requirements = {each.name: each for each in map(Requirement, patch.affects)}
     fixes = [
         f"{name} {bound.version}"
@@ -165,7 +165,7 @@ def _ends(patch: Patch, measured: Measured) -> str:
         "unknown": "Shows only on a GPU.",
     }
     verdict = measured.on_newest(patch.name)
-    text = texts[verdict] if patch.name in measured.found else "Not measured."
+    text = texts[verdict] if patch.name in measured.by_patch else "Not measured."
     return f"{text} {patch.note}".rstrip()
 
 
@@ -173,12 +173,12 @@ def _requires(patch: Patch) -> str:
     if not patch.requires:
         return ""
     links = ", ".join(f"[`{name}`](#{name})" for name in patch.requires)
-    return f"\n**Requires.** {links}: the bug must be gone, by that patch or without it\n"
+    return f"\n**Requires.** {links}: that bug must be fixed, by its patch or upstream\n"
 
 
 def main(argv: list[str]) -> None:
     if sys.flags.optimize > 1:
-        sys.exit("the root causes are docstrings, which python -OO leaves out")
+        sys.exit("python -OO removes docstrings, which hold the root causes: run without -OO")
     files = [Path(each) for each in argv]
     measured = Measured.read(DATA)
     text = render(load(), measured)

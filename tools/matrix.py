@@ -1,19 +1,21 @@
-"""What each patch does on every released version: writes ``tools/matrix.json``.
+"""Measures every patch on released versions: writes ``tools/matrix.json``.
 
     python tools/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
     python tools/matrix.py --expiry
 
-Takes each library through its releases, with the others as the users had them and again with the
-newest; then the corners.  On each such stack the regression tests run twice, at the same time:
-without the patches (is the bug there?) and with them (is it fixed?).  The tests' own Python brings
-torch and what the libraries depend on; their releases are laid over it, from folders that are
-fetched once.
+Takes each library through its releases, with the others at the users' versions and then at the
+newest; then come the corners.  On each such stack the regression tests run twice, at the same time:
+without the patches (does the bug show?) and with them (is it fixed?).  The Python that runs the
+tests has torch and the libraries' dependencies.  The libraries themselves come from folders in
+front of it on the path; each release is fetched once.
 
-A stack that was measured is not measured again, unless patches are named: then theirs is.  Safe to
-interrupt.  What shows on a GPU alone is unknown without one; with one, stacks are named apart.
+Measured stacks are skipped; for the PATCHes that are named, they are measured again.  It is safe to
+interrupt.  Bugs that show only on a GPU are unknown on a machine without one; stacks measured on a
+GPU are separate entries.
 
-``--newest`` measures the users' stack, the newest and, if there are any, the pre-releases of each
-library with it.  ``--expiry`` says which patches the newest releases do not need any more.
+``--newest`` measures the users' stack, the newest stack and, if a library has pre-releases, the
+newest stack with each of them.  ``--expiry`` names the patches that the newest releases make
+obsolete.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from tools.measured import DATA, Measured  # noqa: E402
 
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
 EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
-#: What goes with a release of transformers, and only with some.
+#: Libraries that a release of transformers needs in a certain version.
 COMPANIONS = ("tokenizers", "huggingface-hub")
 SECONDS = 900
 
@@ -53,7 +55,7 @@ Stack = dict[str, str]
 
 
 def releases(library: str, index: list[str]) -> list[str]:
-    """Those to measure: of transformers the last of each minor release, of the others all."""
+    """The releases to measure: of transformers the last of each minor version, of others all."""
     known = sorted(Version(v) for v in index)
     known = [v for v in known if v >= Version(FLOORS[library]) and not v.is_prerelease]
     if (early := EVERY_PATCH_RELEASE_BEFORE.get(library)) is not None:
@@ -63,17 +65,17 @@ def releases(library: str, index: list[str]) -> list[str]:
 
 
 def index_of(library: str, folder: Path | None) -> list[str]:
-    """All releases on the package index, or those that were fetched to the folder."""
+    """All releases on the package index, or those that are in the folder."""
     if folder is not None:
         return [path.name.partition("-")[2] for path in folder.glob(f"{library}-*")]
     command = [sys.executable, "-m", "pip", "index", "versions", "--pre", library]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    line = next(line for line in found.splitlines() if line.startswith("Available versions:"))
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    line = next(line for line in output.splitlines() if line.startswith("Available versions:"))
     return line.partition(":")[2].replace(" ", "").split(",")
 
 
 def early(of: dict[str, list[str]], index: dict[str, list[str]]) -> Iterator[Stack]:
-    """The newest with the newest pre-release of one library, if that is later."""
+    """The newest stack with the newest pre-release of one library, if that is later."""
     newest = {library: of[library][-1] for library in LIBRARIES}
     for library in LIBRARIES:
         last = max(index[library], key=Version)
@@ -82,7 +84,7 @@ def early(of: dict[str, list[str]], index: dict[str, list[str]]) -> Iterator[Sta
 
 
 def stacks(of: dict[str, list[str]]) -> Iterator[Stack]:
-    """The users' and the newest; one axis at a time from each of them; the corners."""
+    """The users' and the newest stack; each library varied on both of them; the corners."""
     newest = {library: of[library][-1] for library in LIBRARIES}
     oldest = {library: of[library][0] for library in LIBRARIES}
     yield from (USERS, newest)
@@ -121,14 +123,14 @@ class Overlays:
 
 
 def measure(stack: Stack, path: str, patches: list[str]) -> dict[str, str]:
-    """For each patch "without/with/state"; empty where the stack cannot be imported."""
+    """For each patch "without/with/state"; empty if the stack cannot be imported."""
     with tempfile.TemporaryDirectory() as folder:
         sides = [
             _start(Path(folder) / side, path, patches, switch)
             for side, switch in (("without", "0"), ("with", "1"))
         ]
         lines = [_finish(*side) for side in sides]
-    found = {}
+    results = {}
     for name in patches:
         tests = [
             [line["outcome"] for line in side if line["patch"] == name and "outcome" in line]
@@ -136,12 +138,12 @@ def measure(stack: Stack, path: str, patches: list[str]) -> dict[str, str]:
         ]
         states = [e["state"] for e in lines[1] if e["patch"] == name and "state" in e]
         if states:
-            found[name] = f"{without(tests[0])}/{with_(tests[1])}/{states[0]}"
-    return found
+            results[name] = f"{without(tests[0])}/{with_(tests[1])}/{states[0]}"
+    return results
 
 
 def without(outcomes: list[str]) -> str:
-    """What the tests say of the bug."""
+    """The verdict of the tests on the bug."""
     ran = [each for each in outcomes if each != "skipped"]
     if "bug" in ran:
         return "broken"
@@ -149,7 +151,7 @@ def without(outcomes: list[str]) -> str:
 
 
 def with_(outcomes: list[str]) -> str:
-    """What the tests say of the patch."""
+    """The verdict of the tests on the patch."""
     ran = [each for each in outcomes if each != "skipped"]
     return "unknown" if not ran else "works" if set(ran) == {"passes"} else "fails"
 
@@ -190,13 +192,13 @@ def _finish(process: Any, file: Path) -> list[dict[str, str]]:
 
 
 def read() -> list[dict[str, Any]]:
-    """The measured stacks: versions by library, torch's too, and ``patches``."""
+    """The measured stacks: versions by library, torch included, and ``patches``."""
     entries: list[dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else []
     return entries
 
 
 def write(entries: list[dict[str, Any]]) -> None:
-    """One line a stack, in order of versions."""
+    """Write one line for each stack, in order of versions."""
     entries.sort(key=lambda e: (e["device"], *(Version(e[n]) for n in ("torch", *LIBRARIES))))
     lines = ",\n".join(json.dumps(entry, sort_keys=True) for entry in entries)
     partial = DATA.with_suffix(".partial")
@@ -205,26 +207,26 @@ def write(entries: list[dict[str, Any]]) -> None:
 
 
 def expiry(measured: Measured) -> Iterator[str]:
-    """A line for each patch whose bug is gone from the newest releases."""
+    """Lines for each patch whose bug the newest releases do not have."""
     newest = measured.newest()
     yield "measured up to " + ", ".join(f"{name} {version}" for name, version in newest.items())
     obsolete = [patch for patch in load() if measured.on_newest(patch.name) == "fixed"]
     for patch in obsolete:
         axes = {library: measured.runs(patch.name, library) for library in LIBRARIES}
         gone = [f"{name}>={runs[-1].first}" for name, runs in axes.items() if len(runs) > 1]
-        since = " or ".join(gone) or "the newest together"
-        yield f"{patch.name}: gone with {since}; where nothing older is supported, delete"
+        since = " or ".join(gone) or "the newest stack"
+        yield f"{patch.name}: fixed in {since}; when nothing older is supported, delete"
         [file] = (ROOT / "gemma4_compat" / "patches").glob(f"*/{patch.name}.py")
         yield f"    {file.relative_to(ROOT).as_posix()} tests/patches/test_{patch.name}.py"
     if not obsolete:
-        yield "every patch is still needed there"
+        yield "these releases still need every patch"
 
 
 def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[Any]:
-    """The stacks that lack patches, and these."""
+    """The stacks to measure, each with its patches that are not measured."""
     import torch
 
-    here = {
+    machine = {
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__.partition("+")[0],
     }
@@ -232,30 +234,30 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     index = {library: index_of(library, folder) for library in LIBRARIES}
     of = {library: releases(library, index[library]) for library in LIBRARIES}
     names = [patch.name for patch in load()]
-    found: list[Any] = []
+    items: list[Any] = []
     tested = iter([USERS, FLOORS, NEWEST])
     asked = (
         tested if options.tested else itertools.islice(stacks(of), 2 if options.newest else None)
     )
     for stack in itertools.chain(asked, early(of, index) if options.newest else ()):
-        key = {**here, **stack}
+        key = {**machine, **stack}
         done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
         wanted = named or [name for name in names if name not in done]
-        if wanted and (key, wanted) not in found:
-            found.append((key, wanted))
-    return found
+        if wanted and (key, wanted) not in items:
+            items.append((key, wanted))
+    return items
 
 
 def main() -> None:
-    """Measure what is not measured yet."""
+    """Measure the stacks that are not measured yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("patches", nargs="*", metavar="PATCH")
     parser.add_argument("--overlays", type=Path, default=ROOT / ".nox" / "overlays")
-    parser.add_argument("--offline", action="store_true", help="what the folder holds")
-    parser.add_argument("--newest", action="store_true", help="these, the users', pre-releases")
-    parser.add_argument("--tested", action="store_true", help="the stacks of the tests alone")
-    parser.add_argument("--expiry", action="store_true", help="say what is not needed any more")
-    parser.add_argument("--jobs", type=int, default=1, help="stacks at a time, two cores each")
+    parser.add_argument("--offline", action="store_true", help="use only releases in that folder")
+    parser.add_argument("--newest", action="store_true", help="users' stack, newest, pre-releases")
+    parser.add_argument("--tested", action="store_true", help="only the stacks of the tests")
+    parser.add_argument("--expiry", action="store_true", help="name the patches that are obsolete")
+    parser.add_argument("--jobs", type=int, default=1, help="stacks at a time; each uses two cores")
     options = parser.parse_intermixed_args()
     if options.expiry:
         print("\n".join(expiry(Measured.read(DATA))))
@@ -274,12 +276,12 @@ def main() -> None:
 
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            for number, (key, found, seconds) in enumerate(pool.map(one, wanted), 1):
+            for number, (key, results, seconds) in enumerate(pool.map(one, wanted), 1):
                 entries = read()
                 entry = next((e for e in entries if {**e, **key} == e), None)
                 if entry is None:
                     entries.append(entry := {**key, "patches": {}})
-                entry["patches"] |= found
+                entry["patches"] |= results
                 write(entries)
                 took.append(seconds)
                 left = statistics.median(took) * (len(wanted) - number) / options.jobs / 60

@@ -1,8 +1,9 @@
-"""What each patch was measured to do on released versions: reads ``tools/matrix.json``.
+"""Reads ``tools/matrix.json``: the measurements of each patch on released versions.
 
-That file is written by ``tools/matrix.py``.  It is a list of stacks: versions by library, and for
-each patch "without/with/state", which are ``broken``, ``fixed`` or ``unknown`` without the patches,
-``works``, ``fails`` or ``unknown`` with them, and the patch's state.
+``tools/matrix.py`` writes that file.  It is a list of stacks: versions by library, and for each
+patch "without/with/state".  "without" is the result without the patches: ``broken``, ``fixed`` or
+``unknown``.  "with" is the result with them: ``works``, ``fails`` or ``unknown``.  "state" is the
+state of the patch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ DATA = Path(__file__).with_name("matrix.json")
 
 
 @dataclass(frozen=True)
-class Found:
-    """One patch on one stack."""
+class Measurement:
+    """The measurement of one patch on one stack."""
 
     stack: dict[str, str]
     without: str
@@ -32,7 +33,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive releases of a library on which a patch's bug is there, or is not."""
+    """Consecutive releases of a library that all have a patch's bug, or all do not."""
 
     broken: bool
     first: str
@@ -43,10 +44,10 @@ class Run:
 
 
 class Measured:
-    """All stacks of one file."""
+    """The measurements of one file, by patch and by stack."""
 
     def __init__(self, stacks: Iterable[dict[str, object]]) -> None:
-        self.found: dict[str, list[Found]] = {}
+        self.by_patch: dict[str, list[Measurement]] = {}
         self.stacks: list[dict[str, str]] = []
         for entry in stacks:
             stack = {name: str(value) for name, value in entry.items() if name != "patches"}
@@ -54,15 +55,15 @@ class Measured:
             patches = entry["patches"]
             assert isinstance(patches, dict)
             for name, text in patches.items():
-                self.found.setdefault(name, []).append(Found(stack, *text.split("/")))
+                self.by_patch.setdefault(name, []).append(Measurement(stack, *text.split("/")))
 
     @classmethod
     def read(cls, file: Path) -> Measured:
-        """From a file; nothing measured where there is none."""
+        """Read a file; without the file, nothing is measured."""
         return cls(json.loads(file.read_text(encoding="utf-8")) if file.exists() else ())
 
     def releases(self, library: str) -> list[str]:
-        """Those that were measured, oldest first."""
+        """The measured releases of a library, oldest first."""
         return sorted({stack[library] for stack in self.stacks}, key=Version)
 
     def newest(self) -> dict[str, str]:
@@ -70,22 +71,21 @@ class Measured:
         return {library: self.releases(library)[-1] for library in LIBRARIES if self.stacks}
 
     def on_newest(self, patch: str) -> str:
-        """Whether the newest releases together have the bug."""
+        """Whether the stack of the newest releases has the bug."""
         newest = self.newest().items()
-        found = [f.without for f in self.found.get(patch, ()) if newest <= f.stack.items()]
-        return _joined(found)
+        measured = self.by_patch.get(patch, ())
+        return _joined(each.without for each in measured if newest <= each.stack.items())
 
     def axis(self, patch: str, library: str) -> dict[str, str]:
-        """The verdict for each release of one library, the others as the users had them or the
-        newest."""
-        found: dict[str, list[str]] = {}
-        for each in self.found.get(patch, ()):
+        """The verdict for each release of one library; the others are the users' or the newest."""
+        verdicts: dict[str, list[str]] = {}
+        for each in self.by_patch.get(patch, ()):
             if self._is_on_axis(each.stack, library):
-                found.setdefault(each.stack[library], []).append(each.without)
-        return {version: _joined(found[version]) for version in sorted(found, key=Version)}
+                verdicts.setdefault(each.stack[library], []).append(each.without)
+        return {version: _joined(verdicts[version]) for version in sorted(verdicts, key=Version)}
 
     def runs(self, patch: str, library: str) -> list[Run]:
-        """Where the bug is along that axis; releases that tell nothing are left out."""
+        """Runs of releases with and without the bug; unknown verdicts are left out."""
         axis = self.axis(patch, library).items()
         known = [(version, verdict) for version, verdict in axis if verdict != "unknown"]
         runs = []
@@ -100,6 +100,6 @@ class Measured:
 
 
 def _joined(verdicts: Iterable[str]) -> str:
-    """Of several stacks with one release: broken if that can be."""
-    found = set(verdicts)
-    return next((v for v in ("broken", "fixed") if v in found), "unknown")
+    """The verdict of several stacks with one release: broken if one of them is."""
+    seen = set(verdicts)
+    return next((v for v in ("broken", "fixed") if v in seen), "unknown")

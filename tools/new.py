@@ -3,7 +3,7 @@
     python tools/new.py NAME [TOPIC]
 
 NAME is the name of the bug, a lower_snake_case slug.  TOPIC is a folder of
-``gemma4_compat/patches/``.  Needs nothing but Python.
+``gemma4_compat/patches/``.  The script needs no libraries.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PLACEHOLDER = "patch_name"
 
 
 def begin(name: str, topic: str, source: Path = ROOT, target: Path = ROOT) -> list[Path]:
-    """Write patch and test, and return their paths.
+    """Write the patch and its test, and return their paths.
 
     Raises:
-        ValueError: the name is not a slug or is taken, or there is no such topic.
+        ValueError: the name is not a slug or is taken, or no topic has that name.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(f"{name!r} is not a lower_snake_case name")
@@ -30,14 +30,14 @@ def begin(name: str, topic: str, source: Path = ROOT, target: Path = ROOT) -> li
     if topic not in topics:
         raise ValueError(f"no topic is named {topic!r}; the topics are {', '.join(topics)}")
     if taken := [*(target / _PATCHES).glob(f"*/{name}.py")]:
-        raise ValueError(f"there is a patch of that name: {taken[0]}")
+        raise ValueError(f"a patch has that name already: {taken[0]}")
     files = {
         _PATCHES / "offloading" / "_template.py": target / _PATCHES / topic / f"{name}.py",
         _TESTS / "_template.py": target / _TESTS / f"test_{name}.py",
     }
     for template, file in files.items():
         text = (source / template).read_text(encoding="utf-8")
-        text = re.sub(r"\A(#.*\n)+", "", text)  # the lines that speak of the template
+        text = re.sub(r"\A(#.*\n)+", "", text)  # the lines about the template itself
         file.write_text(text.replace(_PLACEHOLDER, name), encoding="utf-8", newline="\n")
     return list(files.values())
 

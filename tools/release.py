@@ -1,19 +1,19 @@
-"""What is about to be published, compared with the checkout that it was built from.
+"""Checks sdist and wheel before a release, against the checkout that they were built from.
 
     python tools/release.py DIST DIRECT [VERSION]
 
 The folder DIST holds the sdist and the wheel that was built from it, DIRECT the wheel that was
 built from the checkout.
 
-- The first entry of CHANGELOG.md is the version in _version.py, with the day of its release or
-  "unreleased"; all entries below have a day.
-- The sdist holds every file that git tracks and nothing else; the wheel the package alone.
-- Both wheels are the same, file by file.
+- The first entry of CHANGELOG.md is the version in _version.py, with the date of its release or
+  "unreleased"; all entries below have a date.
+- The sdist holds every file that git tracks and nothing else; the wheel holds only the package.
+- Both wheels have the same files with the same content.
 
-With VERSION, this is to be published as that release: the version is that one, has a day, and
-everything is committed.
+With VERSION, the files are to be published as that release: the package has that version, its entry
+has a date, and everything is committed.
 
-Prints what is wrong, and ends with 1 if anything is.
+Prints each problem, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 UNRELEASED = "unreleased"
 ENTRY = re.compile(rf"## (\d+(?:\.\d+)+) \(({UNRELEASED}|\d\d\d\d-\d\d-\d\d)\)")
-#: tracked, and in the sdist, but no part of the package
+#: tracked by git and in the sdist, but not in the wheel
 TEMPLATE = "gemma4_compat/patches/offloading/_template.py"
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 
 
 def changelog(text: str, version: str, release: str | None = None) -> list[str]:
-    """What is wrong with the entries of a changelog for this version of the package."""
+    """The problems of a changelog's entries for this version of the package."""
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     matches = [ENTRY.fullmatch(line) for line in headings]
     wrong = [line for line, match in zip(headings, matches, strict=True) if match is None]
-    problems = [f"{line!r} is neither '## VERSION (YYYY-MM-DD)' nor unreleased" for line in wrong]
+    problems = [f"{line!r} is not '## VERSION (YYYY-MM-DD or unreleased)'" for line in wrong]
     entries = [match.groups() for match in matches if match is not None]
     if not entries:
         return [*problems, "no entry"]
@@ -55,40 +55,40 @@ def changelog(text: str, version: str, release: str | None = None) -> list[str]:
     if sorted(set(versions), reverse=True) != versions:
         problems.append("the versions do not descend")
     days = [each for _, each in entries if each != UNRELEASED]
-    problems += [f"{each} is no day" for each in days if not _is_day(each)]
+    problems += [f"{each} is not a date" for each in days if not _is_day(each)]
     if sorted(days, reverse=True) != days:
-        problems.append("the days do not descend")
+        problems.append("the dates do not descend")
     if release is not None and release != version:
         problems.append(f"the package is {version}, not {release}")
     if release is not None and day == UNRELEASED:
-        problems.append(f"{first} has no day yet: write it in place of {UNRELEASED!r}")
+        problems.append(f"{first} has no date yet: write it in place of {UNRELEASED!r}")
     return problems
 
 
 def sdist(path: Path, tracked: set[str]) -> list[str]:
-    """What is missing from an sdist, or is too much in it."""
+    """The files that an sdist lacks, or should not have."""
     with tarfile.open(path) as archive:
-        found = {m.name.partition("/")[2] for m in archive.getmembers() if not m.isdir()}
+        packed = {m.name.partition("/")[2] for m in archive.getmembers() if not m.isdir()}
     wanted = {name for name in tracked if not name.startswith(".")}
-    missing, more = wanted - found, found - tracked - {"PKG-INFO"}
+    missing, more = wanted - packed, packed - tracked - {"PKG-INFO"}
     return [f"{name} is missing" for name in sorted(missing)] + [
         f"{name} is not tracked by git" for name in sorted(more)
     ]
 
 
 def wheel(path: Path, tracked: set[str], version: str) -> list[str]:
-    """What is missing from a wheel, or is too much in it."""
+    """The files that a wheel lacks, or should not have."""
     wanted = {name for name in tracked if name.startswith("gemma4_compat/")} - {TEMPLATE}
     wanted |= {"gemma4_compat/py.typed"}
     wanted |= {f"gemma4_compat-{version}.dist-info/{name}" for name in METADATA}
-    found = set(_files(path))
-    return [f"{name} is missing" for name in sorted(wanted - found)] + [
-        f"{name} is no part of the package" for name in sorted(found - wanted)
+    packed = set(_files(path))
+    return [f"{name} is missing" for name in sorted(wanted - packed)] + [
+        f"{name} is not part of the package" for name in sorted(packed - wanted)
     ]
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The files in which two wheels differ."""
+    """The files that differ between two wheels."""
     first, second = _files(one), _files(other)
     names = sorted(first.keys() | second.keys())
     return [f"{name} differs" for name in names if first.get(name) != second.get(name)]
@@ -107,10 +107,10 @@ def _is_day(text: str) -> bool:
 
 
 def _git(*arguments: str) -> list[str]:
-    said = subprocess.run(["git", *arguments, "-z"], cwd=ROOT, capture_output=True, text=True)
-    if said.returncode:
-        sys.exit(f"a release is checked against a git checkout: {said.stderr.strip()}")
-    return [each for each in said.stdout.split("\0") if each]
+    git = subprocess.run(["git", *arguments, "-z"], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode:
+        sys.exit(f"git failed, and a release is checked in a git checkout: {git.stderr.strip()}")
+    return [each for each in git.stdout.split("\0") if each]
 
 
 def main(dist: str, direct: str, release: str | None = None) -> int:
@@ -132,7 +132,7 @@ def main(dist: str, direct: str, release: str | None = None) -> int:
         what = f"to be released as {release}" if release else "complete"
         print(f"{source.name}, {built.name}: {what}")
         if f"## {version} ({UNRELEASED})" in text:
-            print(f"{version} is {UNRELEASED}: before it is published, give it a day, and run")
+            print(f"{version} is {UNRELEASED}: before publishing it, give it a date and run")
             print(f"nox -s release-check -- {version}")
     return bool(problems)
 

@@ -1,19 +1,19 @@
-"""The tests of transformers, accelerate, peft and bitsandbytes, without and with the patches.
+"""Runs the tests of transformers, accelerate, peft and bitsandbytes without and with the patches.
 
     python tools/upstream.py [LIBRARY ...]
 
-Runs, in the libraries' installed versions, the part of their own tests that is about what the
-patches touch: once in a plain process, once in one that has gemma4_compat in place before
-anything else is imported.  What passes without and not with is run again, alone, and is a
-regression if it does not pass then either.  Ends with 0 only if there is no regression and the
-tests of every library asked for (all without names) were run to the end.
+Uses the installed versions of the libraries, and those of their tests that cover the code that the
+patches change.  The tests run once in a plain process, and once in a process that imports
+gemma4_compat before anything else.  A test that passes only without the patches is run again,
+alone; it is a regression if it fails again.  The exit code is 0 only if there is no regression and
+all tests of the named libraries (default: all libraries) were run.
 
-The tests come from the version's tag on GitHub, else, where it holds them, from the source
-distribution on PyPI.  A folder named NAME-VERSION below ``$UPSTREAM_SOURCES``, such as
-``peft-0.21.2``, takes precedence; where that is a link, the table says what it leads to.
+The tests come from the version's tag on GitHub, or else from the source distribution on PyPI if
+that contains them.  A folder named NAME-VERSION in ``$UPSTREAM_SOURCES``, such as ``peft-0.21.2``,
+takes precedence; if it is a link, the table shows its target.
 
-The Hub is not asked (``HF_HUB_OFFLINE=0`` in the environment changes that): tests that need it
-fail either way, and count as such.
+The tests run offline, unless ``HF_HUB_OFFLINE=0`` is in the environment.  Tests that need the Hub
+then fail without and with the patches, and count as failed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_PER_TEST = 120
-#: So many suspects are run again, alone; more have one cause, which will be found in these.
+#: At most so many tests are run again, alone; if more fail, they are likely to have one cause.
 MOST_AGAIN = 20
 PLAIN: tuple[str, ...] = ()
 PATCHED = ("-m", "gemma4_compat", "run")
 SEVERITY = ("skipped", "passed", "failed")
-#: Imported before the tests, in both modes: a patch waits for all its targets, and few tests
-#: import all of them.
+#: Imported before the tests, in both modes: a patch is applied when all its targets are imported,
+#: and few tests import all of them.
 TARGETS = ("transformers.models.gemma4.modeling_gemma4", "accelerate", "bitsandbytes", "peft")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of one library that are run."""
+    """The tests to run of one library."""
 
     repository: str
     tag: str
@@ -77,7 +77,7 @@ SUITES = {
             "tests/test_linear4bit.py",
             "tests/test_linear8bitlt.py",
             "tests/test_functional.py",
-            # Of test_functional.py what is about 4 bits, but for the large products: they take
+            # Of test_functional.py only the 4-bit tests, without the large products: those take
             # half an hour on a CPU.
             "-k=linear4bit or linear8bitlt or 4bit and not (gemv_4bit and (512 or 1024))",
             "-m=not slow and not benchmark and not deprecated",
@@ -99,7 +99,7 @@ SUITES = {
             "tests/test_tuners_utils.py",
             "tests/test_initialization.py",
             "tests/test_custom_models.py",
-            # a fifth of all tests: each dtype with each configuration, on the same code
+            # These are a fifth of all tests, and run the same code with every dtype.
             "-k=not adapter_dtype_autocast",
         ),
         in_sdist=True,
@@ -108,14 +108,14 @@ SUITES = {
 
 
 class Unavailable(Exception):
-    """The tests of a library cannot be had."""
+    """The tests of a library cannot be fetched or run."""
 
 
 # -- where the tests come from --------------------------------------------------------------------
 
 
 def sources(name: str, version: str, cache: Path) -> Path:
-    """A folder with the tests of that version, and the files that configure them."""
+    """A folder with the tests of that version and their configuration files."""
     folder = f"{name}-{version}"
     if given := os.environ.get("UPSTREAM_SOURCES"):
         if (Path(given) / folder).exists():
@@ -131,7 +131,7 @@ def sources(name: str, version: str, cache: Path) -> Path:
                 packed = from_pypi(name, version, Path(temporary))
             unpack(packed, Path(temporary) / folder)
             (Path(temporary) / folder).rename(cache / folder)
-    # transformers' tests read the library's files beside them: those that are installed.
+    # transformers' tests read the library's files beside them: link the installed ones.
     library = cache / folder / "src" / name
     library.parent.mkdir(exist_ok=True)
     library.unlink(missing_ok=True)
@@ -151,12 +151,12 @@ def from_pypi(name: str, version: str, folder: Path) -> bytes:
     print(f"fetching the source distribution of {name} {version}", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:"]
     if subprocess.call([*pip, f"--dest={folder}", f"{name}=={version}"]):
-        raise Unavailable("neither GitHub nor PyPI has it")
+        raise Unavailable("neither GitHub nor PyPI has its tests")
     return next(folder.glob("*.tar.gz")).read_bytes()
 
 
 def unpack(packed: bytes, folder: Path) -> None:
-    """Unpack the tests but not the library, which would hide the one that is installed."""
+    """Unpack the tests but not the library: it would hide the installed one."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
             path = Path(*Path(member.name).parts[1:])
@@ -168,7 +168,7 @@ def unpack(packed: bytes, folder: Path) -> None:
                     assert content is not None
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
                     (folder / path).write_bytes(content.read())
-    # Source distributions leave it out, and relative imports among the tests need it.
+    # Relative imports among the tests need this file; source distributions leave it out.
     (folder / "tests" / "__init__.py").touch()
 
 
@@ -177,10 +177,10 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 @dataclass
 class Result:
-    """What one pytest process did."""
+    """The outcomes of one pytest process."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
-    #: the patches applied; None where gemma4_compat was not imported
+    #: the applied patches; None if gemma4_compat was not imported
     patches: list[str] | None = None
     finished: bool = False
     seconds: float = 0.0
@@ -191,11 +191,11 @@ class Result:
 
 
 def run(mode: tuple[str, ...], folder: Path, arguments: list[str], out: Path, limit: int) -> Result:
-    """Run pytest in ``folder``, its output in ``out`` with the suffix ``.txt``."""
+    """Run pytest in ``folder``; the file ``out`` with the suffix ``.txt`` gets its output."""
     record = out.with_suffix(".jsonl")
     record.unlink(missing_ok=True)
     environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ}
-    # An empty addopts: options of plugins that are not installed, or that take long.
+    # addopts is emptied: it has options of plugins that are not installed, or that take long.
     options = ["-q", "-rfE", "--tb=short", "-o", "addopts=", "-o", "log_cli=false"]
     options += ["--continue-on-collection-errors"]
     options += ["-p", "no:cacheprovider", f"--timeout={SECONDS_PER_TEST}", f"--rootdir={folder}"]
@@ -218,7 +218,7 @@ def run(mode: tuple[str, ...], folder: Path, arguments: list[str], out: Path, li
     for line in record.read_text().splitlines() if record.exists() else ():
         entry = json.loads(line)
         if "test" in entry:
-            # There are several of a test that has subtests, or that fails after its call.
+            # A test that has subtests, or that fails after its call, has several outcomes.
             outcomes = (result.outcomes.get(entry["test"], "skipped"), entry["outcome"])
             result.outcomes[entry["test"]] = max(outcomes, key=SEVERITY.index)
         else:
@@ -227,7 +227,7 @@ def run(mode: tuple[str, ...], folder: Path, arguments: list[str], out: Path, li
 
 
 class Recorder:
-    """A pytest plugin that writes each outcome down as it comes: what is killed has a record."""
+    """A pytest plugin that writes each outcome at once, so that a killed run has a record."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -254,7 +254,7 @@ class Recorder:
 
 
 def inside(record: str, *arguments: str) -> int:
-    """Be ``python -m pytest``, with the recorder."""
+    """Do what ``python -m pytest`` does, with the recorder as a plugin."""
     import pytest
 
     del sys.path[0]
@@ -262,8 +262,8 @@ def inside(record: str, *arguments: str) -> int:
         importlib.import_module(target)
     sys.path.insert(0, os.getcwd())
     if os.environ["HF_HUB_OFFLINE"] == "1":
-        # PEFT's tests go online whatever the environment says, and where there is no network
-        # each waits long for the Hub.
+        # PEFT's tests ignore the environment variable.  Without a network, each of them waits long
+        # for the Hub.
         vars(sys.modules["huggingface_hub.constants"])["is_offline_mode"] = lambda: True
     return int(pytest.main(list(arguments), plugins=[Recorder(record)]))
 
@@ -301,9 +301,9 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
     if not plain.passed:
         raise Unavailable(f"no test passes without the patches: see {out / name}-without.txt")
     if plain.patches is not None or not patched.patches:
-        raise Unavailable(f"not without and with the patches: see {out / name}-with.txt")
+        raise Unavailable(f"the patches were on or off in both runs: see {out / name}-with.txt")
     if plain.seconds >= limit or patched.seconds >= limit:
-        # Only what both came to says anything.
+        # A run was stopped: compare only the tests that both runs reached.
         both = plain.outcomes.keys() & patched.outcomes.keys()
         for result in results:
             result.outcomes = {t: o for t, o in result.outcomes.items() if t in both}
@@ -322,18 +322,18 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("library", nargs="*", help=f"all without: {', '.join(SUITES)}")
+    parser.add_argument("library", nargs="*", help=f"default: all of {', '.join(SUITES)}")
     parser.add_argument("--out", type=Path, default=Path("upstream"), help="output and sources")
     parser.add_argument(
         "--limit",
         type=int,
         default=3600,
-        help="seconds for each run; past them, what both came to counts",
+        help="seconds for each run; after a timeout, only tests that both runs reached count",
     )
-    parser.add_argument("-k", metavar="EXPRESSION", help="pytest's -k, in place of ours")
+    parser.add_argument("-k", metavar="EXPRESSION", help="pytest's -k, replacing ours")
     options = parser.parse_args()
     if unknown := set(options.library) - set(SUITES):
-        parser.error(f"no such library: {', '.join(unknown)}")
+        parser.error(f"no tests for {', '.join(unknown)}: choose from {', '.join(SUITES)}")
     out = options.out.resolve()
     (out / "sources").mkdir(parents=True, exist_ok=True)
     columns = (
@@ -348,19 +348,19 @@ def main() -> int:
         try:
             folder = sources(name, version, out / "sources")
             extra = [f"-k={options.k}"] if options.k else []
-            found = compare(name, folder, out, options.limit, extra)
+            result = compare(name, folder, out, options.limit, extra)
         except Unavailable as error:
             rows.append(f"{name} | {version} | NOT RUN: {error} | | | | |")
             failed = True
             continue
         for kind in ("regressions", "flaky", "fixed"):
-            for test in getattr(found, kind):
+            for test in getattr(result, kind):
                 print(f"  {kind.removesuffix('s')}: {test}")
-        tests = found.plain.outcomes.keys() | found.patched.outcomes.keys()
-        sets = (tests, found.plain.passed, found.patched.passed, found.regressions, found.fixed)
-        whole = found.plain.finished and found.patched.finished
+        tests = result.plain.outcomes.keys() | result.patched.outcomes.keys()
+        sets = (tests, result.plain.passed, result.patched.passed, result.regressions, result.fixed)
+        whole = result.plain.finished and result.patched.finished
         note = "" if whole else ", NOT FINISHED"
-        failed = failed or bool(found.regressions) or not whole
+        failed = failed or bool(result.regressions) or not whole
         figures = " | ".join(str(len(each)) for each in sets)
         rows.append(f"{name} | {version} | {folder.name}{note} | {figures}")
     print(*rows, sep="\n")

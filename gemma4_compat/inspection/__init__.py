@@ -1,6 +1,6 @@
-"""Looking before loading: adapters, target modules, device maps and checkpoints, without weights.
+"""Inspect adapters, target modules, device maps and loaded models, without reading weights.
 
-Importing this imports nothing but the standard library; each function imports what it needs.
+This module loads none of the libraries when it is imported; each function imports what it needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an adapter holds, and what of it a model takes, from the safetensors header alone.
+"""Inspect an adapter: what its safetensors header holds, and which tensors a model loads.
 
 ``inspect_adapter`` is also the command ``gemma4-compat adapter DIR``.
 """
@@ -26,7 +26,7 @@ from .targets import BaseModel, base_model_of, lora_parameters, matching, needs_
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
-#: what the names of a method's tensors start with
+#: the methods by the prefix of their tensors' names
 _METHODS = {
     "lora_": "LoRA", "hada_": "LoHa", "lokr_": "LoKr", "oft_": "OFT", "boft_": "BOFT",
     "ia3_": "IA3", "vera_": "VeRA", "pvera_": "PVeRA", "hra_": "HRA", "fourierft_": "FourierFT",
@@ -43,9 +43,9 @@ _WRAPPED = re.compile(
 )
 #: decoder layers that share keys and values, by hidden size and number of layers: E2B and E4B
 _SHARED = {(1536, 35): range(15, 35), (2560, 42): range(24, 42)}
-_NO_TYPE = "which the installed PEFT does not know"
-_WIDTHS = "of other widths: made for another model"
-#: the axis of a LoRA tensor that is as wide as its layer
+_NO_TYPE = "which the installed PEFT does not support"
+_WIDTHS = "the widths differ: the adapter is for another model"
+#: the axis of a LoRA tensor that has its layer's width, and the layer's attribute for it
 _AXES = {
     "lora_A": (1, "in_features"),
     "lora_B": (0, "out_features"),
@@ -53,13 +53,13 @@ _AXES = {
     "lora_embedding_A": (1, "num_embeddings"),
     "lora_embedding_B": (0, "embedding_dim"),
 }
-#: where the text model alone, and the multimodal model, call their decoder layers otherwise
+#: the text-only model and the multimodal model name their decoder layers differently
 _OTHER_CLASS = (
     (r"^model\.(?=layers\.|embed_tokens|norm|per_layer)", "model.language_model."),
     (r"^model\.language_model\.", "model."),
 )
-#: and where other classes do
-_CALLED = (
+#: the same, and the names in other classes
+_OTHER_NAMES = (
     *_OTHER_CLASS,
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.model\.", "model."),
@@ -69,7 +69,7 @@ _CALLED = (
 
 @dataclass(frozen=True)
 class Tower:
-    """What an adapter has for one part of the model; ``targets`` counts layers by their name."""
+    """An adapter's tensors for one part of the model; ``targets`` counts its layers by name."""
 
     name: str
     tensors: int
@@ -79,10 +79,11 @@ class Tower:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors, or layers, that share a fate.
+    """Tensors, or layers, with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT leaves the tensors out), "refused" (loading stops) or "missing"
-    (layers that the adapter's targets match, and that it has nothing for).
+    ``kind`` is "ignored" (PEFT does not load the tensors), "refused" (loading raises) or "missing"
+    (``target_modules`` matches the layers, but the file has no tensors for them).  A ``harmless``
+    group does not change the model's output.
     """
 
     kind: str
@@ -94,7 +95,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model takes of an adapter: ``loads`` tensors, if the patches in ``needs`` are on."""
+    """How an adapter fits a model: ``loads`` tensors load with the patches in ``needs`` applied."""
 
     model: str
     architecture: str
@@ -104,7 +105,7 @@ class Fit:
 
     @property
     def ok(self) -> bool:
-        """Whether the adapter loads, and nothing with an effect is left out."""
+        """Whether the adapter loads, and no tensor that has an effect is ignored."""
         return bool(self.loads) and all(group.harmless for group in self.groups)
 
     @property
@@ -113,18 +114,19 @@ class Fit:
             return "fits" + (f", with the patch {', '.join(self.needs)}" if self.needs else "")
         if any(group.kind == "refused" for group in self.groups):
             return "does NOT fit: loading it stops with an error"
-        return "fits only in PART" if self.loads else "does NOT fit: nothing of it would load"
+        return "fits only in PART" if self.loads else "does NOT fit: none of its tensors would load"
 
 
 @dataclass(frozen=True)
 class AdapterInspection(Result):
-    """An adapter, as its header and its ``adapter_config.json`` tell.
+    """An adapter, as its safetensors header and its ``adapter_config.json`` describe it.
 
-    ``parts`` counts tensors by what they are ("lora_A", "lora_magnitude_vector", ...); "weight"
-    and the like are whole tensors of the model.  ``ranks`` counts layers by their rank.
-    ``layout`` is how layers inside of ``Gemma4ClippableLinear`` are named: "inner"
-    (``q_proj.linear``), "outer" (``q_proj``) or "both".  ``orphans`` are layers that have no keys
-    and values of their own in Gemma 4.  ``bytes`` are those of the tensors in the file.
+    ``parts`` counts tensors by their kind ("lora_A", "lora_magnitude_vector", ...); "weight" and
+    the like are full tensors of the model.  ``ranks`` counts layers by their rank.  ``layout`` says
+    how the file names the layers inside ``Gemma4ClippableLinear``: "inner" (``q_proj.linear``),
+    "outer" (``q_proj``) or "both".  ``orphans`` are the ``k_proj`` and ``v_proj`` of layers that
+    share keys and values, which Gemma 4 does not use.  ``bytes`` is the size of the tensors in the
+    file.
     """
 
     file: str
@@ -148,7 +150,7 @@ class AdapterInspection(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether the adapter fits the model; True where no model was named."""
+        """Whether the adapter fits the model; True if no model was given."""
         return self.fit is None or self.fit.ok
 
     @property
@@ -156,31 +158,31 @@ class AdapterInspection(Result):
         return "" if self.fit is None else self.fit.verdict
 
     def as_dict(self) -> dict[str, Any]:
-        found = {**asdict(self), "ok": self.ok}
+        result = {**asdict(self), "ok": self.ok}
         if self.fit is not None:
-            found["fit"] |= {"ok": self.fit.ok, "verdict": self.fit.verdict}
-        return found
+            result["fit"] |= {"ok": self.fit.ok, "verdict": self.fit.verdict}
+        return result
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
 def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterInspection:
-    """Read what an adapter holds; with a model, also what of it PEFT would load there.
+    """Inspect an adapter; with a model, also report which tensors PEFT would load into it.
 
     Args:
-        path: folder of an adapter, or its safetensors file.
-        model: folder of a checkpoint, of which ``config.json`` is read, or a model.
+        path: the folder of an adapter, or its safetensors file; only the header is read.
+        model: the folder of a checkpoint, of which only ``config.json`` is read, or a model.
 
     Raises:
-        InputError: a file is missing or damaged, or is no adapter.
-        InputError: the model's ``config.json`` describes none that transformers knows.
+        InputError: a file is missing or damaged, or is not an adapter.
+        InputError: transformers does not know the model that ``config.json`` describes.
     """
     file, config = _files(Path(path))
     header = read_header(file)
     keys = [_Key.of(entry) for entry in header.tensors.values()]
     if not any(key.method for key in keys) and not config.get("peft_type"):
-        raise InputError(f"{file}: holds no adapter's tensors")
+        raise InputError(f"{file}: none of its tensors belongs to an adapter")
     layers: dict[str, list[_Key]] = {}
     for key in keys:
         if key.method and key.layer:
@@ -212,7 +214,7 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterI
 
 
 def _files(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The safetensors file and the content of its config."""
+    """The safetensors file and the content of ``adapter_config.json``."""
     if path.is_dir():
         file, config = path / WEIGHTS, path / CONFIG
         if not file.is_file():
@@ -223,18 +225,18 @@ def _files(path: Path) -> tuple[Path, dict[str, Any]]:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if path.suffix in (".bin", ".pt", ".pth"):
-        raise InputError(f"{path}: a pickle, which is not read; only safetensors are")
+        raise InputError(f"{path}: a pickle file; only safetensors files are read")
     config = path.parent / CONFIG
     return path, read_adapter_config(config) if config.is_file() else {}
 
 
 def _instead(folder: Path) -> str:
     if (folder / "adapter_model.bin").is_file():
-        return " (only adapter_model.bin, a pickle, which is not read)"
+        return " (there is an adapter_model.bin, but pickle files are not read)"
     below = sorted(file.parent.name for file in folder.glob(f"*/{WEIGHTS}"))
     if below:
         return f", but there is one in {', '.join(below)}"
-    return " (a model's folder?)" if (folder / "config.json").is_file() else ""
+    return " (is it the folder of a model?)" if (folder / "config.json").is_file() else ""
 
 
 # -- the tensors ----------------------------------------------------------------------------------
@@ -242,10 +244,10 @@ def _instead(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class _Key:
-    """A tensor's name, taken apart.
+    """The parts of a tensor's name.
 
-    ``layer`` is the model's layer, ``part`` what it is ("lora_A", or "weight" for a whole tensor
-    of the model), ``method`` is empty for the latter.
+    ``layer`` is the name of the model's layer.  ``part`` is "lora_A" and the like, or "weight" for
+    a full tensor of the model; ``method`` is then empty.
     """
 
     entry: Entry
@@ -256,7 +258,7 @@ class _Key:
 
     @property
     def adapter(self) -> str:
-        """The adapter's name, which is there where something else than PEFT has saved it."""
+        """The adapter's name; PEFT omits it when it saves, other programs write it."""
         name = self.rest.partition(".")[0] if self.part.startswith("lora_") else ""
         return "" if name in ("weight", "bias") else name
 
@@ -277,9 +279,9 @@ def _unwrapped(name: str) -> str:
 
 
 def _kind(keys: Iterable[_Key], config: Mapping[str, Any]) -> str:
-    found = Counter(key.method for key in keys if key.method)
+    methods = Counter(key.method for key in keys if key.method)
     parts = {key.part for key in keys}
-    names = [method for method, _ in found.most_common()]
+    names = [method for method, _ in methods.most_common()]
     if "lora_magnitude_vector" in parts:
         names[names.index("LoRA")] = "DoRA"
     elif "lora_E" in parts:
@@ -313,20 +315,20 @@ def _towers(keys: list[_Key], layers: Iterable[str]) -> Iterator[Tower]:
 
 
 def _layout(layers: Iterable[str], base: BaseModel | None) -> str | None:
-    found = set()
+    layouts = set()
     for layer in layers:
         match = _WRAPPED.search(layer)
         if base is not None:
             outer = layer.removesuffix(".linear")
             if base.inner(outer) != outer if outer in base.modules else match:
-                found.add("inner" if outer != layer else "outer")
+                layouts.add("inner" if outer != layer else "outer")
         elif match is not None:
-            found.add("inner" if match[1] else "outer")
-    return "both" if len(found) > 1 else next(iter(found), None)
+            layouts.add("inner" if match[1] else "outer")
+    return "both" if len(layouts) > 1 else next(iter(layouts), None)
 
 
 def _known_shared(layers: Mapping[str, list[_Key]]) -> range:
-    """The layers that share keys and values, where widths and number tell E2B or E4B."""
+    """The layers that share keys and values, if width and number of layers are E2B's or E4B's."""
     highest, width = 0, 0
     for layer, keys in layers.items():
         match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.q_proj$", layer)
@@ -343,26 +345,26 @@ def _notes(
     if header.missing:
         yield f"the file is cut off: {text.size(header.missing)} of its tensors are missing"
     if not config:
-        yield f"no {CONFIG} beside it, which PEFT needs"
+        yield f"its folder has no {CONFIG}; PEFT needs one"
     elif not config.get("peft_type"):
-        yield f"{CONFIG} has no peft_type, which PEFT needs"
+        yield f"{CONFIG} has no peft_type; PEFT needs one"
     if wrong := _other_ranks(config, ranks):
         yield (
-            f"{CONFIG} says rank {config['r']}, but there are tensors of rank "
+            f"{CONFIG} says rank {config['r']}, but the file has tensors of rank "
             f"{', '.join(map(str, wrong))}"
         )
     if named := sorted({key.adapter for key in keys} - {""}):
         yield (
-            f"the tensors' names hold an adapter's name ({', '.join(named)}), which PEFT leaves "
-            "out when it saves: PEFT < 0.21 loads none of them, later ones only under that name"
+            f"the tensors' names contain the adapter's name ({', '.join(named)}), which PEFT omits "
+            "when it saves: PEFT < 0.21 loads none of them, later releases only under that name"
         )
     whole = sorted({key.layer for key in keys if not key.method})
     if whole:
-        yield f"holds whole tensors of the model, for {text.some(whole, 3)}"
+        yield f"the file also holds full tensors of the model: {text.some(whole, 3)}"
 
 
 def _other_ranks(config: Mapping[str, Any], ranks: Iterable[int]) -> list[int]:
-    """The ranks among these that the config does not know."""
+    """The ranks among these that the config does not name."""
     rank = config.get("r")
     if rank is None or config.get("peft_type") not in ("LORA", "LOHA"):
         return []
@@ -370,11 +372,11 @@ def _other_ranks(config: Mapping[str, Any], ranks: Iterable[int]) -> list[int]:
     return sorted(set(ranks) - {rank, *(each for each in pattern if isinstance(each, int))})
 
 
-# -- and a model ----------------------------------------------------------------------------------
+# -- the fit with a model -------------------------------------------------------------------------
 
 
 class _Fate(NamedTuple):
-    """What becomes of a tensor, and why; ``kind`` is empty where it loads."""
+    """Whether a tensor loads, and why not; ``kind`` is empty if it loads."""
 
     kind: str = ""
     reason: str = ""
@@ -404,19 +406,19 @@ def _fit(
     cut = _cut_off(header)
     unknown = bool(config) and not _is_known(config.get("peft_type"))
     for own in keys:
-        key = replace(own, layer=_name_here(own.layer, base))
+        key = replace(own, layer=_name_in_model(own.layer, base))
         fate = _fate(key, adapted, base)
         if unknown:
             fate = _Fate(
                 "refused", f"{CONFIG} has peft_type {config.get('peft_type')!r}, {_NO_TYPE}"
             )
-        if fate.kind == "ignored" and key.layer != own.layer:  # text_model_adapter sees to it
+        if fate.kind == "ignored" and key.layer != own.layer:  # text_model_adapter raises
             fate = fate._replace(kind="refused")
         if not fate.kind and (wrong := _other_ranks(config, _ranks(layers.get(own.layer, ())))):
-            told = f"of another rank than {config['r']}, which {CONFIG} says"
-            fate = _Fate("refused", told, detail=str(wrong[0]))
+            reason = f"their rank is not {config['r']}, the rank in {CONFIG}"
+            fate = _Fate("refused", reason, detail=str(wrong[0]))
         if not fate.kind and key.entry.name in cut:
-            fate = _Fate("refused", "the file is cut off before them")
+            fate = _Fate("refused", "the file is cut off before their end")
         if fate.kind:
             detail = f": {fate.detail}" if fate.detail else ""
             add(fate.kind, fate.reason, f"{key.entry.name}{detail}", fate.harmless)
@@ -427,22 +429,22 @@ def _fit(
     rank = config.get("r") or 1
     for layer, name in inside.items() if config.get("peft_type") == "LORA" else ():
         if lora_parameters(base.modules[layer], rank) is None:
-            told = f"target_modules names {type(base.modules[name]).__name__}, not supported"
-            add("refused", told, name)
-    filled = {base.inner(_name_here(layer, base)) for layer in layers}
+            kind = type(base.modules[name]).__name__
+            add("refused", f"target_modules names {kind}, which LoRA does not support", name)
+    filled = {base.inner(_name_in_model(layer, base)) for layer in layers}
     for layer in inside:
         if layer not in filled:
-            told = f"{tower_of(layer)}: target_modules names them, the file has nothing for them"
-            add("missing", told, layer, harmless=True)
+            reason = f"{tower_of(layer)}: in target_modules, but the file has no tensors for them"
+            add("missing", reason, layer, harmless=True)
     order = ("refused", "ignored", "missing")
-    found = sorted(groups.values(), key=lambda group: (order.index(group.kind), -group.count))
+    ordered = sorted(groups.values(), key=lambda group: (order.index(group.kind), -group.count))
     needs = ["clippable_linear"] if wrapped and needs_patch("clippable_linear") else []
     needs += ["text_model_adapter"] if renamed and needs_patch("text_model_adapter") else []
-    return Fit(base.name, base.architecture, loads, tuple(needs), tuple(found))
+    return Fit(base.name, base.architecture, loads, tuple(needs), tuple(ordered))
 
 
 def _is_known(peft_type: Any) -> bool:
-    """Whether PEFT knows this type of adapter; taken for granted where it is not installed."""
+    """Whether PEFT knows this type of adapter; assumed if PEFT is not installed."""
     if not isinstance(peft_type, str):
         return False
     if importlib.util.find_spec("peft") is None:
@@ -452,18 +454,18 @@ def _is_known(peft_type: Any) -> bool:
     return peft_type in {str(each.value) for each in PeftType}
 
 
-def _name_here(layer: str, base: BaseModel) -> str:
-    """The name in this model of a layer that the text model, or the multimodal one, has too."""
+def _name_in_model(layer: str, base: BaseModel) -> str:
+    """This model's name for a layer that another class of the same model names differently."""
     if layer not in base.modules and base.model.config.model_type.startswith("gemma4"):
-        for pattern, called in _OTHER_CLASS:
-            other = re.sub(pattern, called, layer)
+        for pattern, replacement in _OTHER_CLASS:
+            other = re.sub(pattern, replacement, layer)
             if other != layer and other in base.modules:
                 return other
     return layer
 
 
 def _targeted(config: Mapping[str, Any], base: BaseModel) -> list[str] | None:
-    """The modules that the config's targets match; ``None`` where it does not say."""
+    """The modules that the config's targets match; ``None`` if it has no targets."""
     if not config.get("target_modules"):
         return None
     names = (
@@ -475,7 +477,7 @@ def _targeted(config: Mapping[str, Any], base: BaseModel) -> list[str] | None:
 
 
 def _cut_off(header: Header) -> set[str]:
-    """The tensors at whose end, or before it, the file ends."""
+    """The tensors that are not complete in the file."""
     cut: set[str] = set()
     left = header.missing
     for entry in reversed(list(header.tensors.values())):
@@ -500,7 +502,7 @@ def _fate(key: _Key, adapted: Collection[str] | None, base: BaseModel) -> _Fate:
     if key.layer not in base.modules:
         return _absent(key, base)
     if key.adapter and holds("peft<0.21"):
-        return _Fate("ignored", "named with an adapter's name, which this PEFT does not expect")
+        return _Fate("ignored", "their names contain an adapter's name, and this PEFT expects none")
     layer = base.inner(key.layer) if key.method else key.layer
     if adapted is not None and key.method not in ("", "trainable tokens") and layer not in adapted:
         return _Fate("ignored", "target_modules does not name these layers")
@@ -510,45 +512,45 @@ def _fate(key: _Key, adapted: Collection[str] | None, base: BaseModel) -> _Fate:
 
 
 def _absent(key: _Key, base: BaseModel) -> _Fate:
-    """Why the model has no such module."""
+    """Why the model has no module of this name."""
     name, tower = key.layer, tower_of(key.layer)
     if is_shared_kv(name, base.shared):
         first, last = base.shared[0], base.shared[-1]
-        told = f"layers {first} to {last} take keys and values from earlier ones: never used"
-        return _Fate("ignored", told, harmless=True)
+        reason = f"layers {first} to {last} reuse the keys and values of earlier layers: no effect"
+        return _Fate("ignored", reason, harmless=True)
     if name.endswith(".linear") and name.removesuffix(".linear") in base.modules:
-        return _Fate("ignored", "named .linear, where the model has the layer itself")
-    for pattern, called in _CALLED:
-        other = re.sub(pattern, called, name)
+        return _Fate("ignored", "named .linear, but the model's layer has no .linear inside")
+    for pattern, replacement in _OTHER_NAMES:
+        other = re.sub(pattern, replacement, name)
         if other != name and other in base.modules:
             if wrong := _misshapen(key, base.modules[base.inner(other)]):
-                return _Fate("ignored", "for another model: other names and widths", detail=wrong)
-            mine, here = re.split(r"\d", name)[0], re.split(r"\d", other)[0]
-            told = f"made for another class of the model: {mine}* is {here}* here"
-            return _Fate("ignored", told)
+                return _Fate("ignored", "for another model: names and widths differ", detail=wrong)
+            saved, expected = re.split(r"\d", name)[0], re.split(r"\d", other)[0]
+            reason = f"made for another model class: {saved}* is {expected}* in this model"
+            return _Fate("ignored", reason)
     layer = re.match(r"(.*?(?:^|\.)layers)\.(\d+)\.", name)
     if layer is not None and layer[1] in base.modules:
         count = len(base.modules[layer[1]])
         if int(layer[2]) >= count:
-            return _Fate("ignored", f"from layer {count} on: {layer[1]} has {count} here")
+            return _Fate("ignored", f"for layers from {count} on; {layer[1]} has {count} layers")
     if tower in ("vision", "audio") and not any(tower_of(n) == tower for n in base.modules):
         return _Fate("ignored", f"the model has no {tower} tower")
     return _Fate("ignored", "the model has no such layer")
 
 
 def _misshapen(key: _Key, module: Any) -> str:
-    """How a tensor's shape disagrees with the layer's; empty where it does not."""
+    """How a tensor's shape differs from the one that the layer needs; empty if it does not."""
     shape = key.entry.shape
     if not key.method:
         expected = getattr(module, key.part, None)
         if expected is not None and tuple(expected.shape) != shape:
-            return f"{list(shape)}, here {list(expected.shape)}"
+            return f"shape {list(shape)}, the model has {list(expected.shape)}"
         return ""
     axis, attribute = _AXES.get(key.part, (0, ""))
     width = getattr(module, attribute, None)
     if width is None or axis >= len(shape) or key.rest == "bias" or shape[axis] == width:
         return ""
-    return f"{shape[axis]} wide, here {width}"
+    return f"width {shape[axis]}, the layer has {width}"
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -573,7 +575,7 @@ def _lines(report: AdapterInspection) -> Iterator[str]:
     rows = [
         ("file", report.file),
         ("adapter", kind),
-        ("base model", report.base_model or "not named"),
+        ("base model", report.base_model or "unknown"),
         (
             "holds",
             f"{text.plural(report.tensors, 'tensor')} ({dtypes}), {report.parameters:,} "
@@ -585,8 +587,8 @@ def _lines(report: AdapterInspection) -> Iterator[str]:
         rows.append(("targets", targets if isinstance(targets, str) else text.some(targets)))
     layouts = {
         "inner": "q_proj.linear.*, as PEFT saves them",
-        "outer": "q_proj.*: need the patch clippable_linear",
-        "both": "q_proj.linear.* and q_proj.*: the latter need the patch clippable_linear",
+        "outer": "q_proj.*, which needs the patch clippable_linear",
+        "both": "q_proj.linear.* and q_proj.*; the second needs the patch clippable_linear",
     }
     if report.layout is not None:
         rows.append(("clipped", f"{report.layout} layout: {layouts[report.layout]}"))
@@ -598,7 +600,7 @@ def _lines(report: AdapterInspection) -> Iterator[str]:
             (t.name, t.tensors, t.layers, ", ".join(f"{n}\xa0{c}" for n, c in t.targets.items()))
             for t in report.towers
         ],
-        ("tower", "tensors", "layers", "found"),
+        ("tower", "tensors", "layers", "by name"),
         right=(1, 2),
     )
     if any(part not in ("lora_A", "lora_B") for part in report.parts):
@@ -607,9 +609,9 @@ def _lines(report: AdapterInspection) -> Iterator[str]:
     notes = list(report.notes)
     if report.orphans and report.fit is None:
         notes.append(
-            f"{len(report.orphans)} k_proj and v_proj are those of decoder layers that take keys "
-            "and values from earlier ones (transformers < 5.5.2 had modules there): they have no "
-            "effect, and are left out on loading"
+            f"{len(report.orphans)} k_proj and v_proj belong to decoder layers that reuse the keys "
+            "and values of earlier layers. They have no effect, and are ignored on loading "
+            "(transformers < 5.5.2 has modules for them)"
         )
     if notes:
         yield ""
@@ -627,7 +629,7 @@ def _fit_lines(fit: Fit) -> Iterator[str]:
     rows = [("loads", text.plural(fit.loads, "tensor"), with_patches)]
     for group in fit.groups:
         if group.kind == "missing" and not fit.loads:
-            continue  # goes without saying
+            continue  # no tensor loads, so every layer is missing
         unit = "layer" if group.kind == "missing" else "tensor"
         rows.append((group.kind, text.plural(group.count, unit), group.reason))
     yield text.table(rows, indent="  ")

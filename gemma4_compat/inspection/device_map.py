@@ -1,4 +1,4 @@
-"""What a device map would do to a model, before anything is loaded.
+"""Check a device map against a model before loading: placement, sizes and traps.
 
 ``check_device_map`` is also the command ``gemma4-compat map MODEL_DIR --map JSON``.
 """
@@ -20,11 +20,11 @@ from .traps import LEVELS, Trap, traps_of
 
 @dataclass(frozen=True)
 class DeviceMapCheck(Result):
-    """What a device map does.  All sizes are in bytes, by "nf4", "int8" and "bf16".
+    """The effects of a device map.  All sizes are in bytes, by "nf4", "int8" and "bf16".
 
-    ``entries`` are in the map's order, ``devices`` say what rests where once the model is loaded.
-    ``saves`` is what offloading saves on the GPU.  ``uncovered`` are the highest modules that no
-    entry places.
+    ``entries`` are in the map's order.  ``devices`` are the sizes on each device after loading.
+    ``saves`` is the GPU memory that offloading saves.  ``uncovered`` are the outermost modules that
+    no entry places.
     """
 
     model: str
@@ -39,9 +39,9 @@ class DeviceMapCheck(Result):
 
     @property
     def ok(self) -> bool:
-        """Nothing is unknown or uncovered, and no trap is open."""
+        """No entry is unknown, no module is uncovered, and no trap is an error or a warning."""
         open_traps = (trap for trap in self.traps if trap.level in ("error", "warning"))
-        unknown = any(not each.left_out for each in self.unknown)
+        unknown = any(not entry.left_out for entry in self.unknown)
         return not unknown and not self.uncovered and not any(open_traps)
 
     @property
@@ -52,7 +52,7 @@ class DeviceMapCheck(Result):
         if "error" in levels:
             return "this map does not work"
         if not self.ok:
-            return "this map works, but not as it seems: see above"
+            return "this map works, but not as written: see above"
         return "fine, with gemma4_compat" if "handled" in levels else "fine"
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,19 +72,19 @@ def check_device_map(
     """Check a device map against a model's module names and sizes; no weight is read.
 
     Args:
-        model: a folder with ``config.json``, or a transformers or PEFT model, loaded or not.  A
-            map is for the base model's ``from_pretrained``: PEFT ignores a ``device_map`` (and
-            without ``peft_redispatch`` it places the whole model anew), because the names in it
-            are those of the base model and the adapter follows the base layers.
-        device_map: names of modules, and devices: GPU numbers, "cuda:1", "cpu", "disk" or a
+        model: a folder with ``config.json``, or a transformers or PEFT model, loaded or not.  The
+            map is for the base model's ``from_pretrained``.  Given to PEFT, a ``device_map`` has
+            no effect (without ``peft_redispatch``, PEFT dispatches the whole model again): the
+            map names modules of the base model, and an adapter follows its base layers.
+        device_map: module names to devices: GPU numbers, "cuda:1", "cpu", "disk" or a
             ``torch.device``.
-        quantization_config: the ``BitsAndBytesConfig`` that the model is to be loaded with, to
-            check that it allows the map.
-        offload_folder: as given to ``from_pretrained``.
+        quantization_config: the ``BitsAndBytesConfig`` to load the model with; the check says
+            whether it allows the map.
+        offload_folder: the argument of ``from_pretrained``.
 
     Raises:
-        InputError: no such folder, or its ``config.json`` is missing or damaged.
-        InputError: the installed transformers does not know the model, or the map is none.
+        InputError: the folder does not exist, or its ``config.json`` is missing or damaged.
+        InputError: transformers does not know the model, or the device map is invalid.
     """
     given = checked_map(device_map)
     with source_of(model) as source:
@@ -104,14 +104,14 @@ def check_device_map(
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model's class, and its bytes by quantisation and part."""
+    """A model's class, and its size in bytes by quantisation and part."""
 
     architecture: str
     bytes: Mapping[str, Mapping[str, int]]
 
 
 def model_sizes(model: Any) -> ModelSizes:
-    """What a model takes whole; raises as `check_device_map` does."""
+    """The size of a whole model, without a device map; raises as `check_device_map` does."""
     with source_of(model) as source:
         mapped = Mapped(source, {"": 0})
     totals: dict[str, dict[str, int]] = {}
@@ -126,7 +126,7 @@ def model_sizes(model: Any) -> ModelSizes:
 
 
 def _folded(entries: Iterable[Placed]) -> list[Placed]:
-    """Three and more neighbouring layers on one device as one row."""
+    """The entries, with three or more consecutive layers on one device as one row."""
     groups: list[list[Placed]] = []
     for entry in entries:
         stem, _, number = entry.name.rpartition(".")
@@ -145,7 +145,7 @@ def _folded(entries: Iterable[Placed]) -> list[Placed]:
             rows += group
             continue
         name = f"{group[0].name} ... {group[-1].name.rpartition('.')[2]} ({len(group)})"
-        total = {quant: sum(each.bytes[quant] for each in group) for quant in group[0].bytes}
+        total = {quant: sum(entry.bytes[quant] for entry in group) for quant in group[0].bytes}
         rows.append(Placed(name, group[0].device, total))
     return rows
 
@@ -158,16 +158,16 @@ def _lines(check: DeviceMapCheck) -> Iterator[str]:
     for entry in _folded(check.entries):
         name = entry.name or ('"" (the rest)' if len(check.entries) > 1 else '""')
         rows.append([name, entry.device, *_cells(entry.bytes, quants)])
-    if not check.uncovered:  # else there is no total
+    if not check.uncovered:  # a total would lack the uncovered modules
         rows.append([""] * (2 + len(quants)))
         rows += [["loaded", d.device, *_cells(d.bytes, quants)] for d in check.devices]
     if any(check.saves.values()) and not check.uncovered:
         rows.append(["saved on the GPU", "", *_cells(check.saves, quants)])
     yield table(rows, ["entry", "on", *quants], right=range(2, 2 + len(quants)))
-    told = list(_messages(check))
-    if told:
+    messages = list(_messages(check))
+    if messages:
         yield ""
-        yield from told
+        yield from messages
     yield ""
     yield check.verdict
 
@@ -177,7 +177,7 @@ def _cells(numbers: Mapping[str, int], quants: Iterable[str]) -> list[str]:
 
 
 def _short(number: int) -> str:
-    """At most eight characters, so that the longest module name fits beside three of them."""
+    """A size in at most eight characters: the longest module name and three sizes fit in a line."""
     if number < 0:
         return f"-{_short(-number)}"
     text = size(number)
@@ -191,11 +191,11 @@ def _short(number: int) -> str:
 def _messages(check: DeviceMapCheck) -> Iterator[str]:
     indent = " " * 9
     for unknown in check.unknown:
-        text = f"{unknown.key} is no module of this model: nothing is placed by it"
+        text = f"{unknown.key} is not a module of this model: this entry has no effect"
         if unknown.left_out:
-            text = f"{unknown.key} is not in this checkpoint: nothing is placed by it"
+            text = f"{unknown.key} is not in this checkpoint: this entry has no effect"
         if unknown.closest:
-            text += f"; closest: {unknown.closest}, which is on {unknown.closest_on}"
+            text += f"; the closest name is {unknown.closest}, which is on {unknown.closest_on}"
         yield wrap(text, indent, f"{'unknown':<9}")
     for name in check.uncovered[:8]:
         yield wrap(f"{name} has no entry", indent, f"{'missing':<9}")

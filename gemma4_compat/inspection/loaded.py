@@ -1,4 +1,4 @@
-"""One pass over a loaded model: where its tensors rest, and where they compute."""
+"""Read a loaded model in one pass: where its tensors are stored, and where they compute."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .placement import (
 
 @dataclass
 class _Tensor:
-    """A tensor of the model, once, however often it is tied."""
+    """A tensor of the model; tied tensors count as one."""
 
     name: str
     module: str
     tensor: Any
-    rests_on: str  # "meta": nowhere
+    rests_on: str  # where it is stored; "meta": nowhere
     computes_on: str
     offloaded: bool
 
@@ -39,7 +39,7 @@ class _Tensor:
 
 
 class Loaded:
-    """A loaded model, read in one pass; nothing of it is moved, loaded or changed."""
+    """A loaded model, read in one pass; nothing is moved, loaded or changed."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -59,28 +59,28 @@ class Loaded:
                 for name, tensor in kind.items():
                     if tensor is None or _identity(tensor) in seen:
                         continue
-                    placed, resting = self._placed(path, name, tensor)
-                    if not {_identity(tensor), _identity(resting)} & seen:
+                    placed, stored = self._placed(path, name, tensor)
+                    if not {_identity(tensor), _identity(stored)} & seen:
                         yield placed
-                    seen |= {_identity(tensor), _identity(resting)}
+                    seen |= {_identity(tensor), _identity(stored)}
 
     def _placed(self, path: str, name: str, tensor: Any) -> tuple[_Tensor, Any]:
-        """Where a tensor is, and the one that rests in its place where that is in memory."""
+        """The placement of a tensor, and the tensor in memory that holds its values."""
         full = f"{path}.{name}" if path else name
         device = device_text(tensor.device)
         if device != "meta":
             return _Tensor(full, path, tensor, device, device, False), tensor
         for hooked, hook in self._hooks_over(path):
             key = full[len(hooked) + 1 :] if hooked else full
-            place, resting = _resting_place(hook, key)
+            place, stored = _storage(hook, key)
             if place is not None:
                 computes_on = device_text(hook.execution_device)
                 placed = _Tensor(full, path, tensor, place, computes_on, True)
-                return placed, tensor if resting is None else resting
+                return placed, tensor if stored is None else stored
         return _Tensor(full, path, tensor, "meta", "meta", False), tensor
 
     def _hooks_over(self, path: str) -> Iterator[tuple[str, Any]]:
-        """The offload hook of a module, and those around it that place what is inside of them."""
+        """The offload hook of a module, then those of outer modules that place their submodules."""
         above: str | None = path
         while above is not None:
             hook = offload_hook(self.modules[above]) if above in self.modules else None
@@ -88,10 +88,10 @@ class Loaded:
                 yield above, hook
             above = above.rpartition(".")[0] if above else None
 
-    # -- what is asked
+    # -- the parts of an inspection
 
     def own(self) -> Iterator[_Tensor]:
-        """Those of the base model."""
+        """The tensors of the base model."""
         return (each for each in self.tensors if id(each.tensor) not in self.of_adapters)
 
     def parts(self) -> Iterator[PartPlacement]:
@@ -121,28 +121,29 @@ class Loaded:
             )
 
     def _quant_state(self, each: _Tensor) -> Iterator[tuple[Any, str]]:
-        """What bitsandbytes keeps beside a weight, and where that rests."""
+        """The tensors that bitsandbytes keeps for a weight, each with the device that stores it."""
         for name, tensor in _quant_tensors(self.modules[each.module], each.tensor).items():
             place = device_text(tensor.device)
             if place == "meta" and name == "SCB":  # 8-bit: offloaded with the weight
                 for hooked, hook in self._hooks_over(each.module):
                     key = f"{each.module}.SCB"[len(hooked) + 1 if hooked else 0 :]
-                    place = _resting_place(hook, key)[0] or place
+                    place = _storage(hook, key)[0] or place
             yield tensor, place
 
     def offloaded(self) -> Iterator[Offloaded]:
-        found: dict[tuple[str, str], set[str]] = {}
+        modules_by_devices: dict[tuple[str, str], set[str]] = {}
         for each in self.tensors:
             if each.offloaded:
-                found.setdefault((each.rests_on, each.computes_on), set()).add(each.module)
-        for (rests_on, computes_on), modules in sorted(found.items()):
+                devices = (each.rests_on, each.computes_on)
+                modules_by_devices.setdefault(devices, set()).add(each.module)
+        for (rests_on, computes_on), modules in sorted(modules_by_devices.items()):
             yield Offloaded(len(modules), rests_on, computes_on)
 
     def adapters(self) -> Iterator[AdapterPlacement]:
         placed = {id(each.tensor): each for each in self.tensors}
         configs = getattr(self.model, "peft_config", None) or {}
         active = {name for module in self.modules.values() for name in _active(module)}
-        computing: dict[str, set[str]] = {}  # by each module, with all inside
+        computing: dict[str, set[str]] = {}  # devices by module, submodules included
         for each in self.own():
             path = each.module
             while path and each.rests_on != "meta":
@@ -186,8 +187,8 @@ class Loaded:
             yield Problem(f"{text}: {again}", damaged, "quant_state_offload")
         lost = tuple(each.name for each in self.own() if each.rests_on == "meta")
         if lost:
-            text = f"{plural(len(lost), 'tensor')} on meta, and no hook brings them in"
-            yield Problem(f"{text}: no weights were loaded for them", lost)
+            text = f"{plural(len(lost), 'tensor')} on meta, without a hook that onloads them"
+            yield Problem(f"{text}: no weights were loaded", lost)
         for adapter in adapters:
             if adapter.on_meta:
                 text = (
@@ -198,15 +199,15 @@ class Loaded:
             if adapter.elsewhere:
                 text = (
                     f"{plural(len(adapter.elsewhere), 'tensor')} of the adapter {adapter.name!r} "
-                    "on another device than their layers compute on"
+                    "on another device than the one that their layers compute on"
                 )
                 yield Problem(text, adapter.elsewhere, "peft_redispatch")
-        for name, device, there in self._undone():
-            text = f'the device map has "{name}" on {device}, but it is on {there}: {again}'
+        for name, device, actual in self._undone():
+            text = f'the device map has "{name}" on {device}, but it is on {actual}: {again}'
             yield Problem(text, (name,), "peft_redispatch")
 
     def not_quantised(self, asked: str | None) -> Iterator[Problem]:
-        """Where 4 or 8 bit were asked for, and no linear layer has them."""
+        """A problem if 4 or 8 bit were requested, but no linear layer has them."""
         bits = (asked or "").partition(" ")[0]
         if bits not in ("4-bit", "8-bit"):
             return
@@ -214,18 +215,20 @@ class Loaded:
         linear = tuple(sorted(_base_name(path) for path, kind in kinds.items() if kind is not None))
         if not linear or bits in kinds.values():
             return
-        text = f"{bits} was asked for, and not one of {plural(len(linear), 'linear layer')} is"
+        layers = plural(len(linear), "linear layer")
+        text = f"{bits} was requested, but not one of {layers} is quantised"
         config = getattr(self.base.config, "quantization_config", None)
-        told = config if isinstance(config, dict) else vars(config)
-        if told.get(OFFLOAD_FLAG):
+        options = config if isinstance(config, dict) else vars(config)
+        if options.get(OFFLOAD_FLAG):
             text += (
                 f": with {OFFLOAD_FLAG}=True transformers quantises nothing that the device map "
-                "puts on the CPU or the disk. Load it without that, or with a map that has a GPU"
+                "puts on the CPU or the disk. Load the model without that flag, or with a device "
+                "map that uses a GPU"
             )
         yield Problem(text, linear)
 
     def _undone(self) -> Iterator[tuple[str, str, str]]:
-        """Entries of the device map that no longer hold: PEFT's redispatch leaves such."""
+        """Device map entries that PEFT's redispatch has undone: name, mapped and actual device."""
         base = mapped_model(self.model)
         if base is None:
             return
@@ -239,23 +242,23 @@ class Loaded:
         ]
         for name, device in given.items():
             inner = [other for other in given if other != name and is_under(other, [name])]
-            there = sorted(
+            actual = sorted(
                 each.rests_on
                 for full, each in placed
                 if (not name or is_under(full, [name])) and not is_under(full, inner)
             )
-            if not name or not there or (device == "cpu" and not gpus):
+            if not name or not actual or (device == "cpu" and not gpus):
                 continue
             wanted = {DISK, "meta"} if device == DISK else {"cpu", DISK, "meta"}
-            if device in ("cpu", DISK) and not wanted & set(there):
-                yield name, device, there[0]
+            if device in ("cpu", DISK) and not wanted & set(actual):
+                yield name, device, actual[0]
 
     def notes(self) -> Iterator[str]:
         adapted = bool(getattr(self.model, "peft_config", None))
         if adapted and mapped_model(self.model) is not None:
             yield (
-                "placement is that of the base model's from_pretrained; a device_map given to "
-                "PEFT is ignored, as adapters go where their layers compute"
+                "the base model's from_pretrained decides the placement; a device_map given to "
+                "PEFT has no effect: adapters are placed where their layers compute"
             )
 
 
@@ -263,18 +266,18 @@ class Loaded:
 
 
 def mapped_model(model: Any) -> Any | None:
-    """What holds the user's device map: PEFT's redispatch leaves another one on its own model."""
+    """The model with the user's device map; PEFT's redispatch sets another map on the PeftModel."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return base if vars(base).get("hf_device_map") is not None else placed_model(model)
 
 
 def _identity(tensor: Any) -> Any:
-    """Equal for tied tensors, which may be several objects on one memory."""
+    """A key that is equal for tied tensors, which may be several objects that share memory."""
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     try:
         return tensor.device, tensor.data_ptr(), tuple(tensor.shape)
-    except RuntimeError:  # tensors without storage: fake ones, wrappers
+    except RuntimeError:  # a tensor without storage: a fake tensor or a wrapper
         return id(tensor)
 
 
@@ -297,10 +300,11 @@ def _accelerator(index: int) -> str:
     return f"{'cuda' if current is None else current.type}:{index}"
 
 
-def _resting_place(hook: Any, name: str) -> tuple[str | None, Any]:
-    """Where the weight lies that a hook brings in, "cpu" or "disk"; ``None``: it has none.
+def _storage(hook: Any, name: str) -> tuple[str | None, Any]:
+    """The device that stores a weight for a hook, and the weight if it is in memory.
 
-    Only names and tensors in memory are looked at; asking the map for the value would read it.
+    The device is "cpu" or "disk", or ``None`` if the hook has no such weight.  The weights map is
+    not indexed: that would read the weight from disk.
     """
     weights = hook.weights_map
     key = getattr(weights, "prefix", "") + name
@@ -317,16 +321,16 @@ def _quant_tensors(module: Any, weight: Any) -> dict[str, Any]:
     """The tensors of a weight's quant state (4-bit), or its scales (8-bit)."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        found = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
+        tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
         inner = getattr(state, "state2", None)
         if inner is not None:
-            found |= {"state2.absmax": inner.absmax, "state2.code": inner.code}
+            tensors |= {"state2.absmax": inner.absmax, "state2.code": inner.code}
     else:
         scales = getattr(weight, "SCB", None)
         if scales is None and type(weight).__name__ == "Int8Params":
             scales = getattr(getattr(module, "state", None), "SCB", None)
-        found = {"SCB": scales}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {"SCB": scales}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _linear_kind(module: Any) -> str | None:
@@ -342,7 +346,7 @@ def _linear_kind(module: Any) -> str | None:
 
 
 def _adapter_tensors(module: Any) -> Iterator[tuple[str, str, Any]]:
-    """What a PEFT layer holds itself: adapter, name, tensor."""
+    """The adapter tensors of a PEFT layer itself: adapter, name, tensor."""
     import torch
 
     names = [*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())]

@@ -1,4 +1,4 @@
-"""A model under a device map: where each tensor lands, in bytes."""
+"""A model under a device map: the device and the size of each tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
 from ..model.parts import decoder_layers, is_under
 from ..model.sizes import TensorSize, tensor_sizes
 
-#: of a BitsAndBytesConfig: without it transformers refuses a map that names the CPU beside a GPU
+#: A BitsAndBytesConfig needs it for a map that names the CPU and a GPU: else transformers raises.
 OFFLOAD_FLAG = "llm_int8_enable_fp32_cpu_offload"
 
 
@@ -35,9 +35,9 @@ OFFLOAD_FLAG = "llm_int8_enable_fp32_cpu_offload"
 class UnknownKey:
     """An entry that names no module, parameter or buffer.
 
-    ``closest`` is the module that may be meant, ``closest_on`` where the map puts that one.
-    ``left_out``: the class has such a part, but this checkpoint goes without it.  While loading,
-    the patch ``device_map_keys`` warns of the others.
+    ``closest`` is the module with the most similar name, ``closest_on`` the device that the map
+    puts it on.  ``left_out``: the model class has such a part, but this checkpoint does
+    not.  The patch ``device_map_keys`` warns of the other entries while loading.
     """
 
     key: str
@@ -49,7 +49,7 @@ class UnknownKey:
 
 @dataclass(frozen=True)
 class Placed:
-    """What lands under an entry of the map, or on a device: bytes, by quantisation."""
+    """The size of what an entry places, or of what is on a device: bytes by quantisation."""
 
     name: str
     device: str
@@ -60,8 +60,8 @@ class Placed:
 class Source:
     """A folder that describes a model without the quantisation of its weights.
 
-    ``name`` is what to call the model.  Where it was given as a checkpoint's folder,
-    ``checkpoint`` is that, and ``quantization`` the ``quantization_config`` found in it.
+    ``name`` is the model's name in reports.  If the user gave a checkpoint's folder, ``checkpoint``
+    is that folder, and ``quantization`` is the ``quantization_config`` in its ``config.json``.
     """
 
     name: str
@@ -72,10 +72,11 @@ class Source:
 
 @contextlib.contextmanager
 def source_of(model: Any) -> Iterator[Source]:
-    """For a checkpoint's folder, or a transformers or PEFT model.
+    """The source for a checkpoint's folder, or for a transformers or PEFT model.
 
     Raises:
-        InputError: no such folder, its ``config.json`` is missing or damaged, or no such model.
+        InputError: the folder does not exist, its ``config.json`` is missing or damaged, or
+            ``model`` is neither a folder nor a transformers model.
     """
     if isinstance(model, (str, os.PathLike)):
         name, folder, config = os.fspath(model), existing_folder(model), read_config(model)
@@ -95,9 +96,9 @@ def source_of(model: Any) -> Iterator[Source]:
 
 
 class Mapped:
-    """A model under a map: what the map's entries place, and where every tensor lands.
+    """A model under a device map: what each entry places, and the device of every tensor.
 
-    ``quantization_config`` and ``offload_folder`` are what ``from_pretrained`` is to be given.
+    ``quantization_config`` and ``offload_folder`` are the arguments of ``from_pretrained``.
     """
 
     def __init__(
@@ -112,27 +113,27 @@ class Mapped:
         self.quantization_config, self.offload_folder = quantization_config, offload_folder
         self.model = meta_model(folder)
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
-        #: names of parameters: the tied one, and the one that it is
+        #: names of parameters: the tied one to the one that it is tied to
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         #: names of the decoder layers, by number
         self.layers = decoder_layers(self.modules)
         devices = set(given.values())
         gpus = [device for device in given.values() if device not in OFFLOADED]
-        #: where what is offloaded computes, and with it stay the buffers of offloaded modules
+        #: the execution device of offloaded modules; their buffers stay on it
         self.main: int | str = min(gpus, key=device_order) if gpus else "cpu"
         self.offloads = {"cpu", "disk"} & devices if gpus else {"disk"} & devices
         #: transformers refuses a quantised model on such a map without the offload flag
         self.splits = bool({"cpu", "disk"} & devices) and devices != {"cpu"}
-        #: entries that transformers cannot take for patterns, as it does where it quantises
+        #: entries that are not regular expressions; transformers needs that when it quantises
         self.no_patterns = [key for key in given if not _is_pattern(key)]
         patterns = {key: given[key] for key in given if key not in self.no_patterns}
         self.tensors: dict[str, tuple[TensorSize, ...]] = {}
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
-        #: by quantisation: linear layers that are not quantised for the map's sake
+        #: by quantisation: linear layers that are not quantised because of the map
         self.kept: dict[str, list[str]] = {}
-        #: quantisations of which that leaves nothing, on a map without a GPU
+        #: quantisations under which no linear layer is quantised, on a map without a GPU
         self.lost: list[str] = []
-        # With the flag, what is on the CPU is not quantised on a map of the CPU alone, either.
+        # With the flag, modules on the CPU are not quantised, on a map of the CPU alone too.
         flagged = not gpus and getattr(quantization_config, OFFLOAD_FLAG, False)
         for quant in quants:
             model = self.model
@@ -166,9 +167,9 @@ class Mapped:
         return entry is not None and self.map[entry] in self.offloads
 
     def holds(self, tensor: TensorSize) -> int | str:
-        """Where a tensor is once the model is loaded; accelerate does not offload buffers.
+        """The device of a tensor after loading; accelerate does not offload buffers.
 
-        Tied weights are one tensor, on a GPU if either of them is.
+        Tied weights are one tensor, which is on a GPU if one of its names is.
         """
         if tensor.buffer:
             return self.computes_on(tensor.name)
@@ -189,7 +190,7 @@ class Mapped:
                 yield UnknownKey(key, device, meant, meant_on, left_out(self.model, key))
 
     def uncovered(self) -> Iterator[str]:
-        """The highest modules of which nothing is covered, and single tensors."""
+        """The outermost modules without any covered tensor, and single uncovered tensors."""
         if "" in self.map:
             return
         bare = {t.name for t in self.whole["bf16"] if self.entry(t.name) is None}
@@ -206,11 +207,11 @@ class Mapped:
 
     def entries(self) -> Iterator[Placed]:
         for key, device in self.map.items():
-            found = {
+            placed = {
                 quant: sum(t.bytes for t in tensors if self.entry(t.name) == key)
                 for quant, tensors in self.tensors.items()
             }
-            yield Placed(key, device_label(device), found)
+            yield Placed(key, device_label(device), placed)
 
     def devices(self) -> Iterator[Placed]:
         totals: dict[int | str, dict[str, int]] = {}
@@ -223,13 +224,13 @@ class Mapped:
             yield Placed(device_label(device), device_label(device), totals[device])
 
     def saves(self) -> dict[str, int]:
-        """Against the same map with the main device in place of "cpu" and "disk"."""
+        """The saving against the same map with the main device in place of "cpu" and "disk"."""
         if self.main == "cpu":
             return dict.fromkeys(self.quants, 0)
         saved = {}
         for quant in self.quants:
-            here = [t.on_cuda for t in self.tensors[quant] if self.holds(t) not in OFFLOADED]
-            saved[quant] = sum(t.on_cuda for t in self.whole[quant]) - sum(here)
+            on_gpu = [t.on_cuda for t in self.tensors[quant] if self.holds(t) not in OFFLOADED]
+            saved[quant] = sum(t.on_cuda for t in self.whole[quant]) - sum(on_gpu)
         return saved
 
 
@@ -242,7 +243,7 @@ def _is_pattern(key: str) -> bool:
 
 
 def _quants() -> list[str]:
-    """bitsandbytes' own layers are needed to tell what they hold."""
+    """The quantisations to report; the sizes of quantised layers need bitsandbytes itself."""
     try:
         for name in ("bitsandbytes", "accelerate"):
             installed_version(name)

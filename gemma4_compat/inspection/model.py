@@ -1,4 +1,4 @@
-"""Where the parts of a loaded model are, and what of it is damaged."""
+"""Inspect a loaded model: the placement of its parts, and what is damaged."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .placement import ModelInspection
 
 
 def inspect_model(model: Any) -> ModelInspection:
-    """Say where the parts of a loaded model are; nothing is moved, loaded or changed.
+    """Inspect the placement of a loaded model; nothing is moved, loaded or changed.
 
-    Works for plain models and ``PeftModel``, whole or split over devices, quantised or not.
-    Damaged is what has lost its values: 4-bit layers whose quant state is on meta, and tensors of
-    the model or of an adapter that are on meta with nothing to bring them in.  A problem is also a
-    model for which 4 or 8 bit were asked, and of which no linear layer is quantised.
+    Works for plain models and ``PeftModel``, on one device or several, quantised or not.  Tensors
+    without values are damaged: 4-bit layers whose quant state is on meta, and tensors of the model
+    or of an adapter that are on meta without a hook that onloads them.  It is also a problem if 4
+    or 8 bit were requested and no linear layer is quantised.
 
-    The placement is that of the base model's ``from_pretrained``.  A ``device_map`` given to
-    ``PeftModel.from_pretrained`` is ignored, as an adapter has no placement of its own: its tensors
-    go where the layers that they adapt compute.
+    The base model's ``from_pretrained`` decides the placement.  A ``device_map`` given to
+    ``PeftModel.from_pretrained`` has no effect: an adapter has no placement of its own, and its
+    tensors go to the devices that the adapted layers compute on.
 
     Args:
-        model: a ``torch.nn.Module``, also inside of ``torch.compile`` or ``DataParallel``; one
-            made by transformers where input device, device map and adapters are to be known.
+        model: a ``torch.nn.Module``, also inside ``torch.compile`` or ``DataParallel``.  Input
+            device, device map and adapters are reported for a transformers or PEFT model only.
 
     Raises:
-        TypeError: ``model`` is none.
+        TypeError: ``model`` is not a ``torch.nn.Module``.
     """
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        raise TypeError(f"inspect_model wants a model, not {type(model).__name__}")
+        raise TypeError(f"inspect_model needs a torch.nn.Module, not {type(model).__name__}")
     model = _unwrapped(model)
     loaded = Loaded(model)
     base = loaded.base
@@ -56,7 +56,7 @@ def inspect_model(model: Any) -> ModelInspection:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside of ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
+    """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
     inside = {
         "OptimizedModule": "_orig_mod",
         "DataParallel": "module",
@@ -71,13 +71,13 @@ def _quantisation(base: Any) -> str | None:
     config = getattr(getattr(base, "config", None), "quantization_config", None)
     if config is None:
         return None
-    told = config if isinstance(config, dict) else config.to_dict()
-    if told.get("load_in_4bit") or told.get("_load_in_4bit"):
-        nested = ", double quantisation" if told.get("bnb_4bit_use_double_quant") else ""
-        return f"4-bit ({told.get('bnb_4bit_quant_type')}{nested})"
-    if told.get("load_in_8bit") or told.get("_load_in_8bit"):
+    options = config if isinstance(config, dict) else config.to_dict()
+    if options.get("load_in_4bit") or options.get("_load_in_4bit"):
+        nested = ", double quantisation" if options.get("bnb_4bit_use_double_quant") else ""
+        return f"4-bit ({options.get('bnb_4bit_quant_type')}{nested})"
+    if options.get("load_in_8bit") or options.get("_load_in_8bit"):
         return "8-bit"
-    method = told.get("quant_method")
+    method = options.get("quant_method")
     return str(getattr(method, "value", method))
 
 

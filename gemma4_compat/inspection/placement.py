@@ -1,4 +1,4 @@
-"""What `inspect_model` found in a loaded model, and how that is printed."""
+"""The result of `inspect_model`, and how it is printed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class PartPlacement:
-    """A part of the model; devices as "cuda:0", "cpu" or "disk".
+    """A part of the model; devices are "cuda:0", "cpu" or "disk".
 
-    ``linear`` counts its linear layers by "4-bit", "8-bit", "bf16"..., ``weights`` and
-    ``quant_state`` are bytes by the device that they rest on.  ``computes_on`` is where accelerate
-    brings what rests elsewhere, ``offloaded`` counts such modules.
+    ``linear`` counts its linear layers by "4-bit", "8-bit", "bf16"...  ``weights`` and
+    ``quant_state`` are bytes by the device that stores them.  ``computes_on`` are the execution
+    devices, ``offloaded`` is the number of modules that accelerate onloads for each forward.
     """
 
     name: str
@@ -33,7 +33,7 @@ class PartPlacement:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """So many modules whose weights rest in one place and are brought to a device to compute."""
+    """The number of modules with weights on ``rests_on`` that execute on ``computes_on``."""
 
     modules: int
     rests_on: str
@@ -44,8 +44,8 @@ class Offloaded:
 class AdapterPlacement:
     """An adapter: bytes by part of the model and device.
 
-    ``on_meta`` are its tensors without values, ``elsewhere`` those that are on another device than
-    the one their layer computes on.
+    ``on_meta`` are its tensors without values.  ``elsewhere`` are the tensors that are not on the
+    device that their layer computes on.
     """
 
     name: str
@@ -58,7 +58,7 @@ class AdapterPlacement:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that does not work, the modules that it is about, and the patch that is for it."""
+    """A problem, the modules or tensors that have it, and the patch that prevents it."""
 
     text: str
     modules: tuple[str, ...]
@@ -67,7 +67,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class ModelInspection(Result):
-    """What `inspect_model` found."""
+    """The placement of a loaded model, and what is wrong with it; see `inspect_model`.
+
+    ``page_locked`` is host memory in bytes, ``input_device`` where the inputs belong.
+    """
 
     model: str
     base: str
@@ -84,12 +87,12 @@ class ModelInspection(Result):
 
     @property
     def ok(self) -> bool:
-        """Nothing is damaged, and all of it is where it should be."""
+        """Whether nothing is damaged or misplaced."""
         return not self.problems
 
     @property
     def bytes(self) -> dict[str, int]:
-        """All of it, by device: weights, quant states and adapters."""
+        """The size of the whole model by device: weights, quant states and adapters."""
         total: dict[str, int] = {}
         for part in self.parts:
             for by_device in (part.weights, part.quant_state):
@@ -106,8 +109,8 @@ class ModelInspection(Result):
         lines = [*_title(self)]
         for head, rows, right in _tables(self):
             lines += ["", table(rows, head, right=right)]
-        told = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(self)]
-        return "\n".join([*lines, "", *told])
+        messages = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(self)]
+        return "\n".join([*lines, "", *messages])
 
     __repr__ = __str__
 
@@ -129,7 +132,7 @@ def ordered(numbers: Mapping[str, int]) -> dict[str, int]:
 
 
 def order(device: str) -> tuple[int, str]:
-    """Devices that compute, the CPU, the disk."""
+    """A sort key: devices that compute come first, then the CPU, the disk and meta."""
     last = ("cpu", DISK, "meta")
     return (last.index(device) + 1 if device in last else 0), device
 
@@ -137,20 +140,20 @@ def order(device: str) -> tuple[int, str]:
 # -- what is printed ------------------------------------------------------------------------------
 
 
-def _title(found: ModelInspection) -> Iterator[str]:
-    name = found.base if found.model == found.base else f"{found.base} in {found.model}"
+def _title(result: ModelInspection) -> Iterator[str]:
+    name = result.base if result.model == result.base else f"{result.base} in {result.model}"
     yield name
-    yield found.quantisation or "not quantised"
-    if found.input_device is not None:
-        yield f"inputs go to {found.input_device}"
+    yield result.quantisation or "not quantised"
+    if result.input_device is not None:
+        yield f"inputs go to {result.input_device}"
 
 
 _Table = tuple[list[str], list[list[str]], tuple[int, ...]]
 
 
-def _tables(found: ModelInspection) -> Iterator[_Table]:
+def _tables(result: ModelInspection) -> Iterator[_Table]:
     rows = []
-    for part in found.parts:
+    for part in result.parts:
         first = [
             part.name,
             ", ".join(f"{number} {kind}" for kind, number in part.linear.items()),
@@ -162,54 +165,54 @@ def _tables(found: ModelInspection) -> Iterator[_Table]:
             rows.append([*first, _place(device), weights, "" if state is None else size(state)])
             first = ["", "", ""]
     total = "all"
-    for device, number in found.bytes.items():
+    for device, number in result.bytes.items():
         rows.append([total, "", "", _place(device), size(number), ""])
         total = ""
-    head = ["part", "linear layers", "computes", "rests on", "weights", "quant"]
+    head = ["part", "linear layers", "computes", "stored on", "weights", "quant"]
     yield head, rows, (4, 5)
     rows = []
-    for adapter in found.adapters:
+    for adapter in result.adapters:
         label = f"{adapter.name} ({adapter.kind}{'' if adapter.active else ', not active'})"
         for part_name, by_device in adapter.parts.items():
             for device, number in by_device.items():
                 rows.append([label, part_name, _place(device), size(number)])
                 label = ""
     if rows:
-        yield ["adapter", "part", "rests on", "weights"], rows, (3,)
+        yield ["adapter", "part", "stored on", "weights"], rows, (3,)
 
 
 def _place(device: str) -> str:
-    return "lost" if device == "meta" else device
+    return "no values" if device == "meta" else device
 
 
-def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
-    for problem in found.problems:
+def _messages(result: ModelInspection) -> Iterator[tuple[str, str]]:
+    for problem in result.problems:
         names = _some(problem.modules)
         patch = f" [{problem.patch}]" if problem.patch else ""
         yield "problem", f"{problem.text}{patch}: {names}"
-    for each in found.offloaded:
+    for each in result.offloaded:
         what = plural(each.modules, "module")
-        where = f"{each.rests_on}, and computing on {each.computes_on}"
-        yield "offload", f"{what} resting on {where} (accelerate's hooks)"
-    if found.decoding is not None:
-        yield "decoding", found.decoding
-    if found.page_locked:
-        yield "locked", f"{size(found.page_locked)} of host memory are page-locked, for the GPU"
-    for note in found.notes:
+        where = f"weights on {each.rests_on}, execution device {each.computes_on}"
+        yield "offload", f"{what}: {where} (accelerate's hooks)"
+    if result.decoding is not None:
+        yield "decoding", result.decoding
+    if result.page_locked:
+        yield "locked", f"{size(result.page_locked)} of host memory is page-locked for the GPU"
+    for note in result.notes:
         yield "note", note
-    if found.ok:
-        yield "fine", "nothing is damaged, all of it is where it should be"
+    if result.ok:
+        yield "fine", "nothing is damaged or misplaced"
 
 
 def _some(names: Iterable[str]) -> str:
-    names = [name.removeprefix("base_model.model.") for name in names]  # PEFT's
+    names = [name.removeprefix("base_model.model.") for name in names]  # PEFT's prefix
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _html(found: ModelInspection) -> Iterator[str]:
-    yield f"<p><b>{'<br>'.join(map(html.escape, _title(found)))}</b></p>"
-    for head, rows, right in _tables(found):
+def _html(result: ModelInspection) -> Iterator[str]:
+    yield f"<p><b>{'<br>'.join(map(html.escape, _title(result)))}</b></p>"
+    for head, rows, right in _tables(result):
         yield "<table><thead><tr>"
         yield "".join(_cell("th", cell, number in right) for number, cell in enumerate(head))
         yield "</tr></thead><tbody>"
@@ -218,7 +221,7 @@ def _html(found: ModelInspection) -> Iterator[str]:
             yield f"<tr>{''.join(cells)}</tr>"
         yield "</tbody></table>"
     yield "<ul>"
-    for kind, text in _messages(found):
+    for kind, text in _messages(result):
         yield f"<li><b>{html.escape(kind)}</b> {html.escape(text)}</li>"
     yield "</ul>"
 

@@ -1,4 +1,4 @@
-"""All that an upstream issue asks for, with nothing private in it."""
+"""Build a report for an upstream issue, without private data."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ..text import plural, size
 from ..versions import WITH_TORCH
 
 REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
-#: left out of the list where they are not installed
+#: not listed unless installed
 _OPTIONAL = ("huggingface_hub", "trl")
-#: account names that say nothing about anybody
+#: account names that identify nobody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
-    # The last component stays.  URLs, "4/8-bit" and the like are no paths.
+    # The last component is kept.  URLs, "4/8-bit" and the like are not paths.
     re.compile(
         r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)"
     ),
@@ -47,10 +47,11 @@ _ONLY_A_PATH = re.compile(
 
 @dataclass(frozen=True)
 class Report(Result):
-    """The machine, the libraries, the patches and what was asked about; all of it is plain data.
+    """The machine, the libraries, the patches, and the model, map or adapter; all plain data.
 
-    ``libraries`` maps to ``None`` what is not installed; ``patches`` maps each to its state and
-    reason.  ``placement`` is a loaded model's, ``device_map`` a map's.
+    ``libraries`` maps names to versions, or to ``None`` if not installed.  ``patches`` maps names
+    to state and reason.  ``model`` describes a checkpoint, ``placement`` a loaded model,
+    ``device_map`` a checked map and ``adapter`` an adapter.
     """
 
     system: Mapping[str, str]
@@ -65,7 +66,7 @@ class Report(Result):
 
     @property
     def ok(self) -> bool:
-        """True: a report is complete, whatever it reports."""
+        """Always True: a report has no verdict."""
         return True
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,20 +82,21 @@ def build_report(
     adapter: str | os.PathLike[str] | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> Report:
-    """What to paste into an issue; ``str()`` of it is Markdown.
+    """Build a report to paste into an issue; its ``str()`` is Markdown.
 
-    Paths are reduced to their last component; user and host name, home folder, and the values of
-    environment variables that look like secrets are taken out of all of it.
+    Paths are reduced to their last component.  User name, host name, home folder and the values of
+    environment variables that look like secrets are removed everywhere.
 
     Args:
-        model: a checkpoint's folder, of which ``config.json`` and the headers of the weights are
-            read, or a loaded model, which is looked at and not changed.
-        adapter: an adapter's folder or safetensors file, of which headers are read.
-        device_map: checked against the model.
+        model: a checkpoint's folder, of which only ``config.json`` and the headers of the weights
+            are read, or a loaded model, which is not changed.
+        adapter: an adapter's folder or safetensors file; only headers are read.
+        device_map: a device map to check against the model.
 
     Raises:
         InputError: a file or folder is missing or damaged.
-        InputError: the model is none that transformers knows, or the map none.
+        InputError: transformers does not know the model, or the device map is invalid.
+        InputError: a device map is given without a model.
     """
     from .. import status
 
@@ -112,7 +114,7 @@ def build_report(
         from .device_map import check_device_map
 
         if model is None:
-            raise InputError("a device map is checked against a model: name one")
+            raise InputError("a device map is checked against a model: give the model too")
         mapped = _as_data(private.clean(check_device_map(model, device_map)))
     if adapter is not None:
         from .adapter import inspect_adapter
@@ -132,26 +134,26 @@ def build_report(
     )
 
 
-def _as_data(found: Any) -> dict[str, Any]:
-    return {**found.as_dict(), "text": str(found)}
+def _as_data(result: Any) -> dict[str, Any]:
+    return {**result.as_dict(), "text": str(result)}
 
 
-# -- nothing private ------------------------------------------------------------------------------
+# -- private data ---------------------------------------------------------------------------------
 
 
 class _Private:
-    """Takes out of texts what says who and where the user is."""
+    """Removes what identifies the user and the machine from texts."""
 
     def __init__(self, named: Iterable[str | os.PathLike[str]]) -> None:
         exact: dict[str, str] = {}
         for path in map(Path, named):
             # Path.resolve raises where links lead in a circle.
             for form in {str(path), str(path.absolute()), os.path.realpath(path)}:
-                if os.path.basename(form) != form:  # "." would be found everywhere
+                if os.path.basename(form) != form:  # "." would match everywhere
                     exact[form] = path.absolute().name
         for home in _homes():
             exact[home] = "~"
-        # The longest first: what lies in the home folder before that itself.
+        # The longest first: paths inside the home folder before the home folder.
         self.exact = [
             (re.compile(rf"(?<![\w/\\]){re.escape(path)}(?!\w)"), exact[path])
             for path in sorted(exact, key=len, reverse=True)
@@ -164,9 +166,9 @@ class _Private:
         ]
 
     def clean(self, value: Any) -> Any:
-        """The same structure, with its texts cleaned; keys are ours.
+        """The same structure with clean texts; keys are not changed.
 
-        To be done before text is wrapped, which may break a name with a space in it.
+        Call it before text is wrapped: wrapping may break a name that contains a space.
         """
         if isinstance(value, str):
             return self.text(value)
@@ -187,7 +189,7 @@ class _Private:
         text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "<secret>", text)
         for pattern, instead in self.exact:
             text = _replaced(pattern, instead, text)
-        if _ONLY_A_PATH.fullmatch(text):  # which may have spaces in it
+        if _ONLY_A_PATH.fullmatch(text):  # it may contain spaces
             text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
         for pattern in _PATHS:
             text = pattern.sub(lambda match: match[1] or "<path>", text)
@@ -197,13 +199,13 @@ class _Private:
 
 
 def _replaced(pattern: re.Pattern[str], instead: str, text: str) -> str:
-    """Without the escapes that ``re.sub`` would look for in ``instead``."""
+    """``re.sub`` with ``instead`` taken literally, backslashes included."""
     return pattern.sub(lambda _: instead, text)
 
 
 def _homes() -> Iterator[str]:
-    found = {os.path.expanduser("~"), os.environ.get("HOME"), os.environ.get("USERPROFILE")}
-    for home in found - {None, "", "~", "/"}:
+    homes = {os.path.expanduser("~"), os.environ.get("HOME"), os.environ.get("USERPROFILE")}
+    for home in homes - {None, "", "~", "/"}:
         yield str(home)
         yield os.path.realpath(str(home))
 
@@ -211,12 +213,12 @@ def _homes() -> Iterator[str]:
 def _names() -> Iterator[tuple[str, str]]:
     users = {os.environ.get(name) for name in ("USER", "LOGNAME", "USERNAME")}
     users |= {os.path.basename(home.rstrip("/\\")) for home in _homes()}
-    with contextlib.suppress(OSError, KeyError, ImportError):  # no such account
+    with contextlib.suppress(OSError, KeyError, ImportError):  # the account has no name
         users.add(getpass.getuser())
     hosts = {os.environ.get("HOSTNAME"), os.environ.get("COMPUTERNAME"), platform.node()}
     hosts |= {(host or "").partition(".")[0] for host in hosts}
-    for found, instead in ((users, "<user>"), (hosts, "<host>")):
-        for name in sorted(filter(None, found), key=len, reverse=True):
+    for names, instead in ((users, "<user>"), (hosts, "<host>")):
+        for name in sorted(filter(None, names), key=len, reverse=True):
             if len(name) > 1 and name.lower() not in _NOBODY:
                 yield name, instead
 
@@ -225,38 +227,38 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _system() -> dict[str, str]:
-    found = {"OS": f"{platform.system()} {platform.release()}"}
+    facts = {"OS": f"{platform.system()} {platform.release()}"}
     try:
-        found["OS"] += f", {platform.freedesktop_os_release()['PRETTY_NAME']}"
+        facts["OS"] += f", {platform.freedesktop_os_release()['PRETTY_NAME']}"
     except (OSError, KeyError):
         if platform.system() == "Windows":
-            found["OS"] = f"Windows {platform.release()} ({platform.version()})"
-    found["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
-    found["CPU"] = f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}"
+            facts["OS"] = f"Windows {platform.release()} ({platform.version()})"
+    facts["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
+    facts["CPU"] = f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}"
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        found["memory"] = size(memory)
+        facts["memory"] = size(memory)
     except (AttributeError, ValueError, OSError):
         pass
     driver = _driver()
     if driver is not None:
-        found["NVIDIA driver"] = driver
+        facts["NVIDIA driver"] = driver
     torch = _torch()
     if torch is not None:
-        found["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
+        facts["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
         bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
         if bf16 is not None and bf16():
-            found["CPU"] += " with AVX512-BF16"
+            facts["CPU"] += " with AVX512-BF16"
         for name in ("cuda", "hip"):
             if getattr(torch.version, name, None):
-                found[f"torch built for {name.upper()}"] = str(getattr(torch.version, name))
-    return found
+                facts[f"torch built for {name.upper()}"] = str(getattr(torch.version, name))
+    return facts
 
 
 def _torch() -> Any | None:
     try:
         import torch
-    except Exception:  # missing or broken: its version is in the report, too
+    except Exception:  # missing or broken; the report lists its version either way
         return None
     return torch
 
@@ -278,9 +280,9 @@ def _gpus() -> Iterator[dict[str, Any]]:
     if torch is None or not torch.cuda.is_available():
         return
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"{found.major}.{found.minor}"
-        yield {"name": found.name, "memory": found.total_memory, "capability": capability}
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"{gpu.major}.{gpu.minor}"
+        yield {"name": gpu.name, "memory": gpu.total_memory, "capability": capability}
 
 
 def _libraries() -> dict[str, str | None]:
@@ -298,7 +300,7 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _switches() -> dict[str, str]:
-    """The values of our own switches; of other variables that there is one."""
+    """The switches that are set: known ones with their values, unknown ones as "(set)"."""
     from .. import status
 
     ours = {"GEMMA4_COMPAT", "GEMMA4_COMPAT_STRICT"}
@@ -322,7 +324,7 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     quantised = config.get("quantization_config")
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "name": folder.absolute().name,
         "model_type": config["model_type"],
         "architectures": config.get("architectures"),
@@ -334,25 +336,25 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
     }
     if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
         headers = weight_headers(folder)
-        found["weights"] = {
+        data["weights"] = {
             "files": len(headers),
             "tensors": sum(len(header.tensors) for header in headers),
             "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
             "missing_bytes": sum(header.missing for header in headers),
         }
     view = model_sizes(model_dir)
-    found["class"] = view.architecture
-    found["bytes"] = {
+    data["class"] = view.architecture
+    data["bytes"] = {
         part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
         for part in _parts(view.bytes.values())
     }
-    found["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
-    return found
+    data["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
+    return data
 
 
 def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
-    found = {part for parts in by_quant for part in parts}
-    return [part for part in PARTS if part in found]
+    present = {part for parts in by_quant for part in parts}
+    return [part for part in PARTS if part in present]
 
 
 # -- Markdown -------------------------------------------------------------------------------------
@@ -384,13 +386,13 @@ def _markdown(report: Report) -> Iterator[str]:
     if report.model is not None:
         yield from ("", f"### Model: {report.model['name']}", "")
         yield from _model_lines(report.model)
-    for title, found in (
+    for title, data in (
         ("Loaded model", report.placement),
         ("Device map", report.device_map),
         ("Adapter", report.adapter),
     ):
-        if found is not None:
-            yield from ("", f"### {title}", "", "```text", found["text"], "```")
+        if data is not None:
+            yield from ("", f"### {title}", "", "```text", data["text"], "```")
 
 
 def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
@@ -401,10 +403,10 @@ def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
     yield f"- layers: {layers}"
     yield f"- dtype: {model['dtype']}, written by transformers {model['written_by']}"
     if model["quantised"]:
-        yield f"- quantised already: {model['quantised']}"
+        yield f"- already quantised: {model['quantised']}"
     weights = model.get("weights")
     if weights is None:
-        yield "- weights: no safetensors files there"
+        yield "- weights: no safetensors files in the folder"
     else:
         files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
         yield f"- weights: {files}, {size(weights['bytes'])}"

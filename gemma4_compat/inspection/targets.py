@@ -1,4 +1,4 @@
-"""What a ``target_modules`` setting matches in a model, before an adapter is made.
+"""Show what a ``target_modules`` setting matches in a model, before an adapter is made.
 
 ``scan_targets`` is also the command ``gemma4-compat scan MODEL_DIR --targets q_proj,v_proj``.
 """
@@ -39,8 +39,8 @@ ALL_LINEAR = "all-linear"
 class Matches:
     """How many modules of one class are matched in one tower.
 
-    ``takes`` is whether PEFT can adapt this class: "yes", "patched" (with the patch
-    clippable_linear) or "no".
+    ``takes`` says whether PEFT can adapt this class: "yes", "patched" (with the patch
+    ``clippable_linear``) or "no".
     """
 
     tower: str
@@ -53,10 +53,10 @@ class Matches:
 class TargetScan(Result):
     """What the targets match.
 
-    ``layers`` are the names of the layers that get an adapter; the one inside where a wrapper is
-    matched.  ``by_target`` counts matches for each target of a list, and is empty for a regular
-    expression or "all-linear".  ``parameters`` and ``bytes`` are those of a LoRA adapter of
-    ``rank`` in float32, as PEFT makes it.
+    ``layers`` are the names of the layers that get an adapter; for a matched wrapper, the layer
+    inside it.  ``by_target`` counts the matches of each target in a list, and is empty for a
+    regular expression or "all-linear".  ``parameters`` and ``bytes`` are the size of a LoRA adapter
+    of ``rank`` in float32, the dtype in which PEFT creates it.
     """
 
     model: str
@@ -73,7 +73,7 @@ class TargetScan(Result):
 
     @property
     def count(self) -> int:
-        """All matched modules; wrapper and inner layer count twice where both are matched."""
+        """All matched modules; a wrapper and its inner layer count as two if both match."""
         return sum(match.count for match in self.matches)
 
     @property
@@ -82,16 +82,16 @@ class TargetScan(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether PEFT, with the patches in ``needs``, makes an adapter for these targets."""
+        """Whether PEFT, with the patches in ``needs``, creates an adapter for these targets."""
         return bool(self.matches) and all(match.takes != "no" for match in self.matches)
 
     @property
     def verdict(self) -> str:
         if not self.matches:
-            return "no module matches: PEFT says that the target modules are not found"
+            return "no module matches: PEFT raises 'Target modules ... not found in the base model'"
         if not self.ok:
-            return "PEFT refuses these targets"
-        return "PEFT takes these targets" + (
+            return "PEFT does not support these targets"
+        return "PEFT supports these targets" + (
             f", with the patch {', '.join(self.needs)}" if self.needs else ""
         )
 
@@ -117,19 +117,19 @@ def scan_targets(
     """Match targets in a model as PEFT does; nothing is changed and no weight is read.
 
     Args:
-        model: folder of a checkpoint, of which ``config.json`` is read, or a model.
+        model: the folder of a checkpoint, of which only ``config.json`` is read, or a model.
         target_modules: as in PEFT: a list of names, a regular expression, or "all-linear".
-        rank: of the LoRA adapter to count parameters for.
+        rank: the rank of the LoRA adapter whose parameters are counted.
 
     Raises:
-        InputError: the folder holds no readable ``config.json``.
-        InputError: the targets, the rank or the model cannot work.
+        InputError: the folder has no readable ``config.json``.
+        InputError: the targets, the rank or the model are invalid.
     """
     if rank < 1:
         raise InputError(f"rank must be at least 1, not {rank}")
     targets = target_modules if isinstance(target_modules, str) else tuple(target_modules)
     if not targets or not all(targets):
-        raise InputError("no target modules are named")
+        raise InputError("target_modules is empty, or contains an empty name")
     base = base_model_of(model)
     matched = matching(base, SimpleNamespace(target_modules=targets))
     needed = needs_patch("clippable_linear")
@@ -169,7 +169,7 @@ def scan_targets(
 
 
 def parse_targets(text: str) -> str | tuple[str, ...]:
-    """What ``--targets`` means: plain names with commas between them are a list."""
+    """The value of ``--targets``: plain names with commas between them are a list."""
     text = text.strip()
     if text.lower() != ALL_LINEAR and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)*", text):
         return tuple(name.strip() for name in text.split(","))
@@ -183,8 +183,9 @@ def parse_targets(text: str) -> str | tuple[str, ...]:
 class BaseModel:
     """A model to match names in.
 
-    ``modules`` are by name; adapters that it has already are left out, with what they wrap in
-    their place.  ``shared`` are the numbers of the decoder layers that share keys and values.
+    ``modules`` maps names to modules; a layer that PEFT has wrapped stands under its own name,
+    without the adapter.  ``shared`` are the numbers of the decoder layers that share keys and
+    values.
     """
 
     name: str
@@ -195,13 +196,13 @@ class BaseModel:
     shared: range
 
     def inner(self, name: str) -> str:
-        """The name of the layer that gets the adapter where the module of this name is matched."""
+        """The name of the layer that gets the adapter if the module of this name matches."""
         inner = f"{name}.linear"
         return inner if inner in self.modules and is_clippable(self.modules[name]) else name
 
 
 def base_model_of(model: Any) -> BaseModel:
-    """A model, or that of a folder's ``config.json`` on the meta device."""
+    """The model, or the one that a folder's ``config.json`` describes, on the meta device."""
     quantised: str | None = None
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
@@ -229,12 +230,12 @@ def base_model_of(model: Any) -> BaseModel:
 
 
 def matching(base: BaseModel, config: SimpleNamespace) -> list[str]:
-    """The modules that PEFT matches with these settings, which are those of a ``PeftConfig``.
+    """The modules that PEFT matches with these settings of a ``PeftConfig``.
 
-    Without the patch clippable_linear, that is: wrappers are matched as they are.
+    Wrappers are matched themselves, as without the patch ``clippable_linear``.
 
     Raises:
-        InputError: the targets are no regular expression, or need a PEFT that is not installed.
+        InputError: the targets are not a regular expression, or need PEFT, which is not installed.
     """
     if isinstance(config.target_modules, str):
         check_expression(config.target_modules)
@@ -242,10 +243,10 @@ def matching(base: BaseModel, config: SimpleNamespace) -> list[str]:
 
 
 def check_expression(targets: str) -> None:
-    """Refuse what is not a regular expression.
+    """Check that targets are a regular expression.
 
     Raises:
-        InputError: it is none.
+        InputError: they are not.
     """
     try:
         re.compile(targets)
@@ -257,7 +258,7 @@ def _matching(base: BaseModel, config: SimpleNamespace) -> Iterator[str]:
     targets = config.target_modules
     if importlib.util.find_spec("peft") is None:
         if targets == ALL_LINEAR:
-            raise InputError(f"{ALL_LINEAR} needs peft, which knows what it means")
+            raise InputError(f"{ALL_LINEAR} needs peft, which defines it: install peft")
         yield from (name for name in base.modules if _plain_match(targets, name))
         return
     from peft.tuners import tuners_utils
@@ -287,14 +288,14 @@ def _plain_match(targets: str | Iterable[str], name: str) -> bool:
 
 
 def needs_patch(name: str) -> bool:
-    """Whether the libraries, as installed, do not have what this patch is for."""
+    """Whether the installed libraries have the bug of this patch, or may have it."""
     from .. import status
 
     return status()[name].state is not State.FIXED
 
 
 def lora_parameters(module: Any, rank: int) -> int | None:
-    """The parameters of a LoRA adapter on this module; ``None`` where PEFT takes none there."""
+    """The parameters of a LoRA adapter on this module; ``None`` if PEFT does not support it."""
     from torch import nn
 
     if isinstance(module, nn.Linear):
@@ -314,30 +315,30 @@ def lora_parameters(module: Any, rank: int) -> int | None:
 def _notes(base: BaseModel, matched: list[str], by_target: Mapping[str, int]) -> Iterator[str]:
     nothing = [target for target, count in by_target.items() if not count]
     if nothing and matched:
-        yield f"{text.some(nothing)}: matches nothing in this model"
+        yield f"{text.some(nothing)}: matches no module of this model"
     towers = {tower_of(name) for name in matched}
     if towers and "language" not in towers:
         inner = all(name.endswith(".linear") for name in matched)
         yield "the language model gets no adapter" + (
-            ": only the vision and audio towers have layers called '.linear'" if inner else ""
+            ": only the vision and audio towers have layers named '.linear'" if inner else ""
         )
     shared = [name for name in matched if is_shared_kv(name, base.shared)]
     if shared:
         yield (
             f"{text.plural(len(shared), 'module')} in layers that share keys and values: "
-            "transformers >= 5.5.2 has none there, and drops their adapters"
+            "transformers >= 5.5.2 does not have these modules, and drops their adapters"
         )
     experts = experts_without_adapter(base.modules, matched)
     if experts:
         names = sorted({".".join(name.split(".")[-2:]) for name in experts})
         layers = len({name.rpartition(".")[0] for name in experts})
         yield (
-            f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules does "
-            "not reach parameters that hold all experts of a layer. In PEFT's config, "
-            f"target_parameters={names} does"
+            f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules matches "
+            "modules, and one parameter holds all experts of a layer. Set "
+            f"target_parameters={names} in PEFT's config"
         )
     if base.quantised not in (None, "bitsandbytes"):
-        yield f"quantised by {base.quantised}: the classes are those of the unquantised model"
+        yield f"quantised with {base.quantised}: the classes shown are the unquantised model's"
 
 
 def _lines(scan: TargetScan) -> Iterator[str]:
@@ -367,15 +368,14 @@ def _lines(scan: TargetScan) -> Iterator[str]:
     if classes:
         counts = ", ".join(f"{count} {name}" for name, count in classes.items())
         yield text.wrap(
-            f"{counts}: PEFT alone stops with 'Target module ... is not supported'. With "
-            "clippable_linear (import gemma4_compat first) the adapter goes around the layer "
-            "inside."
+            f"{counts}: PEFT alone raises 'Target module ... is not supported'. With "
+            "clippable_linear (import gemma4_compat first) the adapter wraps the layer inside."
         )
     refused = sorted({match.name for match in scan.matches if match.takes == "no"})
     if refused:
         yield text.wrap(
-            f"{', '.join(refused)}: PEFT stops with 'Target module ... is not supported'. Name "
-            "the linear layers inside."
+            f"{', '.join(refused)}: PEFT raises 'Target module ... is not supported'. Name the "
+            "linear layers inside."
         )
     if scan.layers:
         yield text.wrap(

@@ -1,4 +1,4 @@
-"""What a device map runs into: a function for each trap, of the model under the map."""
+"""The traps of a device map: each function takes the mapped model and yields one kind of trap."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NOT_NEEDED = (State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 
 @dataclass(frozen=True)
 class Trap:
-    """Something that the map runs into.
+    """A known problem or cost of a device map.
 
     ``level`` is "error" (loading or running fails), "warning", "handled" (by ``patch``, which is
-    in place) or "note".  ``patch`` is the patch of ours that is about it, if there is one, and
-    ``state`` that patch's state in this process.
+    applied or armed) or "note".  ``patch`` is the name of the patch for this problem, if there is
+    one, and ``state`` the state of that patch in this process.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Trap:
 
 
 def traps_of(mapped: Mapped) -> Iterator[Trap]:
-    """All that this map runs into."""
+    """All traps of this map."""
     for trap in TRAPS:
         yield from trap(mapped)
 
@@ -46,13 +46,13 @@ def not_covered(mapped: Mapped) -> Iterator[Trap]:
         return
     if len(set(mapped.map.values())) > 1 or "disk" in mapped.map.values():
         text = (
-            "from_pretrained fails where modules have no entry: 'The device_map provided does "
-            'not give any device for the following parameters\'; add one for ""'
+            "some modules have no entry, and from_pretrained raises 'The device_map provided does "
+            'not give any device for the following parameters\'; add an entry for ""'
         )
         yield Trap("uncovered", "error", text)
     elif mapped.main != "cpu":
         text = (
-            "modules without an entry are left on the CPU and compute there, without a word "
+            "modules without an entry stay on the CPU and compute there, without a warning "
             'and without hooks between the devices; add an entry for ""'
         )
         yield Trap("uncovered", "error", text)
@@ -63,8 +63,8 @@ def quantised_already(mapped: Mapped) -> Iterator[Trap]:
     if quantised is not None and not mapped.splits:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else None
         text = (
-            f"the checkpoint is quantised already ({method or 'unknown'}), and is loaded as it is: "
-            "the sizes are those of the model that it was made from, quantised while loading"
+            f"the checkpoint is already quantised ({method or 'unknown'}) and is loaded as it is; "
+            "the sizes above are for the unquantised checkpoint, quantised while loading"
         )
         yield Trap("quantised_already", "note", text)
 
@@ -75,19 +75,19 @@ def refused(mapped: Mapped) -> Iterator[Trap]:
     flag = OFFLOAD_FLAG
     quantised, config = mapped.source.quantization, mapped.quantization_config
     if quantised is not None:
-        # Its own config counts, whatever else is given.
+        # transformers uses the checkpoint's own config, not quantization_config.
         if isinstance(quantised, dict) and quantised.get(flag):
             text = (
-                "the checkpoint is quantised already: what the map offloads becomes layers in "
-                "float, which its weights do not fit (size mismatch)"
+                "the checkpoint is already quantised: transformers makes the offloaded layers "
+                "unquantised, and the quantised weights do not fit them (size mismatch)"
             )
         else:
-            text = f"the checkpoint is quantised already, its config refuses this map: no {flag}"
-        text += ". Offload of the checkpoint that it was made from"
+            text = f"the checkpoint is already quantised, and its config lacks {flag} for this map"
+        text += ". Offload the unquantised checkpoint instead"
         yield Trap("quantised_checkpoint", "error", text)
         return
     if config is None:
-        text = f"in 4 or 8 bit from_pretrained wants {flag}=True for this map"
+        text = f"in 4 or 8 bit from_pretrained needs {flag}=True for this map"
         yield Trap("offload_flag", "note", text)
     elif not getattr(config, flag, False):
         text = f"from_pretrained refuses this map without {flag}=True in quantization_config"
@@ -100,14 +100,15 @@ def disk(mapped: Mapped) -> Iterator[Trap]:
     checkpoint = mapped.source.checkpoint
     if checkpoint is not None and any(checkpoint.glob("*.safetensors")):
         text = (
-            "what is on disk is read from the checkpoint's safetensors; without offload_folder "
-            "loading fails only for weights that it converts, such as 26B-A4B's experts"
+            "weights on disk are read from the checkpoint's safetensors files; without "
+            "offload_folder loading fails only for weights that transformers converts, such as "
+            "the experts of 26B-A4B"
         )
         yield Trap("disk", "note", text)
     else:
         text = (
-            "an entry for the disk needs offload_folder, unless the weights are safetensors "
-            "files, from which they are then read"
+            "an entry for the disk needs offload_folder, unless the checkpoint has safetensors "
+            "files, which the weights are then read from"
         )
         yield Trap("disk", "warning", text)
 
@@ -115,11 +116,11 @@ def disk(mapped: Mapped) -> Iterator[Trap]:
 def no_such_gpu(mapped: Mapped) -> Iterator[Trap]:
     import torch
 
-    there = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     for device in dict.fromkeys(mapped.map.values()):
         label = device_label(device)
-        if there and label.startswith("GPU ") and int(label[4:]) >= there:
-            text = f"{label} is not there: this machine has {plural(there, 'GPU')}"
+        if gpus and label.startswith("GPU ") and int(label[4:]) >= gpus:
+            text = f"{label} does not exist: this machine has {plural(gpus, 'GPU')}"
             yield Trap("no_such_gpu", "error", text)
 
 
@@ -138,8 +139,8 @@ def covering_entry(mapped: Mapped) -> Iterator[Trap]:
             placed = (t for t in tensors if not key or parts.is_under(t.name, [key]))
             sums.append(sum(t.on_cuda for t in placed))
         text = (
-            f'the entry "{key}" covers others: without root_device_map '
-            f"{device_label(mapped.map[key])} holds all of it while loading, "
+            f'the entry "{key}" covers modules of other entries: without root_device_map '
+            f"{device_label(mapped.map[key])} also holds those while loading: "
             f"{_by_quant(mapped.quants, sums)}"
         )
         yield from _about("root", text, "root_device_map")
@@ -156,13 +157,13 @@ def embeddings(mapped: Mapped) -> Iterator[Trap]:
     for name in tables:
         held = bytes_under(mapped.whole["bf16"], name)
         text = (
-            f"{name} ({size(held)}) is looked up where it rests, only rows travel; without "
-            "host_embedding all of it goes to the GPU for each token"
+            f"{name} ({size(held)}) stays offloaded, and only the rows that are looked up go to "
+            "the GPU; without host_embedding the whole weight does, for each token"
         )
         yield from _about("embedding", text, "host_embedding")
         has_ple = any(parts.part_of(each) == parts.PLE for each in mapped.modules)
         if parts.part_of(name) == parts.EMBEDDINGS and has_ple:
-            text = "a model with per-layer embeddings reads the pad token's row on meta"
+            text = "with per-layer embeddings the forward reads the pad token's row on meta"
             yield from _about("pad_embedding", text, "offloaded_pad_embedding")
 
 
@@ -171,10 +172,10 @@ def tied(mapped: Mapped) -> Iterator[Trap]:
         first, second = mapped.rests_on(source), mapped.rests_on(target)
         names = f"{source.rpartition('.')[0]} and {target.rpartition('.')[0]}"
         if "disk" in (first, second):
-            text = f"{names} are tied, and from_pretrained cannot leave tied weights on disk"
+            text = f"{names} are tied, and from_pretrained cannot offload tied weights to disk"
             yield Trap("tied", "error", text)
         elif first != second and mapped.is_offloaded(source) != mapped.is_offloaded(target):
-            text = f"{names} are tied: with one of them on a GPU, offloading saves nothing"
+            text = f"{names} are tied: while one is on a GPU, offloading the other saves nothing"
             yield Trap("tied", "warning", text)
 
 
@@ -188,8 +189,8 @@ def split_layers(mapped: Mapped) -> Iterator[Trap]:
             torn += [name] if len(inside) > 1 else []
     if torn:
         text = (
-            f"inside of {_grouped(torn)} modules compute on several devices: 'found at least "
-            "two devices' where their outputs meet outside of a module"
+            f"modules inside {_grouped(torn)} compute on several devices: PyTorch raises 'found at "
+            "least two devices' if their outputs are combined outside a module"
         )
         yield Trap("split_layer", "warning", text)
 
@@ -215,15 +216,16 @@ def shared_kv(mapped: Mapped) -> Iterator[Trap]:
         sources = ", ".join(map(str, apart))
         sharing = len({index for indices in apart.values() for index in indices})
         text = (
-            f"{plural(sharing, 'layer')} elsewhere than layers {sources}, whose keys and "
-            f"values they share: KeyError: {sources} or a layer type's name after a "
-            "dispatch_model of your own or PEFT's"
+            f"{plural(sharing, 'layer')} on another device than layers {sources}, whose keys and "
+            f"values they share: KeyError: {sources}, or a layer type's name, after "
+            "dispatch_model, your own or PEFT's"
         )
         yield from _about("shared_kv", text, "shared_kv_states")
         if across:
             text = (
                 f"the keys and values of layers {sources} go from GPU to GPU for each token, "
-                f"to {plural(sharing, 'layer')} that share them; a cut before them spares that"
+                f"to {plural(sharing, 'layer')} that share them; put all of these on one GPU to "
+                "avoid it"
             )
             yield Trap("kv_between_gpus", "note", text)
 
@@ -233,12 +235,12 @@ def second_gpu(mapped: Mapped) -> Iterator[Trap]:
     if len(gpus) < 2:
         return
     labels = ", ".join(map(device_label, gpus))
-    text = f"{labels} compute one after the other, and send each other the hidden states"
+    text = f"{labels} compute one after the other, and hidden states are copied between them"
     yield Trap("several_gpus", "note", text)
     tokens = [n for n in mapped.modules if n.rpartition(".")[2] == "embed_tokens"]
     if tokens and mapped.computes_on(tokens[0]) != mapped.main:
         text = f"the token embeddings are on {device_label(mapped.computes_on(tokens[0]))}"
-        text += f", the inputs come to {device_label(mapped.main)}"
+        text += f", but inputs go to {device_label(mapped.main)}"
         yield from _about("token_device", text, "ple_mask_device")
 
 
@@ -249,10 +251,10 @@ def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
     tensors = mapped.tensors["bf16"]
     moved = sum(t.bytes for t in tensors if parts.is_under(t.name, layers) and not t.buffer)
     text = (
-        f"{plural(len(layers), 'decoder layer')} off the GPU: {size(moved)} in bfloat16 go "
-        "there for each token. A map that names layers keeps them in bfloat16; "
-        'device_map="auto" with max_memory offloads them in 4 bit, which offload_streaming '
-        "makes fast"
+        f"{plural(len(layers), 'decoder layer')} off the GPU: {size(moved)} in bfloat16 are "
+        "copied to it for each token. A map that names layers leaves them in bfloat16; "
+        'device_map="auto" with max_memory offloads them in 4 bit, and offload_streaming then '
+        "copies them ahead of time"
     )
     yield Trap("decoder_layers", "note", text)
 
@@ -261,8 +263,8 @@ def no_pattern(mapped: Mapped) -> Iterator[Trap]:
     if mapped.no_patterns and mapped.splits:
         names = ", ".join(mapped.no_patterns)
         text = (
-            f"{names}: in 4 or 8 bit from_pretrained stops with re.error: transformers takes the "
-            "names of what a map offloads for regular expressions, and this is none"
+            f"{names}: in 4 or 8 bit from_pretrained raises re.error: transformers treats the "
+            "names of offloaded modules as regular expressions, and this is not one"
         )
         yield Trap("no_pattern", "error", text)
 
@@ -272,38 +274,38 @@ def nothing_quantised(mapped: Mapped) -> Iterator[Trap]:
         text = (
             f"{', '.join(mapped.lost)}: not one linear layer is quantised. With "
             f"{OFFLOAD_FLAG}=True transformers quantises nothing that the map puts on the CPU or "
-            "the disk, and this map has nothing else"
+            "the disk, and this map puts everything there"
         )
         if set(mapped.map.values()) == {"cpu"}:
-            text += f". Leave {OFFLOAD_FLAG} out: without it the CPU has quantised layers"
+            text += f". Omit {OFFLOAD_FLAG}: without it, layers on the CPU are quantised"
         yield Trap("nothing_quantised", "warning", text)
 
 
 def not_quantised(mapped: Mapped) -> Iterator[Trap]:
     if mapped.lost:
         return
-    meant: dict[str, tuple[int, int]] = {}
+    by_design: dict[str, tuple[int, int]] = {}
     for quant, names in mapped.kept.items():
         for offloaded in (True, False):
-            found = [name for name in names if mapped.is_offloaded(name) is offloaded]
-            then, otherwise = (
-                sum(t.bytes for t in tensors[quant] if parts.is_under(t.name, found))
+            modules = [name for name in names if mapped.is_offloaded(name) is offloaded]
+            kept, quantised = (
+                sum(t.bytes for t in tensors[quant] if parts.is_under(t.name, modules))
                 for tensors in (mapped.tensors, mapped.whole)
             )
-            if offloaded and found:
-                meant[quant] = then, otherwise
-            elif found:
+            if offloaded and modules:
+                by_design[quant] = kept, quantised
+            elif modules:
                 text = (
-                    f"{quant}: {_grouped(found)} stay in bfloat16 too, without being "
-                    "offloaded: transformers takes the map's names for patterns.  "
-                    f"{size(then - otherwise)} more"
+                    f"{quant}: {_grouped(modules)} also stay in bfloat16, though they are not "
+                    "offloaded: transformers treats the map's names as patterns. They take "
+                    f"{size(kept - quantised)} more"
                 )
                 yield Trap("not_quantised_by_name", "warning", text)
-    if meant:
-        then = max(then for then, _ in meant.values())
+    if by_design:
+        kept = max(kept for kept, _ in by_design.values())
         text = (
-            f"what a map offloads is not quantised (transformers' design): {size(then)} in "
-            f"place of {_by_quant(meant, (otherwise for _, otherwise in meant.values()))}"
+            f"offloaded modules are not quantised (transformers' design): {size(kept)} instead "
+            f"of {_by_quant(by_design, (quantised for _, quantised in by_design.values()))}"
         )
         yield Trap("not_quantised", "note", text)
 
@@ -311,8 +313,8 @@ def not_quantised(mapped: Mapped) -> Iterator[Trap]:
 def adapters(mapped: Mapped) -> Iterator[Trap]:
     if mapped.offloads:
         text = (
-            "an adapter loaded with PeftModel.from_pretrained leaves this placement alone; a "
-            "device_map given to PEFT is ignored"
+            "PeftModel.from_pretrained loads an adapter without changing this placement; a "
+            "device_map given to PEFT has no effect"
         )
         yield from _about("adapters", text, "peft_redispatch")
 
@@ -338,15 +340,15 @@ TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
 
 
 def _about(name: str, text: str, patch: str) -> Iterator[Trap]:
-    """A bug that a patch is for: handled, or open where the patch is not in place.
+    """The trap of a bug: "handled" if its patch is applied or armed, else "warning".
 
-    Nothing where the installed versions do not have it.
+    Yields nothing if the installed versions do not have the bug.
     """
     from .. import status
     from ..patches import gate, load
 
     state = status()[patch].state
-    # The engine does not ask the gate of a patch that is switched off.
+    # The state of a patch that is switched off says nothing about its gate.
     outcome = next(gate(each).outcome for each in load() if each.name == patch)
     outside = outcome in (Outcome.OUTSIDE, Outcome.MISSING)
     if state not in _NOT_NEEDED and not outside:
@@ -359,12 +361,12 @@ def _by_quant(quants: Iterable[str], numbers: Iterable[int]) -> str:
 
 
 def _grouped(names: Iterable[str], most: int = 3) -> str:
-    """A few names; what follows on each other as "layers.30 ... layers.34"."""
+    """The first ``most`` names, each layer once, and how many more there are."""
     tops: list[str] = []
     for name in names:
         layer = re.match(r"(.*?layers\.\d+)(\.|$)", name)
         top = layer[1] if layer else name
         if top not in tops:
             tops.append(top)
-    said = ", ".join(tops[:most])
-    return said if len(tops) <= most else f"{said} and {len(tops) - most} more"
+    first = ", ".join(tops[:most])
+    return first if len(tops) <= most else f"{first} and {len(tops) - most} more"

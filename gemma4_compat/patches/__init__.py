@@ -1,6 +1,6 @@
 """One bug, one file, in the folder of its topic.
 
-A module in one of these folders that builds a ``PATCH`` is a patch; nothing is registered.  The
+Each module in a topic's folder defines one patch, as ``PATCH``; no registration is needed.  The
 docstring of a folder is the title of its topic.
 """
 
@@ -15,7 +15,7 @@ from ..engine import Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
 
-#: in the order in which people read about them
+#: In the order in which the documentation lists them.
 TOPICS = (
     "offloading",
     "generation",
@@ -27,7 +27,7 @@ TOPICS = (
 
 
 def topics() -> dict[str, list[ModuleType]]:
-    """The modules of the patches, in order of name, by the name of their topic's folder."""
+    """Topic folder -> its patch modules, sorted by name."""
     names = {topic: _modules_in(importlib.import_module(f"{__name__}.{topic}")) for topic in TOPICS}
     return {
         topic: [importlib.import_module(f"{__name__}.{topic}.{name}") for name in modules]
@@ -36,13 +36,13 @@ def topics() -> dict[str, list[ModuleType]]:
 
 
 def load() -> list[Patch]:
-    """Import every patch module, and return their patches in order of name."""
+    """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
     return sorted(patches, key=lambda patch: patch.name)
 
 
 def gate(patch: Patch) -> Evaluation:
-    """Whether a patch is for the installed versions; no probe is asked."""
+    """Whether a patch applies to the installed versions; no probe runs."""
     return evaluate(patch.affects, FLOORS)
 
 

@@ -1,4 +1,4 @@
-"""The memory of static caches, lent from one cache to the next: CUDA graphs write to addresses."""
+"""Lends the memory of a static cache to the next one, because CUDA graphs use fixed addresses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from ._not_copied import NotCopied
 
-_LENT = "_lent"  # a layer's attribute
+_LENT = "_lent"  # attribute of a cache layer
 
 
 class Memory:
-    """The tensors of one static cache; the graphs that use them are kept with them.
+    """The tensors of one static cache, with the graphs that use them.
 
-    They are lent to one cache after the other, as tensors of its own: this object's are other
-    views of the same memory.  So the memory is free when these are its only holders.
+    One cache after the other borrows the memory.  Each gets new tensors, which are views of the
+    same storage.  The memory is free when only the tensors of this object hold the storage.
     """
 
     def __init__(self, cache: Any) -> None:
         self.used_by = weakref.ref(cache)
-        self.steps: dict[Any, Any] = {}  # the graphs that use it
+        self.steps: dict[Any, Any] = {}  # the graphs that use this memory
         self.pool: Any = None
         self.layers = [_Layer(layer) for layer in layers_of(cache)]
         self.lengths = _lengths(cache)
@@ -33,24 +33,24 @@ class Memory:
         return batch_size == self.batch_size and self.lengths == _lengths(cache)
 
     def lend_to(self, cache: Any) -> None:
-        """Have each layer use it from its first keys and values on, if it suits them."""
+        """Offer the memory to the layers of ``cache``; see ``use_lent``."""
         self.used_by = weakref.ref(cache)
         for own, layer in zip(self.layers, layers_of(cache), strict=True):
             setattr(layer, _LENT, own)
 
     def is_in(self, cache: Any) -> bool:
-        """Whether the cache still uses it."""
+        """Whether the cache still uses this memory."""
         pairs = zip(self.layers, layers_of(cache), strict=True)
         return all(own.is_in(layer) for own, layer in pairs)
 
 
 def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
-    """Give a layer that gets its first keys and values the tensors that were lent to it.
+    """Initialise a cache layer with the tensors that were lent to it.
 
-    ``False`` if there are none, or if they do not suit.
+    Returns ``False`` if none were lent, or if they do not fit the layer's first keys and values.
     """
     own: _Layer | None = vars(layer).pop(_LENT, None)
-    if own is None or not own.suits(key_states, value_states):
+    if own is None or not own.fits(key_states, value_states):
         return False
     own.lend_to(layer)
     return True
@@ -72,9 +72,9 @@ class _Layer(NotCopied):
         }
 
     def is_free(self) -> bool:
-        return all(_holders(tensor) == _ALONE for tensor in self.tensors.values())
+        return all(_holders(tensor) == _UNSHARED for tensor in self.tensors.values())
 
-    def suits(self, key_states: Any, value_states: Any) -> bool:
+    def fits(self, key_states: Any, value_states: Any) -> bool:
         import torch
 
         own = self.tensors["keys"], self.tensors["values"]
@@ -92,12 +92,12 @@ class _Layer(NotCopied):
             setattr(layer, name, tensor.detach())
 
     def is_in(self, layer: Any) -> bool:
-        found = (getattr(layer, name).data_ptr() for name in self.tensors)
-        return all(a == b for a, b in zip(self.pointers, found, strict=True))
+        pointers = (getattr(layer, name).data_ptr() for name in self.tensors)
+        return all(a == b for a, b in zip(self.pointers, pointers, strict=True))
 
 
 def layers_of(cache: Any) -> list[Any]:
-    """The layers of a static cache that hold tokens; others take those of a layer before."""
+    """The layers of a static cache that store keys and values; the others share those."""
     from transformers.cache_utils import StaticLayer
 
     return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, StaticLayer)]
@@ -108,22 +108,22 @@ def _lengths(cache: Any) -> tuple[Any, ...]:
 
 
 def _holders(tensor: Any) -> int:
-    """How many tensors, and others, hold the memory of this one."""
+    """How many objects hold the storage of a tensor."""
     import torch
 
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-_ALONE = 2  # the tensor, and the storage object of the question
+_UNSHARED = 2  # the tensor itself, and the storage object that ``_holders`` makes
 
 
 def counting_layers(cache: Any) -> Iterator[Any]:
-    """The layers that count their tokens in Python too: sliding ones."""
+    """The sliding layers, which count their tokens in Python too."""
     return (layer for layer in cache.layers if hasattr(layer, "cumulative_length_int"))
 
 
 def full_layers(cache: Any) -> tuple[bool, ...]:
-    """Which sliding windows are full: ``update`` computes otherwise then."""
+    """For each sliding layer, whether its window is full; ``update`` runs other kernels then."""
     return tuple(
         layer.cumulative_length_int >= layer.max_cache_len for layer in counting_layers(cache)
     )

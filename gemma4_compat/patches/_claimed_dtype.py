@@ -1,7 +1,7 @@
-"""For forwards that take a layer's computing dtype from its weight.
+"""A compute dtype for upstream forwards that read ``layer.weight.dtype``.
 
-A weight that bitsandbytes has quantised is uint8 or int8: storage, not the dtype that the layer
-computes with.
+The weight of a layer that bitsandbytes quantised has a storage dtype, uint8 or int8, which is not
+the dtype that the layer computes with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ._module_view import View
 
 
 def is_float(layer: Any) -> bool:
-    """Whether the layer's weight is of a floating-point dtype, that is, not quantised."""
+    """Whether the layer's weight has a floating-point dtype, so that it is not quantised."""
     return bool(layer.weight.dtype.is_floating_point)
 
 
@@ -22,11 +22,12 @@ class _Weight:
 
 
 def claiming(module: Any, layer: str, dtype: Any) -> Any:
-    """``module`` for its own forward, with ``layer`` in it claiming ``dtype`` for its weight.
+    """A stand-in for ``module`` in which ``layer.weight.dtype`` is ``dtype``.
 
-    ``layer`` is a dotted name; the layer computes as ever.
+    Pass it as ``self`` to the module's forward.  ``layer`` is a dotted name in ``module``; the
+    layer itself computes as before.
     """
     child, _, rest = layer.partition(".")
     inner = getattr(module, child)
-    seen = claiming(inner, rest, dtype) if rest else View(inner, weight=_Weight(dtype))
-    return View(module, **{child: seen})
+    view = claiming(inner, rest, dtype) if rest else View(inner, weight=_Weight(dtype))
+    return View(module, **{child: view})

@@ -1,4 +1,4 @@
-"""Finding adapter targets through Gemma 4's clipped linear layers; shared by two patches."""
+"""Lets PEFT target the linear layers inside Gemma 4's clipped linear layers ("wrappers")."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import Any
 from ..model.parts import is_clippable
 from ._shadow import shadowed
 
-Wrappers = Mapping[str, frozenset[str]]  # by name, each with the names of its own parts
+#: Name of a wrapper -> names of its own modules, parameters and buffers.
+Wrappers = Mapping[str, frozenset[str]]
 
-#: the wrappers of the model that PEFT is looking for targets in
+#: The wrappers of the model in which PEFT currently searches for targets.
 searched: ContextVar[Wrappers] = ContextVar("searched", default=MappingProxyType({}))
 
 
 @contextmanager
 def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
-    """While PEFT looks for targets in ``model``, names of wrappers stand for the layers inside."""
+    """While PEFT searches ``model`` for targets, a wrapper's name selects the layer inside it."""
     wrapped = wrappers(model)
-    token = searched.set({})  # what the patterns match by themselves
+    token = searched.set({})  # _inner_patterns needs upstream's own matches
     try:
         patterns = _inner_patterns(config, wrapped) if wrapped and config is not None else {}
         searched.set(wrapped)
@@ -34,31 +35,31 @@ def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
 
 
 def matching_inner(original: Any) -> Any:
-    """What replaces check_target_module_exists in each patch that resolves targets.
+    """The replacement of ``check_target_module_exists`` in each patch that resolves targets.
 
-    Around itself it changes nothing.
+    Applying it twice is the same as applying it once.
     """
 
     @wraps(original)
     def check_target_module_exists(config: Any, key: str) -> Any:
         wrapped = searched.get()
-        # LN tuning multiplies the output of modules of any kind: it takes the wrapper as it is.
+        # LN tuning multiplies the output of any module, so it targets the wrapper itself.
         if not wrapped or config.peft_type == "LN_TUNING":
             return original(config, key)
         if key in wrapped:
             return False
-        found = original(config, key)
+        match = original(config, key)
         outer = key.removesuffix(".linear")
-        # "Excluded" is falsy, but neither False nor None.
-        if found in (False, None) and outer != key and outer in wrapped:
+        # For an excluded module the result is falsy, but neither False nor None.
+        if match in (False, None) and outer != key and outer in wrapped:
             return original(config, outer)
-        return found
+        return match
 
     return check_target_module_exists
 
 
 def wrappers(model: Any) -> Wrappers:
-    """The modules in ``model`` that hold the layer to adapt, by name."""
+    """The clipped linear layers of ``model``, by name."""
     return {
         name: frozenset((*module._modules, *module._parameters, *module._buffers))
         for name, module in model.named_modules()
@@ -67,10 +68,10 @@ def wrappers(model: Any) -> Wrappers:
 
 
 def _inner_patterns(config: Any, wrapped: Iterable[str]) -> dict[str, Any]:
-    """``rank_pattern``, ``feedforward_modules`` and the like, in terms of the layers inside.
+    """``rank_pattern``, ``feedforward_modules`` and the like, with the names of the inner layers.
 
-    Only for layers that the targets name by the wrapper, and only where no key matches the inner
-    name: all else is as without this patch.
+    A key changes only if the targets name the layer by its wrapper, and if no key matches the
+    inner name.  Every other key stays as it is.
     """
     from peft.tuners.ia3 import IA3Model
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -97,7 +98,7 @@ def _inner_patterns(config: Any, wrapped: Iterable[str]) -> dict[str, Any]:
             layer, key = f"{name}.linear", get_pattern_key(values, name)
             if key in values and get_pattern_key(values, layer) == layer:
                 inner[layer] = values[key]
-                # PEFT warns of keys that match no target.
+                # PEFT warns about keys that match no target.
                 renamed[key] = f"(?:{key}|{re.escape(layer)})"
         patterns[attribute] = {renamed.get(key, key): values[key] for key in values} | inner
     if feedforward:

@@ -1,4 +1,4 @@
-"""What compiled code mentions; there is no source in some installations."""
+"""Reads names and strings from compiled code, because some installations have no source."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from types import CodeType
 
 
 def mentions(code: CodeType, text: str) -> bool:
-    """Whether a name or a string in this code, or in a function in it, contains ``text``."""
-    strings = (each for each in code.co_consts if isinstance(each, str))
+    """Whether a name or a string in ``code``, or in a function inside it, contains ``text``."""
+    strings = (const for const in code.co_consts if isinstance(const, str))
     names = (*code.co_names, *code.co_varnames, *code.co_freevars, *strings)
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return any(text in name for name in names) or any(mentions(each, text) for each in inner)
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return any(text in name for name in names) or any(
+        mentions(function, text) for function in inner
+    )
 
 
 def loads(code: CodeType, variable: str) -> bool:
-    """Whether this code, or a function in it, reads a variable of that name."""
+    """Whether ``code``, or a function inside it, reads a variable of this name."""
     import dis
 
-    for each in dis.get_instructions(code):
+    for instruction in dis.get_instructions(code):
+        argument = instruction.argval
         # Some instructions load two variables at once.
-        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-        if each.opname.startswith("LOAD") and variable in names:
+        names = argument if isinstance(argument, tuple) else (argument,)
+        if instruction.opname.startswith("LOAD") and variable in names:
             return True
-    return any(loads(each, variable) for each in code.co_consts if isinstance(each, CodeType))
+    return any(loads(const, variable) for const in code.co_consts if isinstance(const, CodeType))

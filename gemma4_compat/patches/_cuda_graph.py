@@ -1,4 +1,4 @@
-"""A decode step as a CUDA graph: how it is captured, and replayed."""
+"""Captures a decode step as a CUDA graph and replays it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ._cache_memory import Memory, counting_layers
 
 _one_capture = threading.Lock()
 _one_replay = threading.Lock()
-_last_stream: dict[Any, Any] = {}  # by device: where a step was replayed
+_last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
 
 
 class NotCaptured(Exception):
-    """Why a step is not captured, for people."""
+    """A step cannot be captured; the message is the reason, for the user."""
 
 
 class CaptureFailed(NotCaptured):
-    """It was tried: no other step of this model is."""
+    """A capture was tried and failed; do not capture other steps of this model."""
 
 
 class Step:
@@ -33,14 +33,14 @@ class Step:
         import torch
         from torch.utils._pytree import tree_unflatten
 
-        if any(isinstance(each, torch.Tensor) and each.device != device for each in leaves):
+        if any(isinstance(leaf, torch.Tensor) and leaf.device != device for leaf in leaves):
             raise NotCaptured(f"its inputs are not on {device}, where the model computes")
         self.device = device
         with torch.inference_mode(mode=False):
             inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
         kwargs = tree_unflatten(inputs, spec)
-        if not memory.steps:  # a pool is gone with the last of its graphs
+        if not memory.steps:  # PyTorch frees a pool with the last of its graphs
             memory.pool = torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
         with _counters_kept(cache):
@@ -49,23 +49,23 @@ class Step:
         self.output: dict[str, Any] = {}
         for name, value in output.items():
             if value is not cache and not isinstance(value, torch.Tensor):
-                raise CaptureFailed(f"its output {name} is no tensor")
+                raise CaptureFailed(f"its output {name} is not a tensor")
             self.output[name] = None if value is cache else value
 
     def replay(self, cache: Any, leaves: list[Any]) -> Any:
-        """The step with these inputs; the output is the caller's own."""
+        """Run the step with these inputs; return a copy of its output."""
         import torch
 
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        new_inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         with _one_replay, torch.cuda.device(self.device):
-            # Steps share memory that cuBLAS works in: one after the other, on whatever stream.
+            # Steps share a cuBLAS workspace, so they must run one after the other.
             stream = torch.cuda.current_stream()
             last = _last_stream.get(self.device, stream)
             if last != stream:
                 stream.wait_stream(last)
             _last_stream[self.device] = stream
-            for own, each in zip(self.inputs, given, strict=True):
-                own.copy_(each, non_blocking=True)
+            for own, new in zip(self.inputs, new_inputs, strict=True):
+                own.copy_(new, non_blocking=True)
             self.graph.replay()
             output = {k: cache if v is None else v.clone() for k, v in self.output.items()}
         for layer in counting_layers(cache):
@@ -74,9 +74,9 @@ class Step:
 
 
 def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
-    """The output of a call whose kernels are recorded, and not run.
+    """Record the kernels of a call in ``graph`` without running them, and return its output.
 
-    ``torch.cuda.graph`` is not used: it collects garbage and empties PyTorch's cache of memory.
+    ``torch.cuda.graph`` would collect garbage and empty PyTorch's memory cache at each capture.
     """
     import torch
 
@@ -100,7 +100,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
 
 @cached
 def _capturing_stream(device: Any) -> Any:
-    """One for all captures: cuBLAS takes 32 MiB for each stream, and keeps them."""
+    """One stream for all captures, because cuBLAS keeps 32 MiB for each stream."""
     import torch
 
     return torch.cuda.Stream(device)
@@ -108,7 +108,7 @@ def _capturing_stream(device: Any) -> Any:
 
 @contextmanager
 def _random_numbers_kept(device: Any) -> Iterator[None]:
-    """A capture that fails leaves PyTorch's generator as if it went on."""
+    """Restore PyTorch's generator after a failed capture, which leaves it in capture mode."""
     import torch
 
     state = torch.cuda.get_rng_state(device)
@@ -124,7 +124,7 @@ def _random_numbers_kept(device: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection may free memory of the GPU, which no capture allows."""
+    """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
     enabled = gc.isenabled()
     gc.disable()
     try:

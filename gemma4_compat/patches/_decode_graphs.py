@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: a step of one token is captured once, and replayed for each token.
+"""Captures the decode step of one token as a CUDA graph, and replays it for each token.
 
-A ``Decoding`` belongs to one model.  Its ``Version``s are what the model was when steps were
-captured (weights, adapters, settings).  Its ``Memory``s are the tensors of static caches; the
-``Step``s that write to them, the graphs, are kept with them.
+A ``Decoding`` belongs to one model.  Its ``Version``s describe the model (weights, adapters,
+settings) at the time of a capture.  Its ``Memory``s hold the tensors of static caches, and the
+``Step``s (the graphs) that write to them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ._streaming import captured, first_layers, why_not_streamed
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS = 3  # for a model: two adapters that take turns, and none
-_MEMORIES = 2  # that no cache uses, for a model
+_VERSIONS = 3  # per model: enough for two adapters that take turns, and no adapter
+_MEMORIES = 2  # free ones, per model
 _TOWERS = ("vision", "audio")
-#: what a decode step may be called with; all else is a prompt's, or a user's own
+#: The inputs of a decode step; any other input belongs to a prompt or to a user's own forward.
 _INPUTS = frozenset(
     {
         "input_ids", "position_ids", "attention_mask", "cache_position", "past_key_values",
         "use_cache", "return_dict", "logits_to_keep",
     }
 )  # fmt: skip
-#: what some releases pass in each step, and the model reads beside an image or sound alone
+#: Some releases pass these in each step; the model reads them only beside an image or sound.
 _OF_A_PROMPT = frozenset(
     {
         "image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask",
@@ -41,24 +41,24 @@ _OF_A_PROMPT = frozenset(
     }
 )  # fmt: skip
 
-#: kinds of devices that have CUDA graphs
+#: Device types that have CUDA graphs.
 CAPTURED_ON = ("cuda",)
 
 
 def decoding_of(model: Any) -> Decoding:
-    """What is kept for a model, from the first call on."""
+    """The ``Decoding`` of a model, created at the first call."""
     return attached(model, "_decoding", Decoding)  # type: ignore[no-any-return]
 
 
 def obstacle_of(model: Any) -> str | None:
-    """Why the decode steps of a model are not captured; ``None`` if they are."""
+    """The reason why the decode steps of a model are not captured; ``None`` if they are."""
     return _device_or_obstacle(model, _modules_of_a_step(model))[1]
 
 
 def forget() -> None:
     """Free the graphs of all models."""
-    for each in list(_all):
-        each.forget()
+    for decoding in list(_all):
+        decoding.forget()
 
 
 class Decoding(NotCopied):
@@ -68,7 +68,7 @@ class Decoding(NotCopied):
         self.lock = threading.RLock()
         self.versions: list[Version] = []
         self.memories: list[Memory] = []
-        self.said: set[str] = set()  # reasons that the user was given
+        self.warned: set[str] = set()  # the reasons of past warnings
         self.advised = False
         _all.add(self)
 
@@ -77,7 +77,7 @@ class Decoding(NotCopied):
             self.versions, self.memories = [], []
 
     def version(self, model: Any) -> Version:
-        """The model as it is now."""
+        """The version that describes the model as it is now."""
         environment = _environment()
         with self.lock:
             for version in self.versions:
@@ -85,7 +85,7 @@ class Decoding(NotCopied):
                 if change is None:
                     self.versions.remove(version)
                     break
-                logger.debug("decode steps of before are not used: %s changed", change)
+                logger.debug("captured decode steps are not used, because %s changed", change)
             else:
                 version = Version(model, environment)
             self.versions = [version, *self.versions][:_VERSIONS]
@@ -94,7 +94,7 @@ class Decoding(NotCopied):
             return version
 
     def memory_of(self, cache: Any) -> Memory:
-        """The memory that a cache uses."""
+        """The ``Memory`` of a cache; a new one if it has none yet."""
         with self.lock:
             for memory in self.memories:
                 if memory.used_by() is cache and memory.is_in(cache):
@@ -107,15 +107,15 @@ class Decoding(NotCopied):
             return memory
 
     def lend(self, cache: Any, batch_size: int) -> None:
-        """Have a new cache use the memory of one that is gone, if there is one like it.
+        """Lend a new cache free memory of the same size.
 
-        If there is none, what is free is freed: a longer cache may need the room.
+        Without such memory, drop all that is free, because a longer cache may need the space.
         """
         with self.lock:
             free = [memory for memory in self.memories if memory.is_free()]
             if not free or any(layer.is_initialized for layer in layers_of(cache)):
                 return
-            fitting = [each for each in free if each.fits(cache, batch_size)]
+            fitting = [memory for memory in free if memory.fits(cache, batch_size)]
             if fitting:
                 fitting[-1].lend_to(cache)
             else:
@@ -127,7 +127,7 @@ _all: weakref.WeakSet[Decoding] = weakref.WeakSet()
 
 
 class Version:
-    """A model as it was when steps were captured."""
+    """The state of a model at the time of a capture."""
 
     def __init__(self, model: Any, environment: Any) -> None:
         self.environment = environment
@@ -135,24 +135,24 @@ class Version:
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
-        self.warm: set[Any] = set()  # kinds of steps that ran
+        self.warm: set[Any] = set()  # the kinds of steps that ran eagerly before
         self.device, self.obstacle = _device_or_obstacle(model, modules)
 
     def change(self, environment: Any) -> str | None:
-        """What is not as it was; ``None`` if nothing changed."""
+        """What changed since, for a log message; ``None`` if nothing changed."""
         if environment != self.environment:
             return "a setting of PyTorch"
         return self.snapshot.change()
 
 
 class Decoder:
-    """What ``generate`` calls in place of the model, for the length of one call.
+    """Stands in for the model during one call of ``generate``.
 
-    It captures and replays steps of one token.  All else it passes on to the model.
+    Captures and replays steps of one token; passes every other call on to the model.
     """
 
-    def __init__(self, model: Any, say: Any) -> None:
-        self.model, self.say = model, say
+    def __init__(self, model: Any, warn: Any) -> None:
+        self.model, self.warn = model, warn
         self.decoding = decoding_of(model)
         self.version: Version | None = None
         self.obstacle: str | None = None
@@ -182,7 +182,7 @@ class Decoder:
                 self.obstacle = str(why)
                 if isinstance(why, CaptureFailed):
                     self.version.obstacle = self.obstacle
-        self.say(self.obstacle)
+        self.warn(self.obstacle)
         return self.model(**inputs)
 
     def _step(self, version: Version, cache: Any, inputs: dict[str, Any]) -> Any:
@@ -210,9 +210,9 @@ class Decoder:
 
 
 def _unknown_input(inputs: dict[str, Any]) -> str | None:
-    """Why a step with these inputs is not captured."""
+    """The reason why a step with these inputs is not captured; ``None`` if it is."""
     known = _INPUTS
-    if isinstance(inputs.get("attention_mask"), dict):  # masks that the prompt had its part in
+    if isinstance(inputs.get("attention_mask"), dict):  # the masks include those of the prompt
         known = known | _OF_A_PROMPT
     unknown = sorted(
         name for name, value in inputs.items() if name not in known and value is not None
@@ -229,7 +229,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _environment() -> tuple[Any, ...]:
-    """The settings of PyTorch that choose kernels."""
+    """The settings of PyTorch that decide which kernels run."""
     import torch
 
     cuda = torch.backends.cuda
@@ -250,25 +250,26 @@ def _environment() -> tuple[Any, ...]:
 
 
 def _modules_of_a_step(model: Any) -> dict[str, Any]:
-    """What a decode step runs, by name: all but the towers."""
+    """The modules that a decode step runs, by name: all but the towers."""
     return {name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS}
 
 
 def _device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | None]:
-    """The GPU that a step is captured on, or why it is not captured."""
+    """The GPU to capture on and ``None``, or ``None`` and the reason not to capture."""
     try:
         device = _device_of_a_step(modules)
-        _refuse_what_is_watched(model, modules)
+        _check_repeatable(model, modules)
     except NotCaptured as why:
         return None, str(why)
     return device, None
 
 
 def _device_of_a_step(modules: dict[str, Any]) -> Any:
-    """The GPU that all of these modules compute on.
+    """The one GPU that all of these modules compute on.
 
     Raises:
-        NotCaptured: there is no such GPU, or weights come to it for each forward.
+        NotCaptured: there is no such GPU, or accelerate copies weights to it in each forward, or
+            the CPU looks up rows of an embedding.
     """
     import torch
 
@@ -286,18 +287,19 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
                     raise NotCaptured(f"{name} is offloaded, and {why}")
                 devices.add(execution_device(module))
         elif getattr(in_place_of(hook), "nbytes", None) is None:
-            raise NotCaptured(f"the rows of {name} are looked up by the CPU")
+            raise NotCaptured(f"the CPU looks up the rows of {name}")
     if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
         named = " and ".join(sorted(map(str, devices)))
         raise NotCaptured(f"its decoder is on {named}, not on one GPU")
     return devices.pop()
 
 
-def _refuse_what_is_watched(model: Any, modules: dict[str, Any]) -> None:
-    """Refuse a model whose forward runs code of others, or that a graph would not repeat.
+def _check_repeatable(model: Any, modules: dict[str, Any]) -> None:
+    """Check that a graph repeats all that the forward does.
 
     Raises:
-        NotCaptured: why.
+        NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
+            layers with an outlier threshold.
     """
     from torch.nn.modules import module as nn_module
 
@@ -313,7 +315,7 @@ def _refuse_what_is_watched(model: Any, modules: dict[str, Any]) -> None:
         if getattr(state, "threshold", 0) and type(module).__name__ == "Linear8bitLt":
             raise NotCaptured(
                 "its 8-bit layers search their inputs for outliers, which needs the CPU in each "
-                "step; BitsAndBytesConfig(llm_int8_threshold=0) does without"
+                "step (BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
             )
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise NotCaptured("the model is compiled")

@@ -1,4 +1,4 @@
-"""Which tokens of one image attend to each other in sliding layers."""
+"""Masks for sliding layers that let the tokens of one image attend to each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def block_ids(token_types: Any) -> Any:
-    """The number of the image or video that each token is in, -1 outside: int64 [batch, length]."""
+    """For each token the index of its image or video, -1 outside: int64 [batch, length].
+
+    ``token_types``, [batch, length], is 1 in images and 2 in videos.
+    """
     import torch
 
     is_vision = (token_types == 1) | (token_types == 2)
@@ -17,9 +20,9 @@ def block_ids(token_types: Any) -> Any:
 
 
 def within_block_and_window(blocks: Any, window: int) -> Callable[..., Any]:
-    """A mask function: both tokens in one block, and the key not before the query's window.
+    """A mask function that is true if both tokens are in one block and within the window.
 
-    What comes after the last of ``blocks``, as in a static cache, is in none.
+    Positions after the end of ``blocks``, as in a static cache, are in no block.
     """
     import torch
 

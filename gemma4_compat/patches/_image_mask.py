@@ -1,4 +1,4 @@
-"""Making the mask of a static cache again, from the token types of the whole sequence."""
+"""Rebuilds the mask of a static cache from the token types of the whole sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..engine import Finding, broken, fixed
 
 
 def probe(model_class: Any) -> Finding:
-    """Have a mask made for two new tokens after two cached ones, and see what it is made from."""
+    """Prepare two new tokens after two cached ones, and check the token types of the mask."""
     import torch
     from transformers.cache_utils import PreTrainedConfig, StaticCache
 
@@ -20,7 +20,7 @@ def probe(model_class: Any) -> Finding:
         device = torch.device("cpu")
 
         def __init__(self) -> None:
-            pass  # no module at all
+            pass  # the method under test needs no modules
 
         @staticmethod
         def create_masks_for_generate(mm_token_type_ids: Any = None, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def probe(model_class: Any) -> Finding:
 
 
 def with_image_mask(original: Any) -> Any:
-    """``prepare_inputs_for_generation`` that makes the mask from the token types it returns."""
+    """``prepare_inputs_for_generation`` with the mask rebuilt from the returned token types."""
     import torch
     from transformers.cache_utils import Cache
 
@@ -63,12 +63,12 @@ def with_image_mask(original: Any) -> Any:
         tokens = inputs.get("inputs_embeds")
         tokens = inputs["input_ids"] if tokens is None else tokens
         masks = {}
-        # transformers 5.13 to 5.16 size the mask of sliding layers by a layer of the other kind:
-        # let each be made for a cache that has one kind.
+        # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
+        # is made with a cache that has layers of one kind only.
         for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
             masks[name] = self.create_masks_for_generate(
                 config=self.config,
-                # of which only shape, dtype and device are read
+                # create_masks_for_generate reads only its shape, dtype and device
                 inputs_embeds=torch.empty(
                     (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
                 ),
@@ -85,18 +85,18 @@ def with_image_mask(original: Any) -> Any:
 
 
 def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
-    """The layers of a cache by the name of their mask."""
-    found: dict[str, list[Any]] = {}
+    """The layers of a cache, by the name of their mask."""
+    by_mask: dict[str, list[Any]] = {}
     for layer in cache.layers:
         if not hasattr(layer, "is_sliding"):
-            continue  # stands for one that shares the keys and values of another
+            continue  # a placeholder: this layer shares the keys and values of another
         name = "sliding_attention" if layer.is_sliding else "full_attention"
-        found.setdefault(name, []).append(layer)
-    return found
+        by_mask.setdefault(name, []).append(layer)
+    return by_mask
 
 
 def _has_bidirectional_images(config: Any, types: Any) -> bool:
-    """Whether there are images, or videos, whose tokens attend in both directions."""
+    """Whether the tokens of an image or video attend in both directions."""
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
         return False
     return bool(((types == 1) | (types == 2)).any())

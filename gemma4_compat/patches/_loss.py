@@ -1,4 +1,7 @@
-"""The number of tokens of a whole step, on its way from Trainer to the loss of a model."""
+"""Passes ``num_items_in_batch`` from Trainer to the loss of a model.
+
+It is the number of tokens in a whole optimizer step, over all micro batches.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ._code import loads
 
 logger = logging.getLogger(__name__)
 
-#: whose loss is a mean by default, and a sum divided by the number where it is given one
+#: Their loss is a mean by default, and a sum divided by ``num_items_in_batch`` if that is given.
 _MODELS = {
     f"transformers.models.{package}.modeling_{package}.{name}ForConditionalGeneration"
     for package, name in (
@@ -29,7 +32,10 @@ _NUMBER = "num_items_in_batch"
 
 
 def known_class(trainer: Any) -> Any:
-    """The class above that a trainer's model is of, unless the model's forward drops the number."""
+    """The class in ``_MODELS`` of a trainer's model.
+
+    ``None`` if there is none, or if the model has its own forward, which drops the number.
+    """
     model = _model(trainer)
     for cls in type(model).__mro__:
         if f"{cls.__module__}.{cls.__qualname__}" in _MODELS:
@@ -40,7 +46,7 @@ def known_class(trainer: Any) -> Any:
 
 
 def is_declared_by(trainer: Any, known: type) -> bool:
-    """Whether it is this class, no subclass and no instance, that says what the model accepts."""
+    """Whether ``accepts_loss_kwargs`` is set by this class, not by a subclass or the instance."""
     model = _model(trainer)
     if _FLAG in vars(model):
         return False
@@ -48,10 +54,13 @@ def is_declared_by(trainer: Any, known: type) -> bool:
 
 
 def arrives(trainer: Any) -> bool:
-    """Whether the number that Trainer counts would reach the loss; warns where it would not."""
+    """Whether the number that Trainer counts reaches the loss.
+
+    Warns if a ``compute_loss`` drops it while gradients are accumulated.
+    """
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and parallel.sp_backend == "deepspeed" and parallel.sp_enabled:
-        return False  # counts for itself
+        return False  # DeepSpeed's sequence parallelism counts tokens itself
     smoother = trainer.label_smoother
     if smoother is not None and _NUMBER not in signature(smoother.__call__).parameters:
         return False
@@ -59,15 +68,18 @@ def arrives(trainer: Any) -> bool:
     if owners and trainer.args.gradient_accumulation_steps > 1:
         logger.warning(
             "%s.compute_loss does not use num_items_in_batch, so each micro batch has the same "
-            "weight, however many tokens it has; to weigh tokens alike, take the parameter "
-            "num_items_in_batch and pass it on to super().compute_loss, or divide by it",
+            "weight, however many tokens it has.  To give each token the same weight, pass "
+            "num_items_in_batch on to super().compute_loss, or divide the summed loss by it.",
             owners[0],
         )
     return not owners
 
 
 def with_predicted_labels(batch: Any, known: type) -> Any:
-    """The batch with those labels alone that a token predicts and the loss counts."""
+    """The batch with only the labels that the loss counts, for Trainer to count them.
+
+    The first label of each row has no token before it that could predict it.
+    """
     labels, shifted = batch["labels"], batch.get("shift_labels")
     if _leaves_out_padding(known):
         labels = _without_padding(labels, batch.get("attention_mask"))
@@ -83,7 +95,7 @@ def _model(trainer: Any) -> Any:
 
 
 def _losses_without_the_number(trainer: Any) -> list[str]:
-    """Whose ``compute_loss``, other than Trainer's, does not use the number."""
+    """The classes whose own ``compute_loss`` does not use the number."""
     from transformers.trainer import Trainer
 
     mro = type(trainer).__mro__
@@ -104,20 +116,20 @@ def _uses_number(function: Any) -> bool:
     return code is not None and loads(code, _NUMBER)
 
 
-# -- the forward of transformers 5.5, which computes a mean by itself ------------------------------
+# -- the forward of transformers 5.5, which always computes a mean ---------------------------------
 
 
 def probe(model: Any) -> Finding:
-    """Look whether the forward of this class computes a mean by itself."""
+    """Check whether the forward of this class always computes a mean."""
     if _leaves_out_padding(model):
         return broken()
     if "loss_function" in unwrap(model.forward).__code__.co_names:
-        return fixed("the loss is the one that takes num_items_in_batch")
+        return fixed("the forward uses loss_function, which takes num_items_in_batch")
     return drifted(f"{model.__name__}.forward computes its loss in another way")
 
 
 def with_number(original: Any) -> Any:
-    """A forward whose loss is a sum divided by ``num_items_in_batch``, where it is given one."""
+    """A forward whose loss is a sum divided by ``num_items_in_batch``, if that is given."""
 
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +137,7 @@ def with_number(original: Any) -> Any:
         if labels is None or number is None:
             return original(self, *args, **kwargs)
         output = original(self, *args, **{**kwargs, "labels": None, "return_dict": True})
-        logits = output.logits.float()  # as where the labels are given
+        logits = output.logits.float()  # as upstream's forward does with labels
         loss = self.loss_function(
             logits,
             _without_padding(labels, kwargs.get("attention_mask")),
@@ -141,9 +153,9 @@ def with_number(original: Any) -> Any:
 
 
 def without_second_division(name: str) -> Any:
-    """``Trainer.__init__`` that keeps accelerate from dividing the loss of models of this class.
+    """``Trainer.__init__`` that stops accelerate from dividing the loss of models of this class.
 
-    Until transformers 5.5.3 accelerate divides by the number of micro batches, and so does Trainer.
+    Until transformers 5.5.3, accelerate and Trainer both divide by the number of micro batches.
     """
 
     def factory(original: Any) -> Any:
@@ -162,14 +174,14 @@ def without_second_division(name: str) -> Any:
 
 
 def _leaves_out_padding(model: Any) -> bool:
-    """Whether the loss leaves out what the attention mask does, whatever the labels say."""
+    """Whether the loss ignores the positions that the attention mask excludes."""
     return "CrossEntropyLoss" in unwrap(model.forward).__code__.co_names
 
 
 def _without_padding(labels: Any, mask: Any) -> Any:
-    """The labels [batch, length], those of padding as -100."""
+    """The labels [batch, length] with -100 at padding."""
     if getattr(mask, "ndim", 0) != 2 or mask.shape[1] < labels.shape[1]:
         return labels
-    # Prefix tuning makes the mask longer.
+    # Prefix tuning puts virtual tokens in front of the mask.
     mask = mask[:, mask.shape[1] - labels.shape[1] :]
     return labels.masked_fill(mask.to(labels.device) == 0, -100)

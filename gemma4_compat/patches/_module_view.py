@@ -6,10 +6,10 @@ from typing import Any
 
 
 class View:
-    """Reads from ``module``, but for the attributes given here.
+    """Has these attributes; reads every other attribute from ``module``.
 
     Pass it where a forward expects the module, also as ``self``.  The module itself does not
-    change, so that other threads can be in its forward.
+    change, so other threads can run its forward at the same time.
     """
 
     def __init__(self, module: Any, **attributes: Any) -> None:

@@ -1,4 +1,4 @@
-"""Further names for the tensors that transformers' own ``load_adapter`` loads."""
+"""Additional weight renamings for transformers' own ``load_adapter``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ._shadow import shadowed
 
 @contextmanager
 def loading_with(model: Any, renamings: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Load with these ``WeightRenaming`` besides; asked for when the adapter is in the model."""
+    """Let ``model.load_adapter`` use additional ``WeightRenaming`` objects.
+
+    ``renamings`` is called when the adapter's modules are in the model.
+    """
     load = model._load_pretrained_model
 
     @wraps(load)

@@ -1,4 +1,4 @@
-"""What belongs to one process and one model: a copy or a pickle of the model goes without it."""
+"""Attributes of one model in one process, which a copy or a pickle of the model does not have."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ _attaching = threading.Lock()
 
 
 class NotCopied:
-    """``None`` in a deep copy and in a pickle, which then do not name this package."""
+    """Becomes ``None`` in a deep copy and in a pickle, so that neither needs this package."""
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 def attached(owner: Any, name: str, make: Callable[[], Any]) -> Any:
-    """The attribute of this name, made at the first call; a copy of the owner gets its own."""
+    """The attribute ``name``, created by ``make`` at the first call.
+
+    A copy of the owner gets its own.
+    """
     own = vars(owner)
     if own.get(name) is None:
         with _attaching:

@@ -1,4 +1,4 @@
-"""Loading an offloaded module for a while, and reading the map by where modules execute."""
+"""Onloads offloaded modules temporarily, and gives the device map of execution devices."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
 from ._shadow import shadowed
 
-#: How many rows of a weight are compared at a time.
+#: The number of rows of a weight to compare at a time.
 _ROWS = 8192
 
 
 def onload(module: Any, *inputs: Any) -> Any | None:
-    """Load an offloaded module's weights, as its hook does before a forward with these inputs.
+    """Onload a module's weights, as its hook does before a forward with these inputs.
 
-    Returns the hook, for ``offload``; ``None`` where there is nothing to load.  Until then the hook
-    leaves the weights alone, so the module may run, or be loaded again, in between.
+    Returns the hook, to pass to ``offload``, or ``None`` if the module is not offloaded.  Until
+    ``offload``, the hook does nothing, so the module may run or be onloaded again in between.
     """
     hook = offload_hook(module)
     if hook is not None:
@@ -29,10 +29,10 @@ def onload(module: Any, *inputs: Any) -> Any | None:
 def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
     """Undo ``onload``.
 
-    With ``keep_changes``, the weights as they are now are what the hook loads from now on.
+    With ``keep_changes``, the hook loads the weights in their present state from now on.
     """
     hook.offload = True
-    if hook not in hooks_of(module):  # removed or replaced meanwhile: the weights are no longer its
+    if hook not in hooks_of(module):  # the hook was removed or replaced meanwhile
         return
     if keep_changes:
         _keep(hook, module)
@@ -41,9 +41,10 @@ def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
 
 @contextmanager
 def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
-    """Have the weights of offloaded modules on their execution devices, as during a forward.
+    """Onload modules to their execution devices for the length of the block.
 
-    With ``keep_changes``, what the block makes of the weights is what is loaded from now on.
+    With ``keep_changes``, the changes that the block makes to the weights are kept, unless the
+    block raises.
     """
     loaded: list[tuple[Any, Any]] = []
     try:
@@ -61,27 +62,27 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
 
 
 def has_changed(module: Any, hook: Any) -> bool:
-    """Whether floating-point weights that a hook has loaded are not those that it loads any more.
+    """Whether onloaded floating-point weights differ from the weights that the hook stores.
 
-    What quantised weights hold may be laid out anew for the device that they are on.
+    Quantised weights are not compared, because their layout may depend on their device.
     """
     import torch
 
     for name, parameter in module.named_parameters(recurse=hook.place_submodules):
         if type(parameter) is torch.nn.Parameter:
-            resting = hook.weights_map[name]
-            if resting.shape != parameter.shape:
+            stored = hook.weights_map[name]
+            if stored.shape != parameter.shape:
                 return True
-            pairs = zip(parameter.detach().split(_ROWS), resting.split(_ROWS), strict=True)
-            if not all(torch.equal(part, rest.to(part.device)) for part, rest in pairs):
+            pairs = zip(parameter.detach().split(_ROWS), stored.split(_ROWS), strict=True)
+            if not all(torch.equal(rows, other.to(rows.device)) for rows, other in pairs):
                 return True
     return False
 
 
 def _keep(hook: Any, module: Any) -> None:
-    """Have a hook load a module's weights as they are now.
+    """Make a hook load a module's weights in their present state from now on.
 
-    Weights in host memory are overwritten, for other modules may be tied to them.
+    Weights in host memory are overwritten in place, because other modules may be tied to them.
     """
     import torch
     from accelerate.utils import named_module_tensors
@@ -97,27 +98,27 @@ def _keep(hook: Any, module: Any) -> None:
         statistics = getattr(tensor, "SCB", None)
         if statistics is not None:  # the row statistics of an 8-bit weight
             values[name.replace("weight", "SCB")] = statistics.cpu()
-    resting: dict[str, Any] = {name: host_tensor(hook.weights_map, name) for name in values}
-    if any(not _takes(resting[name], value) for name, value in values.items()):
+    stored: dict[str, Any] = {name: host_tensor(hook.weights_map, name) for name in values}
+    if any(not _can_hold(stored[name], value) for name, value in values.items()):
         hook.weights_map = values
         return
     with torch.no_grad():
         for name, value in values.items():
-            if resting[name].data_ptr() != value.data_ptr():
-                resting[name].copy_(value)
+            if stored[name].data_ptr() != value.data_ptr():
+                stored[name].copy_(value)
 
 
-def _takes(resting: Any | None, value: Any) -> bool:
-    return resting is not None and (resting.shape, resting.dtype) == (value.shape, value.dtype)
+def _can_hold(stored: Any | None, value: Any) -> bool:
+    return stored is not None and (stored.shape, stored.dtype) == (value.shape, value.dtype)
 
 
 @contextmanager
 def executing_map(model: Any) -> Iterator[dict[str, Any]]:
-    """Let ``hf_device_map`` say where modules *execute*, in place of where their weights rest.
+    """Replace ``hf_device_map`` by a map of execution devices for the length of the block.
 
-    Code that reads "cpu" or "disk" off the map dispatches or loads as if the offloaded modules
-    computed there.  ``torch.device("cpu")``, which is not equal to ``"cpu"``, stands for modules
-    that really do.
+    Code that reads "cpu" or "disk" in the map dispatches or loads as if offloaded modules computed
+    there.  Modules that do compute on the CPU have ``torch.device("cpu")``, which is not equal to
+    ``"cpu"``.  Yields the map; an empty one if no part of the model was dispatched.
     """
     import torch
 
@@ -128,15 +129,15 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     executing = {}
     for name, device in base.hf_device_map.items():
         if device in ("cpu", "disk"):
-            # Maps may name modules that the model does not have; accelerate ignores those.
+            # A map may name modules that the model does not have; accelerate ignores them.
             inside = (m for n, m in base.named_modules() if n == name or n.startswith(f"{name}."))
-            found = (execution_device(module) for module in inside)
-            device = next((d for d in found if d is not None), torch.device("cpu"))
+            devices = (execution_device(module) for module in inside)
+            device = next((d for d in devices if d is not None), torch.device("cpu"))
         executing[name] = device
     with shadowed(base, hf_device_map=executing):
         yield executing
 
 
 def is_dispatched(model: Any) -> bool:
-    """Whether the model, or the base model in it, was placed by a device map."""
+    """Whether the model, or its base model, was dispatched with a device map."""
     return placed_model(model) is not None

@@ -1,4 +1,4 @@
-"""Host memory that is page-locked, and that a GPU reads where it is."""
+"""Page-locked host memory, which a GPU can read in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._not_copied import NotCopied, attached
 
 logger = logging.getLogger(__name__)
 
-#: Only there has registered host memory one address for both, CPU and GPU.
+#: Only on Linux does registered host memory have the same address on the CPU and the GPU.
 _READABLE_IN_PLACE = sys.platform == "linux"
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
@@ -25,7 +25,10 @@ _locked = 0  # bytes
 
 
 def page_lock(memory: Any, device: Any = None) -> bool:
-    """Page-lock the memory of a tensor until this tensor object dies; whether that succeeded."""
+    """Page-lock the memory of a tensor for the life of this tensor object.
+
+    Returns ``False`` without CUDA, beyond the limit, or if the system refuses.
+    """
     import torch
 
     nbytes = memory.nbytes
@@ -36,7 +39,7 @@ def page_lock(memory: Any, device: Any = None) -> bool:
         arguments = (memory.data_ptr(), nbytes, _PORTABLE_AND_MAPPED)
         if int(cuda.cudaHostRegister(*arguments)) != 0:
             _take(-nbytes)
-            # CUDA keeps the error for whoever asks next, which is the next kernel.
+            # CUDA reports the error again at the next kernel: run one, and ignore the error.
             with suppress(RuntimeError):
                 torch.zeros((), device="cuda")
             return False
@@ -54,7 +57,7 @@ def _unlock(pointer: int, nbytes: int, device: Any) -> None:
 
 
 def _take(nbytes: int) -> bool:
-    """Count page-locked memory, if the limit allows as much."""
+    """Add to the count of page-locked memory; ``False`` if that exceeds the limit."""
     global _locked
     with _counting:
         if nbytes > 0 and _locked + nbytes > page_locked_limit():
@@ -66,13 +69,13 @@ def _take(nbytes: int) -> bool:
 class InPlace(NotCopied):
     """A table in host memory as a tensor on a GPU, which reads it in place.
 
-    The memory is page-locked at the first lookup that records no graph, and until this object and
-    what it gave out are gone.
+    The first lookup outside autograd page-locks the memory.  It stays page-locked as long as this
+    object, or a tensor that it returned, is alive.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._key: Any = None  # of the table that was tried
+        self._key: Any = None  # identifies the latest table, readable or not
         self._view: Any = None
 
     def on(self, table: Any, device: Any) -> Any | None:
@@ -90,14 +93,14 @@ class InPlace(NotCopied):
 
     @property
     def nbytes(self) -> int | None:
-        """How much memory is page-locked, in bytes; ``None`` where that was tried in vain."""
+        """Page-locked bytes; 0 before the first lookup, ``None`` if the GPU cannot read them."""
         if self._view is None:
             return 0 if self._key is None else None
         return int(self._view.nbytes)
 
 
 def in_place_of(hook: Any) -> InPlace | None:
-    """What reads the weight that a hook offloads in place; ``None`` if it is not in memory."""
+    """The in-place reader of the weight that a hook offloads; ``None`` if it is on disk."""
     if host_tensor(hook.weights_map, "weight") is None:
         return None
     return attached(hook, "_in_place", InPlace)  # type: ignore[no-any-return]
@@ -111,16 +114,16 @@ def _readable(table: Any, device: Any) -> Any | None:
     with torch.inference_mode(mode=False), torch.no_grad():
         locked = table.detach()
         if not (_READABLE_IN_PLACE and page_lock(locked, device)):
-            _say_pageable(table.nbytes)
+            _warn_pageable(table.nbytes)
             return None
-        seen = torch.as_tensor(_OnGpu(locked))
-        if seen.device != device:
+        on_gpu = torch.as_tensor(_OnGpu(locked))
+        if on_gpu.device != device:
             return None
-        return seen.view(table.dtype).view(table.shape)
+        return on_gpu.view(table.dtype).view(table.shape)
 
 
 class _OnGpu:
-    """Page-locked memory, for ``torch.as_tensor``: the tensor keeps this object alive."""
+    """Page-locked memory for ``torch.as_tensor``, whose result keeps this object alive."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -134,7 +137,7 @@ class _OnGpu:
 
 
 @cache
-def _say_pageable(size: int) -> None:
+def _warn_pageable(size: int) -> None:
     logger.warning(
         "%.1f GiB of embeddings on the CPU cannot be page-locked, so the GPU cannot read them in "
         "place.  Each lookup waits for the CPU, and decode steps are not captured as CUDA graphs.",
@@ -143,6 +146,6 @@ def _say_pageable(size: int) -> None:
 
 
 def nbytes_in_place(hook: Any) -> int:
-    """How much of what a hook offloads is page-locked and read in place, in bytes."""
+    """Bytes of a hook's offloaded weight that are page-locked and read in place."""
     in_place: InPlace | None = vars(hook).get("_in_place")
     return 0 if in_place is None else in_place.nbytes or 0

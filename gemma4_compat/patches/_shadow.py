@@ -1,4 +1,4 @@
-"""Give one object other attributes, or fewer, for the length of a ``with`` block."""
+"""Replaces or removes attributes of one object for the length of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _ABSENT = object()
 
 @contextmanager
 def shadowed(instance: Any, **attributes: Any) -> Iterator[None]:
-    """Shadow class attributes, or replace instance attributes, of this one instance.
+    """Set attributes of this instance; restore the old ones, or the class's, at the end.
 
-    Writes to ``vars(instance)`` so that neither properties nor ``nn.Module.__setattr__`` see it.
+    Writes to ``vars(instance)``, past properties and ``nn.Module.__setattr__``.
     """
     own = vars(instance)
     before = {name: own.get(name, _ABSENT) for name in attributes}
@@ -30,7 +30,7 @@ def shadowed(instance: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def hidden(instance: Any, *attributes: str) -> Iterator[None]:
-    """Take attributes that this instance has of its own away."""
+    """Remove attributes from ``vars(instance)``, so that those of the class apply."""
     own = vars(instance)
     before = {name: own.pop(name) for name in attributes if name in own}
     try:

@@ -1,7 +1,7 @@
-"""Whether a model is still what it was: the same modules, tensors at the same addresses, settings.
+"""Detects changes of a model's modules, tensor addresses and settings.
 
-A CUDA graph repeats kernels on addresses.  It does not see a replaced weight, another active
-adapter, or a changed scaling.
+A CUDA graph repeats kernels on fixed addresses.  It does not notice a replaced weight, another
+active adapter, or a changed scaling.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from ..model.hooks import offload_hook
 from ._streaming import streamed_tensors
 
-#: compared by value
+#: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-#: of ``vars(module)``: what is compared otherwise, what no forward reads, what ``generate`` writes
+#: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
+#: ``generate`` writes.
 _LEFT_OUT = frozenset(
     {
         "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",
@@ -32,33 +33,33 @@ _LEFT_OUT = frozenset(
 
 
 class Snapshot:
-    """What a forward of these modules depends on, besides the values of tensors.
+    """All that a forward of these modules depends on, except the values of tensors.
 
     Args:
-        modules: ``nn.Module`` objects; those in them are not looked into.
-        others: objects with settings, say a config.
+        modules: ``nn.Module`` objects; their submodules are not included.
+        others: objects with settings, such as a config.
     """
 
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         self._modules = [_Module(module) for module in modules]
-        self._others = [(each, _frozen(vars(each))) for each in others]
+        self._others = [(other, _frozen(vars(other))) for other in others]
 
     def change(self) -> str | None:
-        """What is not as it was, for people; ``None`` if nothing changed."""
+        """What changed since, for a log message; ``None`` if nothing changed."""
         for module in self._modules:
             change = module.change()
             if change is not None:
                 return change
-        for each, frozen in self._others:
-            if not _same(_frozen(vars(each)), frozen):
-                return f"a setting of {type(each).__name__}"
+        for other, frozen in self._others:
+            if not _same(_frozen(vars(other)), frozen):
+                return f"a setting of {type(other).__name__}"
         return None
 
 
 class _Module:
-    """One module.  It is not kept alive, nor are its tensors.
+    """The state of one module.  It keeps neither the module nor its tensors alive.
 
-    Thousands of these are compared before a generation: hence the fast paths.
+    The fast paths are for speed: thousands of modules are compared before each generation.
     """
 
     __slots__ = (
@@ -69,7 +70,7 @@ class _Module:
         own = vars(module)
         self.module = weakref.ref(module)
         self.names = _names(own)
-        self.get = itemgetter(*self.names)  # several: there are always the hooks
+        self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
         self.values = self.get(own)
         self.count = len(own)
         self.containers = [
@@ -86,10 +87,10 @@ class _Module:
     def change(self) -> str | None:
         module = self.module()
         if module is None:
-            return "a module that is gone"
+            return "the set of modules"
         own = vars(module)
         what = self._changed_setting(own) or self._changed_tensor(_tensors(module))
-        if what is None and not self._children_hold(own):
+        if what is None and not self._has_same_children(own):
             what = "modules"
         return None if what is None else f"{what} of a {type(module).__name__}"
 
@@ -101,22 +102,22 @@ class _Module:
         except KeyError as error:
             return str(error)
         if not all(map(is_, values, self.values)):
-            for name, ours, theirs in zip(self.names, values, self.values, strict=True):
-                if not _same(ours, theirs):
+            for name, new, old in zip(self.names, values, self.values, strict=True):
+                if not _same(new, old):
                     return name
         for number, flat, frozen in self.containers:
             value = values[number]
             if not value and not frozen:
                 continue
             if flat is not None and len(flat) == len(value):
-                held = value.values() if isinstance(value, dict) else value
-                if all(map(is_, held, flat)):
+                items = value.values() if isinstance(value, dict) else value
+                if all(map(is_, items, flat)):
                     continue
             if not _same(_frozen(value), frozen):
                 return self.names[number]
         return None
 
-    def _children_hold(self, own: Any) -> bool:
+    def _has_same_children(self, own: Any) -> bool:
         children = _present(own["_modules"])
         return len(children) == len(self.children) and all(
             ref() is child for ref, child in zip(self.children, children, strict=True)
@@ -135,7 +136,7 @@ class _Module:
 
 
 def own_tensors(module: Any) -> list[Any]:
-    """The parameters and buffers of a module, without those of modules in it."""
+    """The parameters and buffers of a module, without those of its submodules."""
     return _present(module._parameters) + _present(module._buffers)
 
 
@@ -148,29 +149,29 @@ def _present(entries: Any) -> list[Any]:
 
 
 def _tensors(module: Any) -> list[Any]:
-    """Its own, and those that it gets copies of."""
+    """The tensors of a module, and the host tensors that are copied for its forward."""
     own = vars(module)
     hook = offload_hook(module) if "_hf_hook" in own else None
     if hook is None:
         return own_tensors(module)
     streamed = streamed_tensors(hook)
-    # An offloaded embedding has others for the time of a lookup.
+    # An offloaded embedding has other parameters during each lookup.
     return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
 
 
 def _state_addresses(tensor: Any) -> Iterator[int]:
-    """Where the statistics of a quantised tensor are."""
+    """The addresses of the statistics of a quantised tensor."""
     for name in ("quant_state", "CB", "SCB"):
-        held = getattr(tensor, name, None)
-        if held is not None:
-            yield from _addresses_in(held)
+        state = getattr(tensor, name, None)
+        if state is not None:
+            yield from _addresses_in(state)
 
 
-def _addresses_in(held: Any) -> Iterator[int]:
-    if hasattr(held, "data_ptr"):
-        yield held.data_ptr()
+def _addresses_in(state: Any) -> Iterator[int]:
+    if hasattr(state, "data_ptr"):
+        yield state.data_ptr()
         return
-    for name, value in vars(held).items():
+    for name, value in vars(state).items():
         if hasattr(value, "data_ptr"):
             yield value.data_ptr()
         elif name == "state2" and value is not None:  # the statistics are quantised too
@@ -178,26 +179,26 @@ def _addresses_in(held: Any) -> Iterator[int]:
 
 
 def _flat(container: Any) -> Any | None:
-    """The values of a dict or the items of a list, if there are no containers among them."""
+    """The values of a dict or the items of a list; ``None`` if any of them is a container."""
     values = tuple(container.values()) if isinstance(container, dict) else tuple(container)
     return None if any(isinstance(value, _CONTAINERS) for value in values) else values
 
 
 def _frozen(container: Any) -> tuple[Any, ...]:
-    """The contents of a dict, list or set, and of those in it."""
+    """The contents of a dict, list or set as nested tuples."""
     entries = container
     if isinstance(container, dict):
-        entries = (each for item in container.items() for each in item)
-    return tuple(_frozen(each) if isinstance(each, _CONTAINERS) else each for each in entries)
+        entries = (entry for item in container.items() for entry in item)
+    return tuple(_frozen(entry) if isinstance(entry, _CONTAINERS) else entry for entry in entries)
 
 
-def _same(ours: Any, theirs: Any) -> bool:
-    if ours is theirs:
+def _same(new: Any, old: Any) -> bool:
+    if new is old:
         return True
-    if type(ours) is not type(theirs):
+    if type(new) is not type(old):
         return False
-    if isinstance(ours, _CONTAINERS):
-        ours, theirs = _frozen(ours), _frozen(theirs)
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    # Bound methods are made anew at each access.
-    return (isinstance(ours, _PLAIN) or callable(ours)) and bool(ours == theirs)
+    if isinstance(new, _CONTAINERS):
+        new, old = _frozen(new), _frozen(old)
+        return len(new) == len(old) and all(map(_same, new, old))
+    # Python makes a new bound method at each access, so callables are compared with ==.
+    return (isinstance(new, _PLAIN) or callable(new)) and bool(new == old)

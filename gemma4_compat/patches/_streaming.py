@@ -1,7 +1,7 @@
-"""Sending the offloaded modules of a layer to their device in one copy, ahead of time.
+"""Copies the offloaded modules of a layer to their execution device in one block, ahead of time.
 
-A ``Dispatch`` holds the layers that one dispatch of a model offloads, a ``Layer`` the block of host
-memory with its tensors, a ``Part`` one module in it, a ``Piece`` one tensor.
+A ``Dispatch`` holds the layers that one dispatch of a model offloads.  A ``Layer`` holds the block
+of host memory with its tensors, a ``Part`` one module of the layer, and a ``Piece`` one tensor.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ._page_locked import page_lock
 
 logger = logging.getLogger(__name__)
 
-#: Kinds of devices that copy from page-locked memory by themselves.
+#: Device types that can copy from page-locked memory while the CPU does other work.
 STREAMED_TO = ("cuda",)
 
-#: Unquantised and 8-bit layers are sent in blocks in these models only: three of them may need more
-#: of the GPU than single tensors.
+#: Only these models have unquantised and 8-bit layers copied in blocks, because three such blocks
+#: may need more GPU memory than single tensors.
 _MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
 
-#: How many layers are on their way while one computes.
+#: How many layers are copied ahead while one computes.
 _AHEAD = 2
 
-#: Where the tensors of a block begin, in bytes: as PyTorch's allocator aligns them.
+#: Alignment of the tensors in a block, in bytes; the same as that of PyTorch's allocator.
 _ALIGNMENT = 512
 
-_PART = "_streamed_part"  # a hook's attribute
-_ITSELF = ""
-_SCALES = "SCB"  # of an 8-bit weight
+_PART = "_streamed_part"  # attribute of a hook
+_ITSELF = ""  # key of the parameter's own tensor, beside those of its quant state
+_SCALES = "SCB"  # key of the row scales of an 8-bit weight
 
 
 def add(hook: Any, module: Any) -> None:
-    """Note a module that a hook offloads, if its tensors are in host memory."""
+    """Register a module that a hook offloads, if its tensors are in host memory."""
     import torch
 
-    if isinstance(module, torch.nn.Embedding):  # only some rows of it are needed
+    if isinstance(module, torch.nn.Embedding):  # a forward needs only some of its rows
         return
     tensors = host_tensors(hook.weights_map) if hasattr(hook.weights_map, "dataset") else None
     if hook.offload and not hook.place_submodules and tensors is not None:
@@ -54,15 +54,15 @@ def add(hook: Any, module: Any) -> None:
 
 
 def part_of(hook: Any) -> Part | None:
-    """What a hook offloads, if it is sent with its layer."""
+    """The ``Part`` of a hook; ``None`` if the hook's module is not copied with its layer."""
     part: Part | None = vars(hook).get(_PART) if hook.offload else None
     return part
 
 
 def why_not_streamed(hook: Any, module: Any) -> str | None:
-    """Why a GPU does not copy the weights of an offloaded module by itself; ``None`` if it does.
+    """Why the copies of an offloaded module's weights need the CPU; ``None`` if they do not.
 
-    Before the first forward it is what is to be expected.
+    Before the first forward, the answer is a forecast.
     """
     import torch
 
@@ -79,34 +79,35 @@ def why_not_streamed(hook: Any, module: Any) -> str | None:
 
 
 def streamed_tensors(hook: Any) -> list[Any]:
-    """The tensors in host memory that a hook's module is given copies of."""
+    """The tensors in host memory that are copied for the forward of a hook's module."""
     part = part_of(hook)
     if part is None:
         return []
-    found = (part.host_tensors.get(part.prefix + name) for name in part.pieces)
-    return [tensor for tensor in found if tensor is not None]
+    tensors = (part.host_tensors.get(part.prefix + name) for name in part.pieces)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def streamed_layers(modules: Iterable[Any]) -> list[Layer]:
-    """The layers of these modules that are sent in blocks: none before the first forward."""
+    """The layers of these modules that are copied in blocks; empty before the first forward."""
     parts = map(part_of, offload_hooks(modules))
     layers = (part.layer for part in parts if part is not None and part.layer.host is not None)
     return list(dict.fromkeys(layers))
 
 
 def first_layers(modules: Iterable[Any]) -> list[Layer]:
-    """Of each dispatch the first of these layers."""
-    found: dict[Dispatch, Layer] = {}
+    """The first streamed layer of each dispatch in these modules."""
+    first: dict[Dispatch, Layer] = {}
     for layer in streamed_layers(modules):
-        found.setdefault(layer.dispatch, layer)
-    return list(found.values())
+        first.setdefault(layer.dispatch, layer)
+    return list(first.values())
 
 
 @contextmanager
 def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
-    """A block that captures a CUDA graph, and calls the result when the capture has begun.
+    """A context in which to capture a CUDA graph; call the yielded function in the capture.
 
-    The graph's copies are its own: none of before takes part, and none is to be waited for later.
+    The graph includes its own copies: no earlier copy is part of it, and no later forward waits
+    for a copy that was only recorded.
     """
 
     def send_ahead() -> None:
@@ -123,17 +124,17 @@ def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
 
 
 class Dispatch(NotCopied):
-    """The layers of one dispatch."""
+    """The layers that one dispatch of a model offloads."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors  # what is offloaded, by name
+        self.tensors = tensors  # the offloaded tensors, by name
         self.layers: dict[str, Layer] = {}
         self.current: Layer | None = None
-        self.sent: list[Layer] = []  # that are on their device, or on their way
-        self.ahead = True  # there is room for layers that are sent ahead
+        self.sent: list[Layer] = []  # layers whose copies to the device have started or ended
+        self.ahead = True  # the device has memory for layers that are copied ahead
 
     def add(self, hook: Any, module: Any) -> None:
-        """Note an offloaded module, if it is in a layer: ``layers.3`` of ``layers.3.mlp.norm``."""
+        """Register an offloaded module if it is in a layer, as ``layers.3.mlp`` is."""
         names = hook.weights_map.prefix.rstrip(".").split(".")
         number = next((i for i, name in enumerate(names) if name.isdigit()), None)
         if number is None:
@@ -149,10 +150,10 @@ class Dispatch(NotCopied):
         setattr(hook, _PART, part)
 
     def enter(self, layer: Layer) -> None:
-        """Have a layer on its device, and none but the next ones beside it.
+        """Copy a layer and the next ones to the device; release all others.
 
-        While a graph of gradients is recorded nothing is sent ahead: checkpointing runs layers
-        backwards.
+        With gradients enabled, nothing is copied ahead, because checkpointing runs the layers in
+        reverse order.
         """
         import torch
 
@@ -163,7 +164,7 @@ class Dispatch(NotCopied):
         self.send([layer] if alone else layer.with_following())
 
     def send(self, wanted: list[Layer]) -> None:
-        """Have these layers on their device or on their way, and no others."""
+        """Start the copies of these layers; release all others."""
         import torch
 
         for layer in self.sent:
@@ -182,31 +183,31 @@ class Dispatch(NotCopied):
                 layer.wait()
 
     def leave(self, layer: Layer) -> None:
-        """All that is in the layer had its turn."""
+        """Release a layer after the forwards of all its modules."""
         layer.release()
-        self.sent = [each for each in self.sent if each is not layer]
+        self.sent = [other for other in self.sent if other is not layer]
         if layer is self.current:
             self.current = None
 
     def clear(self) -> None:
-        """Have no layer on its device."""
+        """Release all layers."""
         for layer in self.sent:
             layer.release()
         self.sent, self.current = [], None
 
     def forget(self) -> None:
-        """The same after a capture: its copies are nothing to wait for."""
+        """Release all layers after a capture, which recorded copies but did not run them."""
         for layer in self.sent:
             layer.copied = None
         self.clear()
 
 
-#: By the identity of their dict of tensors, which they keep alive.
+#: ``id`` of a dict of tensors -> its ``Dispatch``, which keeps the dict alive.
 dispatches: weakref.WeakValueDictionary[int, Dispatch] = weakref.WeakValueDictionary()
 
 
 class Layer(NotCopied):
-    """What is offloaded of one layer, as one block of memory."""
+    """The offloaded tensors of one layer, as one block of memory."""
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         self.dispatch, self.stack = dispatch, stack
@@ -217,13 +218,16 @@ class Layer(NotCopied):
         self.page_locked = False
         self.device: Any = None
         self.dtypes: set[Any] = set()
-        self.on_device: dict[Any, Any] = {}  # the block on the device, seen as each dtype
-        self.copied: Any = None  # the event of a copy that nothing has waited for
-        self.owner: Any = None  # the stream that the block's memory belongs to
-        self.pending: set[Part] = set()  # had no turn since the block was sent
+        self.on_device: dict[Any, Any] = {}  # dtype -> view of the block on the device
+        self.copied: Any = None  # the event at the end of a copy, until a stream waits for it
+        self.owner: Any = None  # the stream on which the block's device memory was allocated
+        self.pending: set[Part] = set()  # parts whose forward has not run since the last copy
 
     def lay_out(self) -> None:
-        """Once, before the first forward: choose the modules that take part, move their tensors."""
+        """Choose the modules to copy in the block and move their tensors, before the first forward.
+
+        Where this is not possible, or not known to pay, the modules stay with accelerate.
+        """
         import torch
 
         self.laid_out = True
@@ -242,49 +246,49 @@ class Layer(NotCopied):
         host = torch.empty(size, dtype=torch.uint8)
         self.page_locked = page_lock(host)
         if not self.page_locked and torch.cuda.is_available():
-            _say_pageable()
+            _warn_pageable()
             if not four_bit:
                 self.drop()
                 return
         self.device, self.host = device, host
         self.dtypes = {piece.host.dtype for piece in pieces}
         for part in self.parts:
-            part.move_to(self.seen(self.host))
+            part.move_to(self.views(self.host))
 
     def is_known(self) -> bool:
-        """Whether it is a layer of one of ``_MODELS``."""
+        """Whether this is a layer of one of ``_MODELS``."""
         return any(type(part.module).__module__.startswith(_MODELS) for part in self.parts)
 
     def drop(self) -> None:
-        """Leave its modules to accelerate."""
+        """Let accelerate copy the modules of this layer."""
         for part in self.parts:
             part.pieces = {}
 
     def with_following(self) -> list[Layer]:
-        """This layer, and those that are sent ahead while it computes."""
-        found = [self]
-        while len(found) <= _AHEAD and found[-1].following is not None:
-            found.append(found[-1].following)
-        return found
+        """This layer, and the layers to copy ahead while it computes."""
+        layers = [self]
+        while len(layers) <= _AHEAD and layers[-1].following is not None:
+            layers.append(layers[-1].following)
+        return layers
 
-    def seen(self, block: Any) -> dict[Any, Any]:
+    def views(self, block: Any) -> dict[Any, Any]:
         return {dtype: block.view(dtype) for dtype in self.dtypes}
 
     def send(self) -> None:
-        """Start copying the block, unless it is there or on its way."""
+        """Start to copy the block to the device, unless a copy has already started."""
         import torch
 
         if not self.laid_out:
             self.lay_out()
         if self.on_device or self.host is None:
             return
-        # Sent ahead in inference mode, it may still be needed by a forward that records a graph.
+        # A block that was copied ahead in inference mode may be used by a forward with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
             block = _empty_like(self.host, self.device)
             if self.device.type == "cuda":
-                # Another thread may be copying while this one captures a CUDA graph.
+                # A capture has its own stream, because another thread may copy at the same time.
                 copying = _copying_stream(self.device, _is_capturing(self.device))
-                # Until then this memory belongs to what was computed with it before.
+                # Kernels of the current stream may still use the memory that the block reuses.
                 self.owner = torch.cuda.current_stream(self.device)
                 copying.wait_stream(self.owner)
                 with torch.cuda.stream(copying):
@@ -292,11 +296,11 @@ class Layer(NotCopied):
                     self.copied = copying.record_event()
             else:
                 block.copy_(self.host)
-            self.on_device = self.seen(block)
+            self.on_device = self.views(block)
         self.pending = {part for part in self.parts if part.pieces}
 
     def wait(self) -> None:
-        """Have the stream that computes wait for the copy."""
+        """Make the current stream wait for the copy."""
         import torch
 
         if self.copied is None:
@@ -309,11 +313,11 @@ class Layer(NotCopied):
         self.copied = None
 
     def release(self) -> None:
-        """Give the block's memory back to the stream that computes; a graph may still hold it."""
+        """Free the block's memory on the device; a recorded graph may still hold it."""
         self.wait()
         self.on_device = {}
 
-    def had_its_turn(self, part: Part) -> None:
+    def has_run(self, part: Part) -> None:
         self.pending.discard(part)
         if not self.pending:
             self.dispatch.leave(self)
@@ -326,7 +330,7 @@ class Piece:
     host: Any
     start: int = 0  # bytes
 
-    def seen_in(self, block: dict[Any, Any]) -> Any:
+    def view_in(self, block: dict[Any, Any]) -> Any:
         offset = self.start // self.host.element_size()
         return block[self.host.dtype].as_strided(self.host.shape, self.host.stride(), offset)
 
@@ -338,14 +342,14 @@ class Part(NotCopied):
         self.layer, self.hook, self.module = layer, hook, module
         self.weights_map, self.prefix = hook.weights_map, hook.weights_map.prefix
         self.host_tensors = layer.dispatch.tensors
-        #: By parameter, then "" for itself, "absmax", "state2.code"... for its quant state.
+        #: Parameter name -> pieces: "" is the parameter, "absmax" etc. belong to its quant state.
         self.pieces: dict[str, dict[str, Piece]] = {}
-        self.resting: dict[str, Any] = {}  # the parameters on meta
-        self.states: dict[str, Any] = {}  # the quant states of 4-bit ones
-        self.placed: dict[str, Any] = {}  # what the module has in their place
+        self.meta: dict[str, Any] = {}  # the parameters on meta
+        self.states: dict[str, Any] = {}  # the quant states of 4-bit parameters
+        self.placed: dict[str, Any] = {}  # the parameters on the device, during a forward
 
     def collect(self, device: Any) -> list[Piece]:
-        """The module's tensors; none where anything about them is out of the ordinary."""
+        """The module's tensors; empty if this part cannot be copied in a block."""
         import torch
 
         hook, own = self.hook, self.module._parameters
@@ -353,9 +357,9 @@ class Part(NotCopied):
             return []
         if torch.device(hook.execution_device) != device:
             return []
-        self.resting = {name: own[name] for name in own if own[name] is not None}
+        self.meta = {name: own[name] for name in own if own[name] is not None}
         pieces = {}
-        for name, parameter in self.resting.items():
+        for name, parameter in self.meta.items():
             host: Any = self.host_tensors.get(self.prefix + name)
             tensors = {_ITSELF: host}
             if type(parameter).__name__ == "Params4bit" and parameter.quant_state is not None:
@@ -369,39 +373,37 @@ class Part(NotCopied):
                 return []
             if not parameter.is_meta or host.dtype != parameter.dtype:
                 return []
-            pieces[name] = {where: Piece(tensor) for where, tensor in tensors.items()}
+            pieces[name] = {key: Piece(tensor) for key, tensor in tensors.items()}
         self.pieces = pieces
-        return [piece for each in pieces.values() for piece in each.values()]
+        return [piece for by_key in pieces.values() for piece in by_key.values()]
 
     def move_to(self, block: dict[Any, Any]) -> None:
-        """What is in the block is from now on the host's only copy of the weights."""
+        """Move the tensors into the block, which then is the only copy in host memory."""
         for name, pieces in self.pieces.items():
             for piece in pieces.values():
-                piece.host = piece.seen_in(block).copy_(piece.host)
+                piece.host = piece.view_in(block).copy_(piece.host)
             self.host_tensors[self.prefix + name] = pieces[_ITSELF].host
             if _SCALES in pieces:
                 self.host_tensors[self.prefix + _SCALES] = pieces[_SCALES].host
 
     def place(self, hook: Any, module: Any) -> bool:
-        """Give the module its parameters on the device; ``False`` if that is not for us to do."""
+        """Give the module its parameters on the device; ``False`` if accelerate must do that."""
         import torch
 
         if not self.layer.laid_out:
             self.layer.lay_out()
-        self.put_back(module)  # after a forward that raised
+        self.put_back(module)  # if an earlier forward raised
         if not self.pieces or not self.is_unchanged(hook, module):
             return False
         try:
             self.layer.dispatch.enter(self.layer)
-        except torch.cuda.OutOfMemoryError:  # there may be room for single tensors
+        except torch.cuda.OutOfMemoryError:  # single tensors may still fit
             self.layer.dispatch.clear()
             self.layer.drop()
             return False
         for name, pieces in self.pieces.items():
-            tensors = {
-                where: piece.seen_in(self.layer.on_device) for where, piece in pieces.items()
-            }
-            placed = _like(self.resting[name], tensors.pop(_ITSELF))
+            tensors = {key: piece.view_in(self.layer.on_device) for key, piece in pieces.items()}
+            placed = _like(self.meta[name], tensors.pop(_ITSELF))
             self.placed[name] = placed
             if _SCALES in tensors:
                 placed.CB, placed.SCB = placed.data, tensors[_SCALES]
@@ -411,46 +413,47 @@ class Part(NotCopied):
         return True
 
     def is_unchanged(self, hook: Any, module: Any) -> bool:
+        """Whether the hook, its weights and the module's parameters are still the same objects."""
         own = module._parameters
         return (
             hook is self.hook
             and hook.weights_map is self.weights_map
-            and all(own.get(name) is resting for name, resting in self.resting.items())
-            and all(self.resting[n].quant_state is state for n, state in self.states.items())
+            and all(own.get(name) is parameter for name, parameter in self.meta.items())
+            and all(self.meta[n].quant_state is state for n, state in self.states.items())
             and all(
-                self.resting[name].dtype == pieces[_ITSELF].host.dtype
+                self.meta[name].dtype == pieces[_ITSELF].host.dtype
                 and self.host_tensors.get(self.prefix + name) is pieces[_ITSELF].host
                 for name, pieces in self.pieces.items()
             )
         )
 
     def put_back(self, module: Any) -> bool:
-        """Give the module its meta parameters, unless somebody gave it others meanwhile."""
+        """Give the module its meta parameters back, unless other code replaced them meanwhile."""
         placed, self.placed = self.placed, {}
         if not placed:
             return False
-        self.layer.had_its_turn(self)
+        self.layer.has_run(self)
         if any(_SCALES in pieces for pieces in self.pieces.values()):
-            state = module.state  # which Linear8bitLt computes with
+            state = module.state  # the forward of Linear8bitLt keeps the weight in it
             state.CB = state.SCB = None
         if any(module._parameters.get(name) is not parameter for name, parameter in placed.items()):
             return False
-        module._parameters.update(self.resting)
+        module._parameters.update(self.meta)
         return True
 
 
 def _tensors(quant_state: Any) -> dict[str, Any]:
-    """The tensors of a quant state."""
-    found = {"absmax": quant_state.absmax, "code": quant_state.code}
+    """The tensors of a quant state, by name."""
+    tensors = {"absmax": quant_state.absmax, "code": quant_state.code}
     if quant_state.nested:
-        found["offset"] = quant_state.offset
-        found["state2.absmax"] = quant_state.state2.absmax
-        found["state2.code"] = quant_state.state2.code
-    return found
+        tensors["offset"] = quant_state.offset
+        tensors["state2.absmax"] = quant_state.state2.absmax
+        tensors["state2.code"] = quant_state.state2.code
+    return tensors
 
 
 def _state_with(quant_state: Any, tensors: dict[str, Any]) -> Any:
-    """A quant state of its own with other tensors."""
+    """A copy of a quant state, with these tensors instead."""
     state = copy.copy(quant_state)
     if state.nested:
         state.state2 = copy.copy(state.state2)
@@ -461,7 +464,7 @@ def _state_with(quant_state: Any, tensors: dict[str, Any]) -> Any:
 
 
 def _like(parameter: Any, data: Any) -> Any:
-    """A parameter of the same class and with the same attributes."""
+    """A parameter with this data, and the class and attributes of ``parameter``."""
     import torch
 
     new = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
@@ -470,10 +473,10 @@ def _like(parameter: Any, data: Any) -> Any:
 
 
 @cache
-def _say_pageable() -> None:
+def _warn_pageable() -> None:
     logger.warning(
-        "The host memory of some offloaded layers is not page-locked, because the system refuses "
-        "it or the limit is reached.  They come to the GPU more slowly, and decode steps are not "
+        "The host memory of some offloaded layers is not page-locked, because the system refused "
+        "it or the limit is reached.  Their copies to the GPU are slower, and decode steps are not "
         "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
 

@@ -1,7 +1,7 @@
-"""The text model alone, and inside of the multimodal one: the same parts, under other names.
+"""Converts names between Gemma 4's text model and its multimodal model.
 
-``model.layers.0`` of ``Gemma4ForCausalLM`` is ``model.language_model.layers.0`` of
-``Gemma4ForConditionalGeneration``.
+Both have the same text modules: ``model.layers.0`` of ``Gemma4ForCausalLM`` is
+``model.language_model.layers.0`` of ``Gemma4ForConditionalGeneration``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-_INSIDE = "model.language_model."
-_ALONE = "model."
+_MULTIMODAL = "model.language_model."
+_TEXT = "model."
 
 
 def is_text_model(model: Any) -> bool:
-    """Whether this is the text model of Gemma 4, without the multimodal model around it."""
+    """Whether this is Gemma 4's text model, loaded without the multimodal model."""
     return getattr(model.config, "model_type", None) in ("gemma4_text", "gemma4_unified_text")
 
 
 def is_gemma4(model: Any) -> bool:
-    """Whether this is the text model or the multimodal one, with its head."""
+    """Whether this is Gemma 4's text model or multimodal model, with its head."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     return model_type in ("gemma4", "gemma4_unified") or (
         model_type is not None and hasattr(model, "model") and is_text_model(model)
@@ -28,35 +28,36 @@ def is_gemma4(model: Any) -> bool:
 
 
 def name_here(model: Any, name: str) -> str:
-    """The name in this one of the two models of what has this name in the other one.
+    """Convert a name from the other of the two models to the name in ``model``.
 
-    ``name`` itself, if it is a name of this model already, or if this model has no such part.
+    Returns ``name`` unchanged if it is already a name of ``model``, or if ``model`` has no such
+    module.
     """
     inner = getattr(model, "model", None)
     text = inner if is_text_model(model) else getattr(inner, "language_model", None)
     if text is None:
         return name
-    here, other = (_INSIDE, _ALONE) if text is not inner else (_ALONE, _INSIDE)
+    own, other = (_MULTIMODAL, _TEXT) if text is not inner else (_TEXT, _MULTIMODAL)
     rest = name.removeprefix(other)
     part = rest.partition(".")[0]
     if rest == name or not hasattr(text, part) or (text is not inner and hasattr(inner, part)):
         return name
-    return f"{here}{rest}"
+    return f"{own}{rest}"
 
 
 def name_there(model: Any, name: str) -> str:
-    """The name that a part of this one of the two models has in the other one."""
-    here, other = (_ALONE, _INSIDE) if is_text_model(model) else (_INSIDE, _ALONE)
-    return f"{other}{name.removeprefix(here)}" if name.startswith(here) else name
+    """Convert a name from ``model`` to the name in the other of the two models."""
+    own, other = (_TEXT, _MULTIMODAL) if is_text_model(model) else (_MULTIMODAL, _TEXT)
+    return f"{other}{name.removeprefix(own)}" if name.startswith(own) else name
 
 
 def with_renaming(load_config: Any, renaming: Any) -> Any:
-    """transformers' ``LoadStateDictConfig`` with one renaming more."""
+    """A copy of transformers' ``LoadStateDictConfig`` with one more renaming."""
     return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), renaming])
 
 
 def tensor_names(state_dict: Any, checkpoint_files: Any) -> Iterator[str]:
-    """The names of tensors to load; those in a pickle are not known before all of it is read."""
+    """The names of the tensors to load; without those in pickles, which only a full read gives."""
     if state_dict is not None:
         yield from state_dict
         return

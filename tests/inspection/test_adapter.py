@@ -1,4 +1,4 @@
-"""What an adapter's header tells, against what the real PEFT saves and loads."""
+"""Inspected adapters, compared with what the real PEFT saves and loads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*arguments):
 
 
 def changed(folder, to, tensors=lambda tensors: tensors, **config):
-    """A copy of an adapter with other tensors, and other entries in its config."""
+    """A copy of an adapter with changed tensors and config entries."""
     to.mkdir(exist_ok=True)
     save_file(tensors(load((folder / WEIGHTS).read_bytes())), to / WEIGHTS)
     said = json.loads((folder / "adapter_config.json").read_text())
@@ -37,10 +37,10 @@ def changed(folder, to, tensors=lambda tensors: tensors, **config):
 
 
 def peft_loads(model, folder):
-    """The tensors of the file that PEFT puts somewhere, and those that it leaves out."""
+    """The number of tensors in the file that PEFT loads, and of those that it ignores."""
     model = peft.PeftModel.from_pretrained(model, folder)
     left_out = model.load_adapter(folder, "again").unexpected_keys
-    # VeRA's matrices are made from a seed; PEFT < 0.21 then reports those of the file.
+    # PEFT makes VeRA's matrices from a seed; PEFT < 0.21 reports those in the file as unexpected.
     left_out = [key for key in left_out if ".vera_A" not in key and ".vera_B" not in key]
     return len(load((folder / WEIGHTS).read_bytes())) - len(left_out), len(left_out)
 
@@ -53,7 +53,7 @@ def reasons(fit):
     return " / ".join(f"{group.kind} {group.count}: {group.reason}" for group in fit.groups)
 
 
-# -- what the header tells ------------------------------------------------------------------------
+# -- the header ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["inner", "outer"])
@@ -88,7 +88,7 @@ def test_both_layouts(adapter_dir, tmp_path):
 
     found = inspect_adapter(changed(adapter_dir, tmp_path, outer_in_vision))
     assert found.layout == "both"
-    assert "the latter need the patch clippable_linear" in " ".join(str(found).split())
+    assert "the second needs the patch clippable_linear" in " ".join(str(found).split())
 
 
 def test_ranks_and_dtypes(model_dir, tmp_path):
@@ -118,7 +118,7 @@ def test_saved_by_transformers(model_dir, tmp_path, prefix):
 
 
 def test_e2b_adapter_without_its_model(e2b_dir, tmp_path):
-    """Its shape tells the layers that share keys and values; the counts are the users'."""
+    """The shapes show which layers share keys and values; the counts are the users'."""
     from transformers import Gemma4ForConditionalGeneration
 
     from gemma4_compat.model import meta
@@ -212,7 +212,7 @@ def test_fits_without(language_adapter_dir, model_dir):
     assert (fit.loads, 0) == peft_loads(load_model(model_dir), language_adapter_dir)
 
 
-#: what a user wrote into the config of such an adapter, to get past the wrappers
+#: the targets that a user wrote into the config of such an adapter, to avoid the wrappers
 USERS_TARGETS = (
     r".*(?:model\.language_model\.layers\.\d+\.(?:self_attn|mlp)\.(?:q_proj|k_proj|v_proj|o_proj|"
     r"gate_proj|up_proj|down_proj)|model\.vision_tower\.encoder\.layers\.\d+\.(?:self_attn|mlp)\."
@@ -230,7 +230,7 @@ USERS_TARGETS = (
 def test_names_the_patch_where_it_is_needed(
     adapter_dir, outer_adapter_dir, model_dir, tmp_path, layout, targets
 ):
-    """Without it PEFT stops, or leaves tensors out; where none is named, it does not."""
+    """Without a needed patch PEFT raises or ignores tensors; if none is needed, it does not."""
     folder = adapter_dir if layout == "inner" else outer_adapter_dir
     folder = changed(folder, tmp_path, target_modules=targets)
     found = inspect_adapter(folder, model_dir)
@@ -247,7 +247,7 @@ def test_names_the_patch_where_it_is_needed(
 
 
 def test_language_adapter_with_broad_targets(language_adapter_dir, model_dir, tmp_path):
-    """PEFT makes adapters on the towers too, which have nothing in the file."""
+    """PEFT creates adapters on the towers too, but the file has no tensors for them."""
     folder = changed(language_adapter_dir, tmp_path, target_modules=BROAD_TARGETS)
     fit = inspect_adapter(folder, model_dir).fit
     assert fit.ok
@@ -269,7 +269,7 @@ def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
     ignored = counts(found.fit, "ignored")
     assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
     if ignored:  # transformers < 5.5.2 has modules there
-        assert "layers 3 to 5 take keys and values from earlier ones" in reasons(found.fit)
+        assert "layers 3 to 5 reuse the keys and values of earlier layers" in reasons(found.fit)
 
 
 def text_only(folder):
@@ -292,7 +292,7 @@ def test_trained_on_the_text_only_class(model_dir, tmp_path):
 
 
 def test_for_the_text_only_class(language_adapter_dir, model_dir, tmp_path):
-    """The other way round: an adapter of the whole model, for its text-only class."""
+    """An adapter of the whole model, inspected for its text-only class."""
     model = text_only(model_dir)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     folder = changed(language_adapter_dir, tmp_path, target_modules=names)
@@ -346,12 +346,12 @@ def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
 
 
 def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
-    """PEFT stops there."""
+    """PEFT raises for such an adapter."""
     narrow = write_config(tmp_path, {**E2B_TEXT, "hidden_size": 512}, VISION)
     fit = inspect_adapter(adapter_dir, e2b_dir).fit
     assert fit.verdict == "does NOT fit: loading it stops with an error"
     group = next(group for group in fit.groups if group.kind == "refused")
-    assert group.reason.startswith("of other widths")
+    assert group.reason.startswith("the widths differ")
     assert ": 128 wide, here " in group.example
     assert not inspect_adapter(adapter_dir, narrow).fit.ok
 
@@ -374,8 +374,8 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
 def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, r=16)
     found = inspect_adapter(folder, model_dir)
-    assert any("says rank 16, but there are tensors of rank 4" in note for note in found.notes)
-    assert f"refused {found.tensors}: of another rank than 16" in reasons(found.fit)
+    assert any("says rank 16, but the file has tensors of rank 4" in note for note in found.notes)
+    assert f"refused {found.tensors}: their rank is not 16" in reasons(found.fit)
     assert found.fit.loads == 0
     assert not found.fit.ok
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -400,7 +400,7 @@ def test_llama(model_dir, llama_dir, tmp_path):
     assert found.base_model == str(llama_dir)
     assert not found.fit.ok
     assert (found.fit.loads, counts(found.fit, "refused")) == (0, 8)
-    assert "of other widths: made for another model" in reasons(found.fit)
+    assert "the widths differ: the adapter is for another model" in reasons(found.fit)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), tmp_path)
     assert inspect_adapter(tmp_path, llama_dir).fit.ok
@@ -412,13 +412,13 @@ def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
 
     folder = changed(language_adapter_dir, tmp_path, named)
     found = inspect_adapter(folder, model_dir)
-    assert any("hold an adapter's name (default)" in note for note in found.notes)
+    assert any("contain the adapter's name (default)" in note for note in found.notes)
     ignored = counts(found.fit, "ignored")
     assert (found.fit.loads, ignored) == peft_loads(load_model(model_dir), folder)
 
 
 def test_quantised_model(adapter_dir, model_dir, tmp_path):
-    """A checkpoint saved in 4-bit, and without a byte of its tensors."""
+    """A checkpoint that was saved in 4 bits, without the data of its tensors."""
     pytest.importorskip("bitsandbytes")
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
     header_only(tmp_path / "model.safetensors")
@@ -442,7 +442,7 @@ def test_command(adapter_dir, model_dir, capsys):
 
 def test_command_says_no(adapter_dir, llama_dir, capsys):
     assert run(adapter_dir, "--model", llama_dir) == 1
-    assert capsys.readouterr().out.endswith("does NOT fit: nothing of it would load\n")
+    assert capsys.readouterr().out.endswith("does NOT fit: none of its tensors would load\n")
 
 
 def test_command_json(adapter_dir, model_dir, capsys):
@@ -514,10 +514,10 @@ def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
         (numbers, f"{numbers / 'adapter_config.json'}: target_modules cannot be 4"),
         (bare, f"{bare}: no adapter_config.json"),
         (outer, f"{outer}: no {WEIGHTS}, but there is one in client"),
-        (pickled, f"{pickled}: no {WEIGHTS} (only adapter_model.bin"),
+        (pickled, f"{pickled}: no {WEIGHTS} (there is an adapter_model.bin"),
         (pickled / "adapter_model.bin", f"{pickled / 'adapter_model.bin'}: a pickle"),
-        (model_dir, f"{model_dir}: no {WEIGHTS} (a model's folder?)"),
-        (model_dir / "model.safetensors", f"{model_dir / 'model.safetensors'}: holds no adapter's"),
+        (model_dir, f"{model_dir}: no {WEIGHTS} (is it the folder of a model?)"),
+        (model_dir / "model.safetensors", f"{model_dir / 'model.safetensors'}: none of its"),
     ):
         assert run(path) == 2
         told = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""``gemma4-compat map``, against what transformers and accelerate really do with such maps."""
+"""``gemma4-compat map``, compared with what transformers and accelerate do with such maps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLE = "model.language_model.embed_tokens_per_layer"
 
 @pytest.fixture(scope="module")
 def deep_dir(tmp_path_factory):
-    """As many layers as E2B, and nothing else."""
+    """A model with as many layers as E2B, and nothing else."""
     small = {"vocab_size": 512, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     return write_config(tmp_path_factory.mktemp("deep"), {**E2B_TEXT, **small})
 
@@ -63,7 +63,7 @@ def test_the_users_map_works(e4b_dir):
         "root": "root_device_map",
         "adapters": "peft_redispatch",
     }
-    # In bfloat16 it saves the towers' parameters; quantised, what they would have taken.
+    # In bfloat16 it saves the towers' parameters; quantised, their quantised size.
     towers = [p for n, p in meta.meta_model(e4b_dir).named_parameters() if n.startswith(TOWERS)]
     assert found.saves["bf16"] == pytest.approx(2 * sum(p.numel() for p in towers), rel=0.01)
     assert 200 * MIB < found.saves["nf4"] < found.saves["int8"] < found.saves["bf16"]
@@ -78,7 +78,7 @@ def test_the_users_projector(model_dir):
     assert unknown.closest_on == "GPU 0"
     assert not found.ok
     assert found.devices == check_device_map(model_dir, SPLIT).devices
-    assert "model.multi_modal_projector is no module of this model" in str(found)
+    assert "model.multi_modal_projector is not a module of this model" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_part_that_the_checkpoint_goes_without(tmp_path):
 
 
 def held(model):
-    """Bytes on meta, which a hook brings in, and bytes that are there."""
+    """Bytes on meta, which a hook onloads, and bytes on a device."""
     there = {"meta": 0, "cpu": 0}
     seen = set()
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -125,7 +125,7 @@ def held(model):
 
 
 def test_bytes_are_those_of_a_loaded_model(model_dir, tmp_path):
-    """With the disk in place of the CPU, and the CPU in place of the GPU."""
+    """The disk stands in for the CPU, and the CPU for the GPU."""
     given = {"model.vision_tower": "disk", LAYER.format(5): "disk", "": "cpu"}
     found = check_device_map(model_dir, given)
     model = load_model(model_dir, None, given, offload_folder=str(tmp_path))
@@ -150,7 +150,7 @@ def test_entries_and_devices_are_the_whole_model(model_dir, quant):
 
 
 def test_what_plan_says_of_its_own_map(model_dir):
-    """The same GPU bytes as the plan that made the map."""
+    """The GPU bytes equal those of the plan that made the map."""
     from gemma4_compat.plan import plan
 
     whole = plan(model_dir, 2**40, context=16)
@@ -195,9 +195,9 @@ def test_uncovered_modules(model_dir, tmp_path):
 
 def test_uncovered_by_a_map_with_one_gpu(model_dir):
     found = check_device_map(model_dir, {"model.vision_tower": 0})
-    assert "without a word" in trap(found, "uncovered").text
+    assert "without a warning" in trap(found, "uncovered").text
     assert str(found).endswith('this map does not work: add "": 0, or another device for the rest')
-    assert "loaded" not in str(found)  # there is no total of what is not placed
+    assert "loaded" not in str(found)  # uncovered modules have no total
 
 
 def test_a_parameter_may_have_an_entry(model_dir):
@@ -226,9 +226,9 @@ def test_disk_without_a_folder(model_dir, tmp_path):
     given = {"model.vision_tower": "disk", "": "cpu"}
     found = check_device_map(model_dir, given)
     assert trap(found, "disk").level == "note"
-    model = load_model(model_dir, None, given)  # from the checkpoint's own file
+    model = load_model(model_dir, None, given)  # loads from the checkpoint's own file
     assert offloaded(model)
-    shutil.copy(model_dir / "config.json", tmp_path)  # no safetensors here
+    shutil.copy(model_dir / "config.json", tmp_path)  # a folder without safetensors
     assert trap(check_device_map(tmp_path, given), "disk").level == "warning"
     assert trap(check_device_map(tmp_path, given, offload_folder="x"), "disk") is None
 
@@ -241,7 +241,7 @@ def test_tied_weights_on_disk(model_dir, tmp_path):
 
 
 def test_tied_weights_with_one_on_the_gpu(model_dir):
-    """What is tied is one tensor, and the head keeps it on the GPU."""
+    """Tied weights are one tensor, and the head keeps it on the GPU."""
     found = check_device_map(model_dir, {"model.language_model.embed_tokens": "cpu", "": 0})
     assert trap(found, "tied").level == "warning"
     assert not found.ok
@@ -313,18 +313,18 @@ def test_layers_that_share_keys_and_values(model_dir, e4b_dir):
     if shared is not None:
         assert "KeyError: 22, 23" in shared.text
         assert shared.patch == "shared_kv_states"
-    # Here 1 and 2 have those of 3 to 5.  On their side nothing is between them.
+    # Layers 3 to 5 share the keys and values of layers 1 and 2, and all of these are on GPU 1.
     second = {LAYER.format(i): 1 for i in range(1, 6)}
     found = check_device_map(model_dir, {**second, "": 0})
     assert trap(found, "shared_kv") is trap(found, "kv_between_gpus") is None
     assert trap(found, "several_gpus") is not None
     offload = check_device_map(model_dir, {LAYER.format(5): "cpu", "": 0})
-    assert trap(offload, "kv_between_gpus") is None  # it computes where they are
+    assert trap(offload, "kv_between_gpus") is None  # offloaded layers compute on the same GPU
     assert (trap(offload, "shared_kv") is not None) is in_place("shared_kv_states")
 
 
 def test_what_the_installed_versions_do_not_have_is_no_trap(model_dir):
-    """Switched off, the bug is open; where the versions do not have it, there is nothing to say."""
+    """Without its patch a bug is a warning; on versions without the bug there is no trap."""
     given = {LAYER.format(5): "cpu", "model.language_model.embed_tokens": 1, "lm_head": 1, "": 0}
     there = {t.patch for t in check_device_map(model_dir, given).traps if t.patch}
     assert all(map(in_place, there))
@@ -338,7 +338,7 @@ def test_tokens_on_a_second_gpu(model_dir):
     given = {"model.language_model.embed_tokens": 1, "lm_head": 1, "": 0}
     found = trap(check_device_map(model_dir, given), "token_device")
     assert (found is not None) is in_place("ple_mask_device")
-    assert found is None or "inputs come to GPU 0" in found.text
+    assert found is None or "inputs go to GPU 0" in found.text
 
 
 def test_decoder_layers(deep_dir):
@@ -354,7 +354,7 @@ def test_a_layer_over_two_gpus(model_dir):
     found = check_device_map(model_dir, {LAYER.format(3) + ".mlp": 1, "": 0})
     assert LAYER.format(3) in trap(found, "split_layer").text
     found = check_device_map(model_dir, {LAYER.format(3) + ".mlp": "cpu", "": 0})
-    assert trap(found, "split_layer") is None  # it computes on the GPU
+    assert trap(found, "split_layer") is None  # offloaded modules compute on the GPU
 
 
 def test_what_the_map_keeps_from_being_quantised(model_dir):
@@ -369,7 +369,7 @@ def test_what_the_map_keeps_from_being_quantised(model_dir):
 
 
 def test_names_that_transformers_takes_for_patterns(deep_dir):
-    """Older versions read layers.3 as layers.30, too."""
+    """Older versions treat layers.3 as a pattern that also matches layers.30."""
     given = {LAYER.format(3): "cpu", "": 0}
     config = meta.bnb_config("nf4", offload=True)
     placed = meta.meta_model(deep_dir, config, given)
@@ -378,7 +378,7 @@ def test_names_that_transformers_takes_for_patterns(deep_dir):
     assert (found is not None) is kept
     if kept:
         assert LAYER.format(30) in found.text
-    # The root as a name: everything begins with it, in all versions.
+    # The root as a name: every name begins with it, in all versions.
     found = check_device_map(deep_dir, {"model.language_model": 0, "": "cpu"})
     assert trap(found, "not_quantised_by_name").level == "warning"
     assert on(found, "GPU 0")["nf4"] == on(found, "GPU 0")["bf16"]
@@ -550,7 +550,7 @@ def test_json(model_dir, capsys):
 
 
 def test_nothing_is_quantised(model_dir):
-    """As loaded: with the flag all of the model stays in bfloat16 on the CPU."""
+    """As when loading: with the flag, the whole model stays in bfloat16 on the CPU."""
     config = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
     found = check_device_map(model_dir, {"": "cpu"}, quantization_config=config)
     assert not found.ok
@@ -566,7 +566,7 @@ def test_nothing_is_quantised(model_dir):
 
 @pytest.mark.parametrize("key", ["model.layers[0", "C:\\Users\\me\\model", "("])
 def test_keys_that_are_no_patterns(model_dir, tmp_path, key):
-    """transformers takes them for regular expressions where it quantises."""
+    """transformers treats the names as regular expressions when it quantises."""
     found = check_device_map(model_dir, {key: "cpu", "": 0})
     assert [unknown.key for unknown in found.unknown] == [key]
     assert trap(found, "no_pattern").level == "error"

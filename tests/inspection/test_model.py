@@ -34,7 +34,7 @@ def part(found, name):
 
 
 def snapshot(model):
-    """Everything that looking might change."""
+    """The state of a model that an inspection might change."""
     tensors = {
         name: (id(each), each.device, each.dtype, None if each.is_meta else each.data_ptr())
         for name, each in [*model.named_parameters(), *model.named_buffers()]
@@ -49,7 +49,7 @@ def snapshot(model):
 
 
 def find_bnb_meta_quant_state(model):
-    """The users' own diagnostic."""
+    """The diagnostic that users wrote themselves."""
     bad = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -87,12 +87,12 @@ def test_every_byte_of_a_whole_model(model_dir, kind):
 def test_linear_layers_are_counted(model_dir):
     found = inspect_model(load_model(model_dir, "nf4"))
     audio = part(found, parts.AUDIO).linear
-    assert audio["bf16"] > audio["4-bit"] == 1  # what the test's config skips
+    assert audio["bf16"] > audio["4-bit"] == 1  # the config of the test skips the others
     assert set(part(found, parts.VISION).linear) == {"4-bit"}
     model = load_model(model_dir)
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     counted = sum(n for each in inspect_model(model).parts for n in each.linear.values())
-    assert counted == linear - 1  # lm_head's weight is the embeddings'
+    assert counted == linear - 1  # lm_head's weight is tied to the embeddings
 
 
 # -- split models ---------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_linear_layers_are_counted(model_dir):
 def test_a_split_model(model_dir, tmp_path, kind):
     model = split(load_model(model_dir, kind), tmp_path)
     before = snapshot(model)
-    shutil.rmtree(tmp_path)  # nothing may be read
+    shutil.rmtree(tmp_path)  # so that nothing can be read
     found = inspect_model(model)
     assert snapshot(model) == before
     assert found.ok
@@ -120,7 +120,7 @@ def test_a_split_model(model_dir, tmp_path, kind):
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_a_model_that_is_offloaded_as_a_whole(model_dir, tmp_path, where):
-    """By accelerate, without a device map."""
+    """accelerate offloads, without a device map."""
     import accelerate
 
     model = load_model(model_dir)
@@ -175,7 +175,7 @@ def test_adapters_of_a_split_model(model_dir, adapter_dir, second_adapter_dir, t
     sizes_of = [p.numel() * p.element_size() for p in adapter_parameters(model).values()]
     told = sum(n for each in (first, second) for d in each.parts.values() for n in d.values())
     assert told == sum(sizes_of)
-    # The base model is told as before.
+    # The report on the base model does not change.
     assert found.parts == base.parts
     assert (found.base, found.model) == (base.base, "PeftModelForCausalLM")
     assert found.device_map == base.device_map
@@ -211,7 +211,7 @@ def test_modules_to_save(model_dir):
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 def test_damaged_quant_states(model_dir, tmp_path, kind):
     model = load_model(model_dir, kind)
-    # On some versions it goes on to the users' errors, which is not what this is about.
+    # On some versions the users' errors follow; this test is not about those.
     errors = (TypeError, RuntimeError, NotImplementedError)
     with gemma4_compat.disabled(), contextlib.suppress(*errors):
         split(model, tmp_path)
@@ -228,7 +228,7 @@ def test_damaged_quant_states(model_dir, tmp_path, kind):
 
 
 def test_adapters_on_meta(model_dir, tmp_path):
-    """What PEFT makes of an offloaded base weight without us."""
+    """PEFT without the patches leaves adapters of offloaded layers on meta."""
     from peft import LoraConfig, get_peft_model
 
     model = split(load_model(model_dir), tmp_path)
@@ -242,7 +242,7 @@ def test_adapters_on_meta(model_dir, tmp_path):
     (problem,) = found.problems
     assert problem.patch == "peft_redispatch"
     assert set(problem.modules) == on_meta
-    # with us
+    # with the patches
     model = split(load_model(model_dir), tmp_path / "again")
     model = get_peft_model(model, LoraConfig(target_modules=INNER_TOWERS, r=2))
     assert inspect_model(model).ok
@@ -315,7 +315,7 @@ def test_wrapped_models(model_dir, tmp_path):
 
 @pytest.mark.parametrize("what", [None, "model", {"a": 1}])
 def test_no_model(what):
-    with pytest.raises(TypeError, match="wants a model, not"):
+    with pytest.raises(TypeError, match=r"needs a torch\.nn\.Module, not"):
         inspect_model(what)
 
 
@@ -403,7 +403,7 @@ def test_on_a_gpu(model_dir, adapter_dir):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_asked_for_and_not_quantised(model_dir, kind):
-    """With this flag transformers keeps what is on the CPU, which is all, as it is."""
+    """With this flag transformers leaves modules on the CPU, here all, unquantised."""
     from transformers import Gemma4ForConditionalGeneration
 
     flag = "llm_int8_enable_fp32_cpu_offload"
@@ -417,7 +417,7 @@ def test_asked_for_and_not_quantised(model_dir, kind):
     assert not found.ok
     (problem,) = found.problems
     bits = "4-bit" if kind == "nf4" else "8-bit"
-    assert f"{bits} was asked for, and not one of {len(linear)} linear layers is" in problem.text
+    assert f"{bits} was requested, but not one of {len(linear)} linear layers is" in problem.text
     assert flag in problem.text
     assert "fine" not in str(found).split()
     assert inspect_model(load_model(model_dir, kind)).ok

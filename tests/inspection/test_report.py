@@ -1,4 +1,4 @@
-"""``gemma4-compat report``: complete, and with nothing private in it."""
+"""``gemma4-compat report``: complete, and without private data."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_switches(monkeypatch):
 
 @pytest.mark.parametrize("name", ["OPENAI_KEY", "WANDB_PASS", "HTTP_AUTH", "SENTRY_DSN"])
 def test_values_of_variables_named_like_secrets(model_dir, tmp_path, monkeypatch, name):
-    """Wherever they come from: here the name of the model's folder."""
+    """Secrets are removed wherever they are, such as in the name of the model's folder."""
     value = "sk-0123456789abcdef"
     monkeypatch.setenv(name, value)
     folder = tmp_path / f"model-{value}"
@@ -91,7 +91,7 @@ def test_model_map_and_adapter(model_dir, adapter_dir):
     assert found.model["weights"]["missing_bytes"] == 0
     assert found.device_map["unknown"][0]["closest"] == "model.embed_vision"
     text = str(found)
-    assert "model.multi_modal_projector is no module of this model" in text
+    assert "model.multi_modal_projector is not a module of this model" in text
     for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
         assert heading in text
     assert text.count("```") == 4
@@ -115,7 +115,7 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
     assert found.model["weights"]["missing_bytes"] == 1000
     assert "**cut off**: 1000 B" in str(found)
     (tmp_path / "model.safetensors").unlink()
-    assert "no safetensors files there" in str(build_report(tmp_path))
+    assert "no safetensors files in the folder" in str(build_report(tmp_path))
 
 
 # -- nothing private ------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="HOME is not where the home folder is")
 def test_nothing_private(model_dir, adapter_dir, tmp_path):
-    """User, home folder, host, tokens and folders' names: none of it is in the report."""
+    """The report contains no user, home folder, host, token or folder name."""
     home = tmp_path / "home" / "Jane Doe-Smith"
     projects = home / "top-secret-project"
     model = projects / "gemma-of-janedoe"
@@ -189,7 +189,7 @@ def test_nothing_private(model_dir, adapter_dir, tmp_path):
         ("file:///data/models/gemma", "gemma"),
         ("runs/customer/gemma/", "gemma"),
         ("//server/share/gemma", "gemma"),
-        # what is none
+        # not paths
         ("https://github.com/huggingface/peft/issues/3129", None),
         ("google/gemma-4-E4B-it", None),
         ("4/8-bit and CPU/GPU", None),

@@ -1,4 +1,4 @@
-"""What a scan says, against the adapters that the real PEFT makes."""
+"""Scans, compared with the adapters that the real PEFT creates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def classes(found):
 
 
 def made(model, targets, rank):
-    """Parameters and layers of the adapter that PEFT makes, and that adapter's dtypes."""
+    """Parameters, layers and dtypes of the adapter that PEFT creates."""
     targets = targets if isinstance(targets, str) else list(targets)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=targets))
     adapters = {n: p for n, p in adapted.named_parameters() if "lora_" in n}
@@ -55,7 +55,7 @@ def test_the_users_figures(e2b_dir):
 
 
 def test_inner_layers_need_no_patch(e2b_dir):
-    """The list that users write to get past the wrappers leaves the language model out."""
+    """The targets that users name to avoid the wrappers leave out the language model."""
     found = scan_targets(e2b_dir, [f"{name}.linear" for name in BROAD_TARGETS])
     assert classes(found) == {("vision", "Linear"): 112, ("audio", "Linear"): 36}
     assert found.needs == ()
@@ -123,7 +123,7 @@ def test_llama(llama_dir):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_quantised(model_dir, tmp_path, kind):
-    """A saved one is told from its config, a loaded one as it is: as the users saw it."""
+    """Saved and loaded quantised models, with the class names that the users saw."""
     pytest.importorskip("bitsandbytes")
     name = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
     model = load_model(model_dir, kind)
@@ -135,7 +135,7 @@ def test_quantised(model_dir, tmp_path, kind):
         == classes(scan_targets(model_dir, BROAD_TARGETS))["language", "Linear"]
     )
     inner = [scan_targets(each, ["q_proj.linear"]) for each in (model, tmp_path)]
-    # The audio tower is among the modules that this checkpoint leaves unquantised.
+    # This checkpoint leaves some modules unquantised, such as the audio tower.
     assert {*map(str, map(classes, inner))} == {str({("vision", name): 2, ("audio", "Linear"): 2})}
     assert saved.parameters == loaded.parameters == made(model, BROAD_TARGETS, 16)[0]
     assert "bitsandbytes" in str(saved)
@@ -181,7 +181,7 @@ def test_nothing_matches(model_dir):
 
 
 def test_without_peft(model_dir, monkeypatch):
-    """The same for names and expressions; what all-linear is only PEFT knows."""
+    """Names and expressions match the same modules without PEFT; all-linear needs PEFT."""
     with_peft = [scan_targets(model_dir, targets) for targets in TARGETS[:4]]
     find = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "peft" else find(n))

@@ -74,7 +74,7 @@ def test_layer_packed_without_the_patch_is_still_unpacked(caplog):
     import gemma4_compat
     from gemma4_compat.patches.avx512_cpu import cpu_packed_state
 
-    cpu_packed_state._say_approximate.cache_clear()
+    cpu_packed_state._warn_approximate.cache_clear()
     layers = [layer(False) for _ in range(2)]
     with gemma4_compat.disabled("cpu_packed_state"):
         weight = layers[0].weight.data.clone()

@@ -427,7 +427,7 @@ def test_memory_that_cannot_be_page_locked(caplog):
     model, hook = on_gpu(embedding)
     memory = _page_locked.host_tensor(hook.weights_map, "weight")
     assert _page_locked.page_lock(memory)  # CUDA refuses to lock it twice
-    _page_locked._say_pageable.cache_clear()
+    _page_locked._warn_pageable.cache_clear()
     with torch.no_grad(), caplog.at_level("WARNING", "gemma4_compat"):
         for _ in range(2):
             assert torch.equal(model(ids), expected)

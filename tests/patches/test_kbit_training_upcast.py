@@ -263,7 +263,7 @@ def test_said_once(folders, caplog, pristine):
     said = [r for r in caplog.records if r.name.endswith(PATCH)]
     assert [record.levelname for record in said] == ["INFO"] * applied
     size = 128 * 6 * 256 * 2
-    assert all(f"{size / 2**30:.3g} GiB less" in record.getMessage() for record in said)
+    assert all(f"saves {size / 2**30:.3g} GiB" in record.getMessage() for record in said)
 
 
 def test_twice_and_copied(folders, pristine):

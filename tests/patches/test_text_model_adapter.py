@@ -161,7 +161,7 @@ def test_multimodal_adapter_on_the_text_model(
     (message,) = [record.getMessage() for record in caplog.records if record.name == OURS]
     towers = [name for name in load_file(folder / WEIGHTS) if "language_model" not in name]
     assert towers
-    assert f"{len(towers)} tensors of the adapter are for parts" in message
+    assert f"{len(towers)} tensors of the adapter are for modules" in message
     assert "Gemma4ForCausalLM" in message
 
 
@@ -269,7 +269,7 @@ def test_patterns_that_fit_both(model_dir, text_dir, tmp_path):
 
 def test_targets_that_fit_in_part_are_refused(model_dir, text_dir, tmp_path):
     make(load_base(text_dir), tmp_path, target_modules=["v_proj", "model.layers.1.mlp.up_proj"])
-    wanted = r"target_modules do not match model\.language_model\.layers\.1\.mlp\.up_proj here"
+    wanted = r"target_modules do not match model\.language_model\.layers\.1\.mlp\.up_proj,"
     with pytest.raises(ValueError, match=wanted):
         peft.PeftModel.from_pretrained(load_base(model_dir), tmp_path)
 
@@ -281,5 +281,5 @@ def test_both_names_are_refused(model_dir, text_adapter, tmp_path):
     tensors[name.replace("model.layers", "model.language_model.layers")] = tensors[name].clone()
     save_file(tensors, tmp_path / WEIGHTS)
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
-    with pytest.raises(ValueError, match="which are the same layer's"):
+    with pytest.raises(ValueError, match="which name the same tensor"):
         peft.PeftModel.from_pretrained(load_base(model_dir), tmp_path)

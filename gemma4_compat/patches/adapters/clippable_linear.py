@@ -1,14 +1,14 @@
-"""PEFT does not know Gemma 4's clipped linear layers.
+"""PEFT does not support Gemma 4's clipped linear layers.
 
 The vision and audio towers wrap their projections in ``Gemma4ClippableLinear``: a module that
-clamps, calls the ``nn.Linear`` it holds as ``.linear``, and clamps again.  Target patterns such as
-``q_proj`` match the wrapper, which is no ``nn.Linear``, and every PEFT method refuses it.
+clamps, calls its inner ``nn.Linear``, named ``.linear``, and clamps again.  Target patterns such as
+``q_proj`` match the wrapper.  It is not an ``nn.Linear``, so every PEFT method refuses it.
 
-The fix resolves targets the way the maintainers advise to write them: a pattern that matches the
-wrapper counts for the linear layer inside, so the adapter goes around the inner layer and the
-clipping stays around both.  Patterns that name ``.linear`` themselves, or match both, behave as
-before and yield one adapter.  Adapters are saved with ``...q_proj.linear.lora_A...`` keys, as
-those in the wild are; the minority saved as ``...q_proj.lora_A...`` is renamed on load.
+The fix resolves targets as PEFT's maintainers advise users to write them: a pattern that matches
+the wrapper selects the linear layer inside, so the adapter wraps the inner layer and the clipping
+stays around both.  Patterns that name ``.linear``, or match both, behave as before and give one
+adapter.  Adapters are saved with ``...q_proj.linear.lora_A...`` keys, as most published adapters
+are; files with ``...q_proj.lora_A...`` keys are renamed on load.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PATCH = Patch(
     symptom="Target module Gemma4ClippableLinear(...) is not supported",
     affects=("transformers", "peft"),
     changes=(
-        "PEFT's tuners match the linear layer inside a ...ClippableLinear wherever a target, "
-        "rank or alpha pattern matches the wrapper.  Adapter files whose keys lack '.linear' "
-        "load through PEFT and through transformers' own load_adapter."
+        "PEFT's tuners match the linear layer inside a ...ClippableLinear if a target, rank or "
+        "alpha pattern matches the wrapper.  PEFT and transformers' own load_adapter also load "
+        "adapter files whose keys lack '.linear'."
     ),
     note="PEFT's maintainers advise to target the inner module.",
     links=("https://github.com/huggingface/peft/issues/3129",),
@@ -38,7 +38,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def wrapper_is_unknown() -> Finding:
-    """PEFT has no plugin for this: support would have to name the class in its own code."""
+    """Search PEFT's code for the class name, because PEFT has no plugins for layer types."""
     from peft.tuners import tuners_utils
     from peft.tuners.lora import model as lora_model
 
@@ -55,7 +55,7 @@ PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matchin
 def tuner_init(original: Any) -> Any:
     @wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        # Some tuners (VeRA, RandLora, ...) size shared tensors by their targets before injection.
+        # Some tuners (VeRA, RandLora, ...) search their targets before injection, to size tensors.
         with resolving(model):
             original(self, model, *args, **kwargs)
 
@@ -67,7 +67,7 @@ def inject_adapter(original: Any) -> Any:
     @wraps(original)
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         with resolving(model, self.peft_config[adapter_name]) as wrapped:
-            if wrapped and kwargs.get("state_dict"):  # names the targets in place of the config
+            if wrapped and kwargs.get("state_dict"):  # defines the targets instead of the config
                 kwargs["state_dict"] = inner_keys(kwargs["state_dict"], wrapped)
             return original(self, model, adapter_name, *args, **kwargs)
 
@@ -115,7 +115,7 @@ def _inner_names(wrapped: Any) -> Any:
     from transformers.core_model_loading import WeightRenaming
 
     either = "|".join(map(re.escape, wrapped))
-    # A copy in modules_to_save has the parts of its original.
+    # A copy in modules_to_save has the same parts as its original.
     own = {"modules_to_save"}.union(*wrapped.values())
     parts = "|".join(sorted(own))
     return WeightRenaming(rf"((?:{either})\.)(?!(?:{parts})(?:\.|$))", r"\1linear.")

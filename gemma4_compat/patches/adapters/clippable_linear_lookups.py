@@ -1,12 +1,12 @@
-"""Some PEFT methods look for their targets on their own.
+"""Some PEFT methods search their targets with code of their own.
 
-Most methods share one piece of code that matches modules with ``target_modules``.  EVA and LoRA-GA
-match once more, before or after, to initialise an adapter from data, and Lily decides by the names
-in ``target_modules`` which layers share their matrices.  All three take the name of a
-``...ClippableLinear`` wrapper for that of a layer that is not theirs.
+Most methods share the code that matches modules with ``target_modules``.  EVA and LoRA-GA match
+again, before or after, to initialise an adapter from data.  Lily uses the names in
+``target_modules`` to decide which layers share matrices.  All three miss the layers inside
+``...ClippableLinear`` wrappers if ``target_modules`` names the wrappers.
 
-The fix lets their look-ups, too, see the linear layer inside where a target names the wrapper.  It
-is a patch of its own so that a change to one of these methods costs nothing but that method.
+The fix resolves the name of a wrapper to the linear layer inside in these searches, too.  It is a
+separate patch, so that an upstream change to one of these methods disables only this patch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PATCH = Patch(
 
 @PATCH.probe
 def lookup_is_by_name() -> Finding:
-    """Look whether EVA still matches names of modules with the targets itself."""
+    """Check whether EVA matches module names with the targets itself."""
     from peft.tuners.lora import eva
 
     if hasattr(eva, "check_target_module_exists"):
         return broken()
-    return fixed("EVA no longer looks for targets on its own")
+    return fixed("EVA no longer matches targets itself")
 
 
 PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)

@@ -1,16 +1,15 @@
-"""A dequantised model keeps PEFT's layers for the quantised one.
+"""A dequantised model keeps PEFT's layers for quantised weights.
 
 ``model.dequantize()`` replaces every ``bnb.nn.Linear4bit`` and ``Linear8bitLt`` by an
-``nn.Linear``, also inside the layers that PEFT has put around them, but not those themselves.
-PEFT's layers for bitsandbytes go on to read ``weight.quant_state`` or ``base_layer.state`` when
-they merge or unmerge, and some in every forward.  AdaLoRA's and IA3's have no ``merge`` at all:
-PEFT does not merge those into quantised weights.  Also, the new weights require gradients, and an
-optimiser would train them along with the adapter.
+``nn.Linear``, also inside PEFT's adapter layers, but it does not replace the adapter layers.
+PEFT's layers for bitsandbytes still read ``weight.quant_state`` or ``base_layer.state`` when they
+merge or unmerge, and some read it in every forward.  Those of AdaLoRA and IA3 have no ``merge``,
+because PEFT does not merge them into quantised weights.  The new weights also require gradients, so
+an optimiser would train them along with the adapter.
 
-The fix makes them the layers that PEFT would have made for a model that never was quantised: each
-gets the class of its tuner for ``nn.Linear``, which keeps its adapters in the same attributes.
-Newer PEFT has tuners with one class for both, which hold a quantisation backend: there that is
-removed.
+The fix changes these layers into those that PEFT makes for an unquantised model: each gets the
+tuner's class for ``nn.Linear``, which stores its adapters in the same attributes.  Some tuners of
+newer PEFT releases have one class for both, with a quantisation backend; the fix removes it.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ PATCH = Patch(
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
         "dequantize() of a model with PEFT adapters turns PEFT's bitsandbytes layers into its "
-        "plain ones (merge, unmerge and forward are then those of an unquantised model), "
+        "layers for nn.Linear (merge, unmerge and forward are then those of an unquantised model), "
         "keeps the base frozen, and removes is_loaded_in_4bit and is_loaded_in_8bit."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 
-#: What some plain layers hold that those for bitsandbytes do not, as PEFT sets it for nn.Linear.
+#: Attributes that layers for bitsandbytes lack, with the values that PEFT sets for nn.Linear.
 _MISSING = {"fan_in_fan_out": False, "is_target_conv_1d_layer": False, "sample_at_inference": False}
 
 
 @PATCH.probe
 def dequantize_leaves_layers() -> Finding:
-    """Look whether dequantize calls ``_dequantize``, and does nothing about adapters."""
+    """Check that ``dequantize`` calls ``_dequantize`` and does not handle adapters."""
     import inspect
 
     from transformers.quantizers.base import HfQuantizer
@@ -67,7 +66,7 @@ def dequantize(original: Any) -> Any:
         for layer in list(model.modules()):
             if "base_layer" in layer._modules and hasattr(layer, "get_base_layer"):
                 _make_plain(layer)
-        if hasattr(model, "peft_config"):  # adapters are trained, not the base
+        if hasattr(model, "peft_config"):  # only the adapters are trainable
             for name in quantized:
                 model.get_submodule(name).requires_grad_(False)
         return model
@@ -80,7 +79,7 @@ def _is_quantized(module: Any) -> bool:
 
 
 def _make_plain(layer: Any) -> None:
-    """Make a PEFT layer for bitsandbytes the one for ``nn.Linear``, if that is inside now."""
+    """Give a PEFT layer for bitsandbytes the class for ``nn.Linear`` if it now wraps one."""
     if _is_quantized(layer.get_base_layer()):
         return
     if type(getattr(layer, "quantization_backend", None)).__name__.startswith("Bnb"):

@@ -1,12 +1,12 @@
-"""Targets such as ``gate_proj`` and ``all-linear`` miss the experts of 26B-A4B, without a word.
+"""Targets such as ``gate_proj`` and ``all-linear`` miss the experts of 26B-A4B, without a warning.
 
 A layer of 26B-A4B has a dense MLP, whose ``gate_proj``, ``up_proj`` and ``down_proj`` are
-``nn.Linear`` modules, and beside it 128 experts.  ``Gemma4TextExperts`` holds all experts of a
-layer in two three-dimensional parameters.  ``target_modules`` matches modules, so it matches the
-dense MLP alone: nine tenths of the model get no adapter.
+``nn.Linear`` modules, and also 128 experts.  ``Gemma4TextExperts`` holds all experts of a layer in
+two three-dimensional parameters.  ``target_modules`` matches modules, so it matches only the dense
+MLP, and nine tenths of the model get no adapter.
 
-There is nothing to repair: PEFT adapts such parameters where ``target_parameters`` names them.  The
-notice gives those names.
+This is not a bug to fix: PEFT adapts such parameters if ``target_parameters`` names them.  The
+patch adds a warning with these names.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PATCH = Patch(
     kind=Kind.WARNING,
     symptom=(
         "LoRA on gate_proj, up_proj and down_proj, or on all-linear, of 26B-A4B trains none of the "
-        "experts, without a word"
+        "experts, without a warning"
     ),
     affects=("transformers", "peft"),
     changes=(
-        "Adding or loading an adapter on the MLP of a Gemma 4 model with fused experts warns where "
-        "the experts get none, with the target_parameters that reach them.  The adapter does not "
-        "change."
+        "Adding or loading an adapter on the MLP of a Gemma 4 model with fused experts warns if "
+        "the experts get no adapter, and names the target_parameters that reach them.  The adapter "
+        "does not change."
     ),
     unreported="A limit of the design; reported only in another project (unsloth #4907).",
 )
@@ -40,7 +40,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def layers_can_be_asked() -> Finding:
-    """Look for the attribute of PEFT's layers that the warning reads, and for one of PEFT's own."""
+    """Check for the attribute that the warning reads, and for a warning by PEFT itself."""
     import inspect
 
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -49,7 +49,7 @@ def layers_can_be_asked() -> Finding:
         return drifted("BaseTunerLayer has no adapter_layer_names")
     code = getattr(inspect.unwrap(BaseTuner.inject_adapter), "__code__", None)
     if code is not None and mentions(code, "xperts"):
-        return fixed("BaseTuner.inject_adapter asks about experts itself")
+        return fixed("BaseTuner.inject_adapter handles experts itself")
     return broken()
 
 
@@ -72,7 +72,7 @@ def _warn(model: Any, adapter_name: str) -> None:
     modules, adapted, reached = {}, [], set()
     for name, module in model.named_modules():
         own = name.replace(".base_layer", "")
-        modules[own] = module  # at last what the adapters are on
+        modules[own] = module  # the last module of a name is the innermost, the base layer
         if isinstance(module, BaseTunerLayer) and _has(module, adapter_name):
             adapted.append(own)
             reached.add(f"{own}.{getattr(module, 'parameter_name', '')}")
@@ -80,9 +80,9 @@ def _warn(model: Any, adapter_name: str) -> None:
     if missed:
         targets = sorted({".".join(name.split(".")[-2:]) for name in missed})
         logger.warning(
-            "the adapter %r is on the dense MLP, but on none of the experts of %d layers: "
-            "target_modules does not reach parameters that hold all experts of a layer.  To train "
-            "the experts too, add target_parameters=%r to the adapter's config.",
+            "the adapter %r is on the dense MLP, but on none of the experts of %d layers, because "
+            "target_modules matches only modules, and the experts of a layer are parameters.  To "
+            "train the experts, too, add target_parameters=%r to the adapter's config.",
             adapter_name, len({name.rpartition(".")[0] for name in missed}), targets,
         )  # fmt: skip
 

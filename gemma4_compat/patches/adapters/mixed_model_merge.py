@@ -1,11 +1,11 @@
 """``PeftMixedModel.merge_and_unload`` loses the adapters of offloaded layers.
 
-Other models of PEFT bring an offloaded weight in before they merge an adapter into it, and store
-the merged weight afterwards.  ``MixedModel`` has a loop of its own for layers that hold several
-adapters, one around the other, and does neither.  The adapters are added to a weight on meta, which
-holds nothing.  The model comes out without them on these layers.  Nothing is raised.
+PEFT's other models onload an offloaded weight before they merge an adapter into it, and store the
+merged weight afterwards.  ``MixedModel`` has its own loop for layers with several nested adapters,
+which does neither.  It adds the adapters to a weight on meta, which has no data.  The returned
+model has no adapters on these layers.  No exception is raised.
 
-The fix brings the weight in for each merge, and stores it.
+The fix onloads the weight for each merge, and stores the result.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PATCH = Patch(
     name="mixed_model_merge",
     symptom=(
         "PeftMixedModel.merge_and_unload on a split model: the adapters of offloaded layers are "
-        "lost, without a word"
+        "lost, without an error"
     ),
     affects=("transformers", "accelerate", "peft"),
-    # Without it the adapters of offloaded layers have no values to merge.
+    # Without it, the adapters of offloaded layers are on meta and have no values to merge.
     requires=("peft_redispatch",),
     changes=(
-        "PeftMixedModel.merge_and_unload merges the adapters of offloaded layers, too, nested "
-        "ones each."
+        "PeftMixedModel.merge_and_unload also merges the adapters of offloaded layers, including "
+        "nested ones."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
@@ -40,7 +40,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def weights_are_not_brought_in() -> Finding:
-    """Look whether MixedModel brings weights in like the other models."""
+    """Check whether MixedModel onloads weights as PEFT's other models do."""
     import inspect
 
     from peft.tuners.mixed.model import MixedModel
@@ -49,7 +49,7 @@ def weights_are_not_brought_in() -> Finding:
     if code is None:
         return drifted("MixedModel._unload_and_optionally_merge is not a plain function")
     if mentions(code, "onload_layer"):
-        return fixed("MixedModel brings offloaded weights in itself")
+        return fixed("MixedModel onloads offloaded weights itself")
     return broken()
 
 

@@ -1,11 +1,11 @@
 """transformers' own ``load_adapter`` drops the tensors of offloaded layers.
 
-``PeftAdapterMixin.load_adapter`` loads the adapter file under the base model's ``hf_device_map``.
-For a layer that rests on "disk" (or, in some releases, "cpu") the adapter's tensors are treated
-like the layer's own: they are left on disk, or put on meta, and the adapter keeps its initial
-values or has none.  Nothing is raised.
+``PeftAdapterMixin.load_adapter`` loads the adapter file with the base model's ``hf_device_map``.
+If a layer is stored on "disk" (or, in some releases, "cpu"), it treats the adapter's tensors like
+the layer's own: they stay on disk, or go to meta, and the adapter keeps its initial values or has
+none.  No exception is raised.
 
-The fix lets the map name the devices that layers execute on while the file is loaded.
+While the file loads, the fix replaces the map by one of the layers' execution devices.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PATCH = Patch(
     name="native_adapter_offload",
     symptom=(
         "model.load_adapter on a split model: the adapter's tensors on offloaded layers are not "
-        "loaded, without a word; they keep their initial values or have none"
+        "loaded, without an error; they keep their initial values or have none"
     ),
     affects=("transformers", "accelerate", "peft"),
     changes=(
-        "PeftAdapterMixin.load_adapter places adapter tensors by the devices that layers execute "
-        "on, not by where their weights rest."
+        "PeftAdapterMixin.load_adapter places adapter tensors on the execution devices of their "
+        "layers, not where the layers' weights are stored."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
@@ -34,7 +34,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def load_adapter_reads_device_map() -> Finding:
-    """Look whether load_adapter still places adapters by the base model's map."""
+    """Check whether load_adapter places adapters by the base model's map."""
     import inspect
 
     from transformers.integrations.peft import PeftAdapterMixin

@@ -1,9 +1,9 @@
 """transformers' own ``load_adapter`` drops ``modules_to_save`` and trained tokens.
 
 An adapter file names the tensors of a module in ``modules_to_save`` like those of the module
-itself.  In the model they are those of a copy, ``...norm.modules_to_save.default.weight``.  PEFT
-asks the wrapper around the copy for the new names; ``PeftAdapterMixin.load_adapter`` did not do so
-in its first releases.  The copy keeps the values of the original.  Nothing is raised.
+itself.  In the model they belong to a copy, ``...norm.modules_to_save.default.weight``.  PEFT gets
+the new names from the wrapper around the copy, but ``PeftAdapterMixin.load_adapter`` does not
+before transformers 5.18.  The copy keeps the values of the original.  No exception is raised.
 
 The fix renames the tensors as PEFT does.
 """
@@ -23,7 +23,7 @@ PATCH = Patch(
     name="native_modules_to_save",
     symptom=(
         "model.load_adapter leaves the modules in modules_to_save, and trainable tokens, at the "
-        "base model's values, without a word"
+        "base model's values, without an error"
     ),
     affects=("transformers<5.18", "peft"),
     changes=(
@@ -36,7 +36,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def names_are_not_translated() -> Finding:
-    """Look whether load_adapter asks PEFT's wrappers for the names of their tensors."""
+    """Check whether load_adapter gets the names of the tensors from PEFT's wrappers."""
     import inspect
 
     from transformers.integrations.peft import PeftAdapterMixin

@@ -1,12 +1,12 @@
-"""Embeddings that an adapter file holds are neither saved nor loaded where they are offloaded.
+"""PEFT neither saves nor loads the embeddings in an adapter file if they are offloaded.
 
 An adapter on ``embed_tokens`` or ``lm_head``, and every adapter of a model whose vocabulary was
-resized, is saved with the weight of these layers.  PEFT takes it from the model's state dict and
-puts it back with ``load_state_dict``.  An offloaded weight is on meta: saving raises an error, and
-loading copies into the meta tensor, which changes nothing.
+resized, is saved with the weight of these layers.  PEFT reads this weight from the model's state
+dict and loads it with ``load_state_dict``.  An offloaded weight is on meta: saving raises an error,
+and loading copies into the meta tensor, which has no effect.
 
-The fix reads such a weight from the accelerate hook that offloads it, and has the hook load what
-the adapter file brings.
+The fix reads such a weight from the accelerate hook that offloads it, and makes the hook load the
+weight of the adapter file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def state_dict_is_taken_as_it_is() -> Finding:
-    """Look whether PEFT knows of accelerate's hooks where it saves."""
+    """Check whether PEFT handles accelerate's hooks when it saves."""
     import inspect
 
     from peft.utils.save_and_load import get_peft_model_state_dict
@@ -43,7 +43,7 @@ def state_dict_is_taken_as_it_is() -> Finding:
     code = inspect.unwrap(get_peft_model_state_dict).__code__
     known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"}
     if known.intersection(code.co_names):
-        return fixed("get_peft_model_state_dict looks for offloaded weights")
+        return fixed("get_peft_model_state_dict handles offloaded weights")
     return broken()
 
 

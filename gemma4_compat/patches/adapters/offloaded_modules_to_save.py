@@ -1,20 +1,20 @@
 """PEFT copies an offloaded module without its weights.
 
 For each name in ``modules_to_save`` PEFT makes a deep copy of the module, and trains, saves and
-uses the copy.  ``trainable_token_indices`` copies rows of the embedding.  The weights of an
-offloaded module are on meta outside of its forward, so that the copies are on meta, too.  A copy
-of a module also has a copy of accelerate's hook, which goes on to load the *original* weights:
-those from the adapter file have no effect, and training changes nothing.  What is saved is on
-meta.  Token rows raise an error about the meta device.
+uses the copy.  ``trainable_token_indices`` copies rows of the embedding.  Outside its forward, the
+weights of an offloaded module are on meta, so the copies are on meta, too.  A copy of a module also
+has a copy of accelerate's hook, which still loads the *original* weights: the weights of the
+adapter file have no effect, and training changes nothing.  The saved weights are on meta.  Token
+rows raise an error about the meta device.
 
-The fix loads the module while it is copied.  The copy stays on the device that the module executes
-on, like every other adapter weight; its hooks bring inputs there, and load nothing.  The original
-stays offloaded.  A layer with trainable tokens has its embedding loaded whenever it computes with
-the whole of it.
+The fix onloads the module while PEFT copies it.  The copy stays on the module's execution device,
+like every other adapter weight; its hooks move inputs there, and load no weights.  The original
+stays offloaded.  A layer with trainable tokens onloads its embedding whenever it computes with the
+whole weight.
 
-A head that is tied to the embedding gets a layer that follows the embedding's.  For a second
-adapter PEFT replaces that layer.  On a split model the new one uses the second adapter, whichever
-is active; on a whole model it raises an error.  The fix keeps the first layer.
+A head that is tied to the embedding gets a layer that uses the embedding's adapter.  For a second
+adapter PEFT replaces this layer.  On a split model, the new layer always uses the second adapter,
+even if another one is active; on a whole model it raises an error.  The fix keeps the first layer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "peft"),
     changes=(
-        "ModulesToSaveWrapper copies an offloaded module with its weights, to the device that the "
-        "module executes on. TrainableTokensLayer loads an offloaded embedding while it reads or "
+        "ModulesToSaveWrapper copies an offloaded module with its weights, to the module's "
+        "execution device.  TrainableTokensLayer onloads an offloaded embedding while it reads or "
         "changes it, and stays on a tied head when another adapter is added."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
@@ -49,7 +49,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def copy_is_deep() -> Finding:
-    """Look whether a module is still copied as it is.  (A copy would leave its mark on classes.)"""
+    """Check the code for a plain deep copy; running it would have side effects on classes."""
     import inspect
 
     from peft.utils.other import ModulesToSaveWrapper
@@ -135,7 +135,7 @@ def trainable_tokens_inject_adapter(original: Any) -> Any:
 
 @contextmanager
 def _without_hooks(modules: Any) -> Iterator[None]:
-    """Have modules look as if accelerate had never put a hook on them."""
+    """Remove the attributes that accelerate's hooks set on modules, for the length of the block."""
     with ExitStack() as stack:
         for module in modules:
             if hooks_of(module):
@@ -144,7 +144,7 @@ def _without_hooks(modules: Any) -> Iterator[None]:
 
 
 def _hook_copy(copy: Any, originals: dict[str, Any]) -> None:
-    """Give a module's copy the hooks of the original, except that they load nothing."""
+    """Give a module's copy hooks as on the original, but without offloading."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     for name, module in copy.named_modules():

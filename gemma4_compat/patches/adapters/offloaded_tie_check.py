@@ -1,11 +1,11 @@
 """Merging an adapter unties offloaded embeddings.
 
-After a merge PEFT looks whether input and output embeddings are still one tensor.  It compares
-their data pointers, and where they differ it sets ``tie_word_embeddings=False`` in the model's
-config.  An offloaded weight is on meta and has no data pointer.  So a split model is said to be
-untied by every merge.  What it saves holds the weight once, and is loaded again with a random head.
+After a merge PEFT checks whether input and output embeddings are still one tensor.  It compares
+their data pointers, and sets ``tie_word_embeddings=False`` in the model's config if they differ.
+An offloaded weight is on meta and has no data pointer, so every merge marks a split model as
+untied.  A saved checkpoint contains the weight once, and loads with a random head.
 
-The fix compares the values where one of the two is offloaded.
+The fix compares the values if one of the two is offloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def pointers_are_compared() -> Finding:
-    """Look whether PEFT still compares data pointers."""
+    """Check whether PEFT compares data pointers."""
     import inspect
 
     from peft.tuners.tuners_utils import BaseTuner
@@ -56,7 +56,7 @@ def unload_and_optionally_merge(original: Any) -> Any:
         model = self.model
         if not (merge and _has_offloaded_end(model)):
             return original(self, merge, *args, **kwargs)
-        # Without output embeddings there is no comparison.
+        # Without output embeddings, PEFT skips its own comparison.
         with shadowed(model, get_output_embeddings=lambda: None):
             result = original(self, merge, *args, **kwargs)
         if getattr(model.config, "tie_word_embeddings", False) and not _ends_are_equal(model):

@@ -1,20 +1,19 @@
-"""Loading an adapter dispatches the base model anew.
+"""Loading an adapter dispatches the base model again.
 
-``PeftModel.from_pretrained`` takes all accelerate hooks off a base model whose ``hf_device_map``
-holds "cpu" or "disk", and ``load_adapter`` then calls ``get_balanced_memory``,
-``infer_auto_device_map`` and ``dispatch_model`` on the whole.  The user's placement is replaced by
-what the map inference thinks best: offloaded towers go back to the GPU without a word, layers
-jump to a second GPU, disk-offloaded weights are rewritten, and on a full GPU the redispatch runs
-into further bugs.
+``PeftModel.from_pretrained`` removes all accelerate hooks from a base model whose ``hf_device_map``
+contains "cpu" or "disk", and ``load_adapter`` then calls ``get_balanced_memory``,
+``infer_auto_device_map`` and ``dispatch_model`` on the whole model.  The inferred map replaces the
+user's map: offloaded towers go back to the GPU without a warning, layers move to a second GPU,
+disk-offloaded weights are written again, and on a full GPU the dispatch meets further bugs.
 
-Not redispatching uncovers a second fault: PEFT takes an offloaded weight for one that rests where
-it is, on meta.  New adapters are put on meta, merging overlooks the weight, and adapters that
-compute with the base weight themselves (DoRA, HRA) fail or are silently wrong.
+Without the second dispatch, another bug shows: PEFT treats an offloaded weight as a weight on the
+meta device.  New adapters are put on meta, merging skips the weight, and adapters that compute with
+the base weight themselves (DoRA, HRA) fail or give wrong results without an error.
 
-The fix leaves the base model alone.  While PEFT loads, ``hf_device_map`` names the devices that
-modules execute on, so there is nothing to redispatch.  An offloaded base layer is brought to its
-execution device, by its own hook, while its adapter is created or merged, and for the whole of
-the adapter layer's forward.
+The fix does not change the placement of the base model.  While PEFT loads, ``hf_device_map`` names
+the execution devices of modules, so PEFT has no reason to dispatch.  The hook of an offloaded base
+layer onloads it to its execution device while its adapter is created or merged, and during the
+whole forward of the adapter layer.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ PATCH = Patch(
         "raises (meta tensors, KeyError: 22) while or after PEFT dispatches the model again"
     ),
     affects=("transformers", "accelerate", "peft"),
-    # A base model that stays offloaded meets these bugs; PEFT's own dispatch hides them.
+    # These bugs show if the base model stays offloaded; PEFT's own dispatch hides them.
     requires=(
         "offloaded_adapter_embeddings",
         "offloaded_modules_to_save",
         "offloaded_tie_check",
     ),
     changes=(
-        "PEFT's from_pretrained and load_adapter no longer touch the placement of a model that "
-        "has hf_device_map; device_map, max_memory, offload_dir, offload_folder and "
-        "offload_buffers given to them are ignored with a warning (PEFT itself ignores them, "
-        "without one, for a base model that has no device map).  Adapters of offloaded layers "
-        "are created, run and merged on the layer's execution device."
+        "PEFT's from_pretrained and load_adapter no longer change the placement of a model that "
+        "has hf_device_map.  They ignore device_map, max_memory, offload_dir, offload_folder and "
+        "offload_buffers with a warning.  (For a base model without a device map, PEFT itself "
+        "ignores these arguments, without a warning.)  Adapters of offloaded layers are created, "
+        "run and merged on the layer's execution device."
     ),
     links=(
         "https://github.com/huggingface/peft/issues/3169",
@@ -64,7 +63,7 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 
 @PATCH.probe
 def load_adapter_dispatches() -> Finding:
-    """Look whether load_adapter still reaches for dispatch_model."""
+    """Check whether load_adapter calls dispatch_model."""
     import inspect
 
     from peft.peft_model import PeftModel
@@ -94,7 +93,7 @@ def peft_load_adapter(original: Any) -> Any:
         if not is_dispatched(self):
             _warn_of_placement(
                 "load_adapter", kwargs,
-                "without effect: PEFT places a model only if it has a device map already.",
+                "PEFT places a model only if it already has a device map.",
             )  # fmt: skip
             return original(self, model_id, *args, **kwargs)
         with executing_map(self) as devices:
@@ -120,7 +119,7 @@ def inject_adapter(original: Any) -> Any:
             hook, keep = onload(base), False
             try:
                 result = create(config, adapter_name, target, *args, **kwargs)
-                # PiSSA, OLoRA, KaSA and others take their share out of the base weight.
+                # PiSSA, OLoRA, KaSA and others change the base weight.
                 keep = _takes_share(config) or (hook is not None and has_changed(base, hook))
             finally:
                 if hook is not None:
@@ -157,7 +156,7 @@ def move_adapter(original: Any) -> Any:
 )
 @PATCH.replaces("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
 def unilora_places_tensors(original: Any) -> Any:
-    """UniLoRA also has tensors that are no parameters."""
+    """UniLoRA also has tensors that are not parameters."""
 
     @wraps(original)
     def place(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +168,7 @@ def unilora_places_tensors(original: Any) -> Any:
 
 @PATCH.replaces("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
 def frod_init_projections(original: Any) -> Any:
-    """FRoD decomposes the weights of all its layers, in host memory, before it makes any."""
+    """FRoD decomposes the weights of all target layers in host memory before injection."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     @wraps(original)
@@ -189,10 +188,10 @@ def frod_init_projections(original: Any) -> Any:
 
 @PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
 def onload_layer(original: Any) -> Any:
-    """PEFT brings offloaded weights in for merging, but misses some hooks, and some changes.
+    """PEFT onloads weights for merging, but misses some hooks and loses some changes.
 
-    It overlooks a hook inside ``SequentialHook``, and forgets what a module tied to the layer
-    loads.  Its own redispatch leaves neither.
+    It misses a hook inside ``SequentialHook``, and does not store the change for a module that is
+    tied to the layer.  PEFT's own dispatch creates neither situation.
     """
 
     @contextmanager
@@ -209,7 +208,7 @@ def onload_layer(original: Any) -> Any:
 
 @contextmanager
 def _weights_on_host(modules: Iterable[Any]) -> Iterator[None]:
-    """Let modules have their offloaded weights, without a transfer to any device."""
+    """Give modules their offloaded weights, in host memory, for the length of the block."""
     import torch
 
     resting = []
@@ -228,7 +227,7 @@ def _weights_on_host(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def _takes_share(config: Any) -> bool:
-    """Whether LoRA's way to initialise changes the base weight, a quantised one too."""
+    """Whether LoRA's initialisation changes the base weight, even a quantised one."""
     method = getattr(config, "init_lora_weights", None)
     return isinstance(method, str) and method.lower() not in ("gaussian", "eva")
 
@@ -250,8 +249,8 @@ def _in_place(original: Any) -> Any:
 def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     _warn_of_placement(
         caller, kwargs,
-        "ignored: the base model has a device map already and stays where it is, and the adapter "
-        "goes to the devices that its layers execute on.",
+        "the base model already has a device map and stays where it is, and the adapter goes to "
+        "the execution devices of its layers.",
     )  # fmt: skip
     return {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
 
@@ -260,15 +259,15 @@ def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
     given = [name for name in _PLACEMENT if kwargs.get(name) is not None]
     if given:
         logger.warning(
-            "%s given to PEFT's %s %s To place the model differently, pass device_map (and "
-            "max_memory, offload_folder) to the base model's from_pretrained; what that would do "
-            "says gemma4-compat map MODEL_DIR --map JSON.",
-            ", ".join(given), caller, why,
+            "PEFT's %s ignores %s: %s  To place the model differently, pass device_map (and "
+            "max_memory, offload_folder) to the base model's from_pretrained; run "
+            "gemma4-compat map MODEL_DIR --map JSON to see the result.",
+            caller, ", ".join(given), why,
         )  # fmt: skip
 
 
 def _main_device(devices: dict[str, Any]) -> str:
-    """Where to read the adapter file to: a device that the model uses already."""
+    """A device that the model uses, a GPU if possible, to load the adapter file to."""
     import torch
 
     used = [torch.device(device) for device in devices.values()]

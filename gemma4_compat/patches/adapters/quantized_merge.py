@@ -1,13 +1,13 @@
-"""Merging into a quantised base changes the model's outputs, and PEFT hardly says so.
+"""Merging into a quantised base changes the model's outputs, and PEFT's warning hardly shows it.
 
 PEFT merges into a 4-bit or 8-bit weight by dequantising it, adding the adapter's update and
-quantising the sum anew.  An adapter's update is small beside the steps between the values that
-four bits can hold, so much of it is rounded away, and the new scales round the base weight once
-more.  The merged model gives neither the outputs of the adapter nor those of the base.  PEFT
-mentions "rounding errors" through ``warnings``, once a process, or once a layer.
+quantising the sum again.  An adapter's update is small compared with the steps between the values
+that four bits can store, so much of it is lost in rounding, and the new scales round the base
+weight once more.  The merged model gives neither the outputs of the adapter nor those of the base.
+PEFT mentions "rounding errors" through ``warnings``, once per process or once per layer.
 
-There is nothing to fix in the arithmetic: the merged weight does not fit.  This patch says so once
-for each model, before the first merge, and names the way that keeps the outputs.
+The arithmetic cannot be fixed, because the quantised format cannot store the merged weight.  This
+patch warns once per model, before the first merge, and names a way that keeps the outputs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
-        "One warning for each model before an adapter is merged into quantised weights, with the "
-        "safe way.  The merge itself is not changed."
+        "One warning per model before an adapter is merged into quantised weights, with a way that "
+        "keeps the outputs.  The merge itself does not change."
     ),
-    note="It is inherent in quantised weights: nothing upstream can end it.",
+    note="It is inherent in quantised weights; no upstream change can fix it.",
     links=("https://github.com/huggingface/peft/issues/2321",),
 )
 
@@ -43,7 +43,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @PATCH.probe
 def merging_is_in_base_tuner() -> Finding:
-    """Look for the two methods that all merges go through, and for a warning of PEFT's own."""
+    """Check for the two methods that all merges call, and for a warning by PEFT itself."""
     import inspect
 
     from peft.tuners.tuners_utils import BaseTuner
@@ -52,13 +52,13 @@ def merging_is_in_base_tuner() -> Finding:
         return drifted("BaseTuner has no _check_merge_allowed")
     code = getattr(inspect.unwrap(BaseTuner._check_merge_allowed), "__code__", None)
     if code is not None and mentions(code, "quanti"):
-        return fixed("BaseTuner._check_merge_allowed asks about quantised weights itself")
+        return fixed("BaseTuner._check_merge_allowed handles quantised weights itself")
     return broken()
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
 def check_merge_allowed(original: Any) -> Any:
-    """PEFT asks this before every merge, and never otherwise."""
+    """PEFT calls this method before every merge, and nowhere else."""
 
     @wraps(original)
     def _check_merge_allowed(self: Any) -> Any:
@@ -77,12 +77,12 @@ def _warn(model: Any) -> None:
         return
     _warned.add(model)
     logger.warning(
-        "merging an adapter into %d quantised layers (bitsandbytes, %s): the sum is quantised "
-        "again, which rounds much of the adapter away, and the merged model will not reproduce "
+        "an adapter is being merged into %d quantised layers (bitsandbytes, %s).  The sum is "
+        "quantised again, which rounds much of the adapter away, so the merged model does not give "
         "the outputs of the model with the adapter loaded (on a small model, its logits were off "
-        "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantisation). To keep them, "
-        "merge into the unquantised checkpoint: gemma4-compat merge BASE ADAPTER OUT, or "
-        "merge_adapter in gemma4_compat.merge.",
+        "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantisation).  To keep the "
+        "outputs, merge into the unquantised checkpoint: run gemma4-compat merge BASE ADAPTER OUT, "
+        "or call gemma4_compat.merge.merge_adapter.",
         len(quantized), " and ".join(sorted(set(quantized))),
     )  # fmt: skip
 

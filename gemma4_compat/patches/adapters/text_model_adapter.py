@@ -1,14 +1,14 @@
-"""An adapter of the text model does not load into the multimodal one, nor the other way round.
+"""An adapter of the text model does not load into the multimodal model, or the other way round.
 
 ``model.layers.0`` of ``Gemma4ForCausalLM`` is ``model.language_model.layers.0`` of
-``Gemma4ForConditionalGeneration``.  The names of modules in ``target_modules`` (``q_proj``) fit
-both, so PEFT puts adapters on the layers.  The names of the tensors in the file are whole paths,
-which fit one alone: not one of them is loaded.  The adapters keep their initial values.  PEFT warns
-of missing keys, transformers logs them, and neither raises.
+``Gemma4ForConditionalGeneration``.  The module names in ``target_modules`` (``q_proj``) match both
+models, so PEFT adds adapters to the layers.  The tensor names in the file are full paths, which
+match only one of the models, so no tensor is loaded.  The adapters keep their initial values.  PEFT
+warns about missing keys, transformers logs them, and neither raises an error.
 
-The fix loads the tensors under the names of this model.  A multimodal adapter's tensors for vision
-and audio have no place in the text model; a warning says so.  What would load in part, or with
-another rank or scale, is refused.
+The fix converts the tensor names to those of the model.  The text model has no modules for the
+vision and audio tensors of a multimodal adapter; a warning says so.  An adapter that would load
+only in part, or with another rank or scale, is refused with an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATCH = Patch(
     changes=(
         "PEFT, and transformers' own load_adapter, load an adapter of Gemma 4's text model into "
         "the multimodal model, and the text part of a multimodal adapter into the text model.  "
-        "Where the adapter does not fit as a whole, they raise ValueError."
+        "They raise ValueError if only a part of that would load."
     ),
     unreported="Reported only in another project (vllm #38844).",
 )
@@ -45,11 +45,11 @@ _PEFT = "base_model.model."
 
 @PATCH.probe
 def names_are_taken_as_they_are() -> Finding:
-    """PEFT would have to name the part to know the two models apart."""
+    """Search PEFT's code for the name of the part, which any conversion would need."""
     from peft.utils import save_and_load
 
     if mentions(save_and_load.__spec__.loader.get_code(save_and_load.__name__), "language_model"):
-        return fixed("PEFT translates the names itself")
+        return fixed("PEFT converts the names itself")
     return broken()
 
 
@@ -107,10 +107,10 @@ def load_adapter(original: Any) -> Any:
 
 
 def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
-    """The tensors that are named as in the other model, with their names in this one.
+    """Tensor name of the other model -> name in ``base``, for the names that differ.
 
     Raises:
-        ValueError: the adapter has tensors under both names.
+        ValueError: the adapter has a tensor under both names.
     """
     if not is_gemma4(base):
         return {}
@@ -119,14 +119,14 @@ def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
         prefix = _PEFT if name.startswith(_PEFT) else ""
         here = f"{prefix}{name_here(base, name.removeprefix(prefix))}"
         if here in names and here != name:
-            raise ValueError(f"the adapter has both {name} and {here}, which are the same layer's")
+            raise ValueError(f"the adapter has both {name} and {here}, which name the same tensor")
         if here != name:
             found[name] = here
     return found
 
 
 def _renaming(model: Any) -> Any:
-    """The renaming of ``_other_names`` for transformers, which takes "base_model." off before."""
+    """The renaming of ``_other_names`` for transformers, which first removes "base_model."."""
     from transformers.core_model_loading import WeightRenaming
 
     inside = getattr(model.model, "language_model", None)
@@ -151,41 +151,44 @@ def _refuse_other_values(base: Any, config: Any) -> None:
             )
             if here != there:
                 raise ValueError(
-                    f"the adapter was made for another class of the model than "
-                    f"{type(base).__name__}, and its {pattern} names layers as that class does: "
-                    f"{name} would get {here} instead of {there}.  Load the adapter into the class "
-                    f"that it was made for, or rename the layers in {pattern} of its "
-                    "adapter_config.json"
+                    f"the adapter was made for another class than {type(base).__name__}, and its "
+                    f"{pattern} names layers as that class does, so {name} would get {here} "
+                    f"instead of {there}.  Load the adapter into the class that it was made for, "
+                    f"or rename the layers in {pattern} of its adapter_config.json"
                 )
 
 
 def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
-    """Warn of tensors for parts that this model lacks; refuse others that were not loaded."""
+    """Warn about tensors for modules that this model lacks; refuse other unloaded tensors.
+
+    Raises:
+        ValueError: the model has the layer of an unloaded tensor.
+    """
     modules = dict(base.named_modules())
     absent = []
     for name in sorted(unexpected):
         found = [each for each in _above(name.removeprefix(_PEFT)) if each in modules]
-        if not found:  # shared by all layers
+        if not found:  # a tensor that all layers share
             continue
         layer = found[-1]
-        # A module without others inside is a layer: it exists, and has no adapter.
+        # The deepest existing module has no children, so it is the layer, without an adapter.
         if not any(True for _ in modules[layer].children()):
             raise ValueError(
-                f"the adapter was made for another class of the model than {type(base).__name__}: "
-                f"its target_modules do not match {layer} here, for which its file has tensors.  "
-                "Load the adapter into the class that it was made for, or change target_modules "
-                "in its adapter_config.json"
+                f"the adapter was made for another class than {type(base).__name__}: its "
+                f"target_modules do not match {layer}, for which its file has tensors.  Load the "
+                "adapter into the class that it was made for, or change target_modules in its "
+                "adapter_config.json"
             )
         absent.append(name)
     if absent:
         logger.warning(
-            "%d tensors of the adapter are for parts that %s does not have, such as %s: they are "
-            "left out.  The others are loaded.",
+            "%d tensors of the adapter are for modules that %s does not have, such as %s.  They "
+            "are left out; all other tensors are loaded.",
             len(absent), type(base).__name__, absent[0],
         )  # fmt: skip
 
 
 def _above(name: str) -> Iterable[str]:
-    """The names of the modules that a tensor may be in, from the outermost on."""
+    """The names of the modules that may contain a tensor, the outermost first."""
     steps = name.split(".")
     return (".".join(steps[:end]) for end in range(1, len(steps)))

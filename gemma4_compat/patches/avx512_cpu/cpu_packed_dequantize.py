@@ -1,13 +1,13 @@
 """Dequantising a 4-bit weight that has run on the CPU gives garbage.
 
-On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and quant state for the CPU on
-first use.  ``bitsandbytes.functional.dequantize_4bit`` does not know that format and reads the
-repacked weight as if nothing had happened: no exception, values in the wrong places with the
-wrong scales.  Whatever reads the weight of a layer after its first forward is silently wrong:
-PEFT's merge and unmerge, ``model.dequantize()``, and the forward of adapters that compute with
-the base weight (DoRA, HiRA).
+On a CPU with AVX512-BF16, ``Linear4bit.forward`` repacks weight and quant state for the CPU on
+first use.  ``bitsandbytes.functional.dequantize_4bit`` does not know this format and reads the
+repacked weight as if it were unpacked.  It raises no exception, but returns values in the wrong
+places with the wrong scales.  All code that dequantises the weight of a layer after its first
+forward gets wrong values: PEFT's merge and unmerge, ``model.dequantize()``, and the forward of
+adapters that compute with the base weight (DoRA, HiRA).
 
-The fix unpacks such a weight before it is dequantised, beside the layer, which stays packed.
+The fix dequantises an unpacked copy of such a weight.  The layer itself stays packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATCH = Patch(
         "AVX512-BF16 CPU gives garbage, without an exception"
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
-    changes="bitsandbytes' dequantize_4bit unpacks a weight that was repacked for the CPU first.",
+    changes="bitsandbytes' dequantize_4bit first unpacks a weight that was repacked for the CPU.",
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
 
@@ -34,7 +34,7 @@ _PACKED = "packing_format_for_cpu"
 
 @PATCH.probe
 def dequantize_ignores_packing() -> Finding:
-    """Look whether dequantize_4bit asks how the weight is packed."""
+    """Check whether dequantize_4bit reads the packing format of the weight."""
     import inspect
 
     from bitsandbytes import functional
@@ -45,7 +45,7 @@ def dequantize_ignores_packing() -> Finding:
     if code is None:
         return drifted("dequantize_4bit is not a plain function")
     if _PACKED in (*code.co_names, *code.co_consts):
-        return fixed("dequantize_4bit knows weights that are packed for the CPU")
+        return fixed("dequantize_4bit handles weights that are packed for the CPU")
     return broken()
 
 
@@ -56,11 +56,11 @@ def dequantize_4bit(original: Any) -> Any:
     @wraps(original)
     def dequantize_4bit(A: Any, quant_state: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(quant_state, _PACKED, False):
-            # A copy, because unpacking works on the quant state in place.
+            # Unpacking changes the quant state in place, so it gets a copy.
             A, quant_state = functional._convert_weight_packed_for_cpu_inverse(
                 A, copy.copy(quant_state)
             )
-            if quant_state.absmax.dim() == 2:  # unless cpu_packed_state has put back what was there
+            if quant_state.absmax.dim() == 2:  # cpu_packed_state has not restored it
                 quant_state.absmax = quant_state.absmax.T.reshape(-1).float()
         return original(A, quant_state, *args, **kwargs)
 

@@ -1,15 +1,15 @@
-"""Training a 4-bit model that has run on the CPU leaves out gradients.
+"""Training a 4-bit model that has run on the CPU loses gradients.
 
-On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks the weight for the CPU the first time that
-the layer runs in eval mode, and the weight stays so.  What runs on a packed weight is a kernel that
-autograd knows nothing of.  In training nothing is packed, but a weight that is packed already goes
-to that kernel all the same, and no gradient comes back through it.  What comes before the layer
-gets less of one, or none: generate a sample, or evaluate, and go on training, and most LoRA
-gradients are missing or wrong.  Nothing is raised.
+On a CPU with AVX512-BF16, ``Linear4bit.forward`` repacks the weight for the CPU when the layer
+first runs in eval mode, and the weight stays packed.  The kernel for packed weights does not
+support autograd.  Training mode packs no weight, but runs the same kernel on a weight that is
+already packed, and no gradient flows back through it.  The modules before the layer get too small a
+gradient, or none.  If training continues after an evaluation or ``generate()``, most LoRA gradients
+are missing or wrong.  No exception is raised.
 
 The fix unpacks the weight of a layer that is in training mode, or whose input needs a gradient.
-From then on it computes as a layer that has never run in eval mode, bit for bit, which takes the
-exact way back of ``cpu_packed_state``.  The next forward in eval mode packs it again.
+The layer then computes bit for bit as a layer that has never run in eval mode, which needs the
+exact unpacking of ``cpu_packed_state``.  The next forward in eval mode packs the weight again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATCH = Patch(
     affects=("transformers", "bitsandbytes>=0.49"),
     requires=("cpu_packed_state",),
     changes=(
-        "bitsandbytes' Linear4bit.forward unpacks a weight that was repacked for the CPU where the "
+        "bitsandbytes' Linear4bit.forward unpacks a weight that was repacked for the CPU if the "
         "layer is in training mode or its input needs a gradient."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
@@ -38,14 +38,14 @@ PATCH = Patch(
 
 @PATCH.probe
 def packed_weights_stay_packed() -> Finding:
-    """Look whether the forward packs, and never unpacks.  Running it would start threads."""
+    """Check the code for unpacking; running the forward would start threads."""
     import inspect
 
     from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn.modules import Linear4bit
 
     if not has_avx512bf16():
-        return fixed("bitsandbytes does not use that kernel on this CPU")
+        return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
     if mentions(
         inspect.unwrap(Linear4bit.forward).__code__, "_convert_weight_packed_for_cpu_inverse"
     ):

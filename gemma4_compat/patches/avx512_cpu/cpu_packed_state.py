@@ -1,14 +1,14 @@
-"""Serialising a 4-bit layer that has run on the CPU spoils its quant state.
+"""Serialising a 4-bit layer that has run on the CPU changes its quant state.
 
-On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and quant state for the CPU on
-first use, and ``state_dict()`` unpacks them again, in place.  The way back is lossy: a nested
-state gets its absmax quantised anew from bfloat16, a single state keeps the repacked absmax under
-the unpacked weight.  So ``state_dict()``, ``save_pretrained`` or dispatching the model after a
-forward writes values that the checkpoint never had, and with single quantisation the next forward
-of the same model is silently wrong.
+On a CPU with AVX512-BF16, ``Linear4bit.forward`` repacks weight and quant state for the CPU on
+first use, and ``state_dict()`` unpacks them again, in place.  Unpacking is lossy: the absmax of a
+nested state is quantised again from bfloat16, and a single state keeps the repacked absmax beside
+the unpacked weight.  So ``state_dict()``, ``save_pretrained`` or a dispatch of the model after a
+forward writes values that are not in the checkpoint.  With single quantisation, the next forward of
+the same model is also wrong, without an error.
 
-The fix remembers the quant state as it was when it is repacked, and puts exactly that back when it
-is unpacked.  The packed weight itself is a permutation and comes back whole.
+The fix stores the original quant state when it is repacked, and restores exactly this state when it
+is unpacked.  The packed weight itself is a permutation, which unpacking reverses exactly.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
     changes=(
-        "bitsandbytes' repacking for the CPU remembers the quant state it started from, and the "
-        "way back restores that instead of an approximation."
+        "bitsandbytes' repacking for the CPU stores the original quant state, and unpacking "
+        "restores it instead of an approximation."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
@@ -53,7 +53,7 @@ def unpacking_is_lossy() -> Finding:
     packed, state = _convert_weight_packed_for_cpu(weight, state)
     unpacked, state = _convert_weight_packed_for_cpu_inverse(packed, state)
     if not torch.equal(unpacked, weight):
-        return drifted("the packed weight does not come back whole")
+        return drifted("unpacking does not restore the weight")
     same = state.absmax.shape == absmax.shape and torch.equal(state.absmax, absmax)
     return fixed("unpacking restores the quant state") if same else broken()
 
@@ -66,7 +66,7 @@ def convert_weight_packed_for_cpu(original: Any) -> Any:
     def _convert_weight_packed_for_cpu(
         qweight: Any, quant_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile cannot always follow what is below
+        if torch.compiler.is_compiling():  # torch.compile cannot always trace the code below
             return original(qweight, quant_state, *args, **kwargs)
         before = dict(vars(quant_state))
         packed, quant_state = original(qweight, quant_state, *args, **kwargs)
@@ -85,7 +85,7 @@ def convert_weight_packed_for_cpu_inverse(original: Any) -> Any:
         before = vars(quant_state).pop(_UNPACKED, None)
         qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
         if before is None:
-            _say_approximate()
+            _warn_approximate()
         else:
             vars(quant_state).clear()
             vars(quant_state).update(before)
@@ -95,9 +95,9 @@ def convert_weight_packed_for_cpu_inverse(original: Any) -> Any:
 
 
 @cache
-def _say_approximate() -> None:
-    """Once: of a model that ran before the patch was there, what was is not known."""
+def _warn_approximate() -> None:
+    """Warn once about a model that ran before the patch was applied."""
     logger.warning(
-        "a 4-bit weight was repacked for the CPU before this patch was there: its quant state "
-        "comes back only approximately; import gemma4_compat first and load the model again"
+        "a 4-bit weight was repacked for the CPU before this patch was applied, so its quant state "
+        "is restored only approximately; import gemma4_compat first and load the model again"
     )

@@ -1,11 +1,11 @@
 """A 4-bit layer on the CPU misreads inputs that are not contiguous.
 
-On a CPU with AVX512-BF16 ``Linear4bit.forward`` ends in a kernel that is told the stride between
-the rows of its input and takes the values of a row to lie side by side.  After a ``transpose``
-they do not: other values are read, and the outputs are wrong without a word.  Gemma 4's audio
+On a CPU with AVX512-BF16, ``Linear4bit.forward`` calls a kernel that uses the stride between the
+rows of its input, but expects the values of a row to be contiguous.  After a ``transpose`` they are
+not: the kernel reads other values, and the outputs are wrong without an error.  Gemma 4's audio
 tower does this in every layer, between its convolution and ``lconv1d.linear_end``.
 
-The fix passes such inputs on in row order.  Where upstream does the same, it does nothing.
+The fix makes such inputs contiguous.  It changes nothing if upstream already does so.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from ...engine import Finding, Patch, broken, fixed
 
 PATCH = Patch(
     name="cpu_strided_input",
-    symptom="a 4-bit audio tower that runs on an AVX512-BF16 CPU gives wrong outputs, silently",
+    symptom=(
+        "a 4-bit audio tower that runs on an AVX512-BF16 CPU gives wrong outputs, without an error"
+    ),
     affects=("transformers", "bitsandbytes>=0.49"),
-    changes="Inputs of bitsandbytes' 4-bit CPU kernel are made contiguous where they are not.",
+    changes="Inputs of bitsandbytes' 4-bit CPU kernel are made contiguous.",
     links=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1995",),
 )
 
 
 @PATCH.probe
 def cpu_has_the_kernel() -> Finding:
-    """Ask for the instructions.  Running the kernel would start its threads in the import."""
+    """Check the CPU's instructions; running the kernel would start threads during an import."""
     from bitsandbytes.functional import has_avx512bf16
 
     if has_avx512bf16():
         return broken()
-    return fixed("bitsandbytes does not use that kernel on this CPU")
+    return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
 
 
 @PATCH.replaces("bitsandbytes.functional", "gemv_4bit")

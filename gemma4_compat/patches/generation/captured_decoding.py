@@ -1,22 +1,22 @@
 """A static cache does not make a quantised or split model faster: its decode steps stay eager.
 
-``generate(cache_implementation="static")`` compiles the decode step, which is documented as the
-fast way.  transformers does not compile a model that bitsandbytes quantised, or one of which
-anything is on the CPU or on disk, and says nothing.  Such a model decodes eagerly: the GPU works
-for a tenth of each step, and waits for Python for the rest.
+The documentation recommends ``generate(cache_implementation="static")`` for speed, because it
+compiles the decode step.  transformers does not compile a model that bitsandbytes quantised, or
+that has a module on the CPU or on disk, and does not warn.  Such a model decodes eagerly: the GPU
+works for a tenth of each step and waits for Python during the rest.
 
-The fix captures the step of one token as a CUDA graph where ``generate`` would have fallen back to
-eager: the first such step runs eagerly, the second one is captured, all others are replayed.  The
-kernels are those of the eager step, so the logits are equal bit for bit.  Nothing is compiled.
-Modules that a decode step does not run, say the towers, may be on the CPU or on disk; offloaded
-embeddings are read in place.  The cache's memory and the graphs are kept, and the next call with a
-cache of the same size uses them again, unless somebody still holds that cache.
+In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
+runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
+eager step, so the logits are equal bit for bit.  Nothing is compiled.  Modules that a decode step
+does not run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded embeddings
+in place.  The cache's memory and the graphs are kept, and the next call with a cache of the same
+size uses them again, unless other code still holds the old cache.
 
-A step is eager, with a warning that says why, where a graph would not repeat it: decoder layers
-that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training mode,
-8-bit layers with an outlier threshold, Gemma 3n before transformers 5.23 (it copies a number from
-the CPU in each step).  Where transformers compiles, or the user passes a ``compile_config`` or
-``disable_compile``, nothing changes.
+A step stays eager, with a warning that gives the reason, if a graph would not repeat it: decoder
+layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training
+mode, 8-bit layers with an outlier threshold, Gemma 3n before transformers 5.23 (it copies a number
+from the CPU in each step).  Nothing changes if transformers compiles the step, or if the user
+passes a ``compile_config`` or ``disable_compile``.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ PATCH = Patch(
     kind=Kind.SPEED,
     symptom=(
         'generate(cache_implementation="static") is not faster with a 4-bit or split model: '
-        "nothing is compiled, and nothing says so"
+        "nothing is compiled, and there is no warning"
     ),
     affects=("transformers",),
     changes=(
         "generate captures the decode step of Gemma 4 and Gemma 3n with a static cache as a CUDA "
-        "graph where transformers does not compile it."
+        "graph if transformers does not compile it."
     ),
     requires=("static_cache_full_window",),
     unreported="transformers #36519 turned compilation off for such models on purpose.",
@@ -53,12 +53,12 @@ PATCH = Patch(
 _GENERATION = "transformers.generation.utils"
 _MODELS = ("gemma4", "gemma3n")
 
-_chosen = threading.local()
+_call = threading.local()  # .decoder: the Decoder of the current call of generate
 
 
 @PATCH.probe
 def a_step_is_called_through_get_compiled_call() -> Finding:
-    """Look for the two methods that choose how a step is called."""
+    """Check that ``_sample`` uses the two methods that choose how a step is called."""
     from transformers.generation.utils import GenerationMixin
 
     names = inspect.unwrap(GenerationMixin._sample).__code__.co_names
@@ -80,14 +80,14 @@ def valid_auto_compile_criteria(original: Any) -> Any:
     def _valid_auto_compile_criteria(
         self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        _chosen.decoder = None
+        _call.decoder = None
         compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
         if compiled or not _is_eager(self, generation_config):
             return compiled
         if not _has_static_cache(model_kwargs):
             _advise(self)
             return compiled
-        _chosen.decoder = Decoder(self, lambda why: _say(self, why))
+        _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
         return True
 
     return _valid_auto_compile_criteria
@@ -97,10 +97,10 @@ def valid_auto_compile_criteria(original: Any) -> Any:
 def get_compiled_call(original: Any) -> Any:
     @wraps(original)
     def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decoder = getattr(_chosen, "decoder", None)
+        decoder = getattr(_call, "decoder", None)
         if decoder is None or decoder.model is not self:
             return original(self, *args, **kwargs)
-        _chosen.decoder = None
+        _call.decoder = None
         return decoder
 
     return get_compiled_call
@@ -108,7 +108,7 @@ def get_compiled_call(original: Any) -> Any:
 
 @PATCH.replaces(_GENERATION, "GenerationMixin._prepare_static_cache")
 def prepare_static_cache(original: Any) -> Any:
-    """The cache of an earlier call is gone, and its memory has graphs: lend it to the new one."""
+    """Lend the memory of an earlier call's cache, which has graphs, to the new cache."""
     from transformers.cache_utils import StaticCache
 
     @wraps(original)
@@ -125,7 +125,7 @@ def prepare_static_cache(original: Any) -> Any:
 
 @PATCH.replaces("transformers.cache_utils", "StaticLayer.lazy_initialization")
 def static_layer_lazy_initialization(original: Any) -> Any:
-    """What the first keys and values are decides whether the memory suits them."""
+    """Use the lent memory if it fits the first keys and values of the layer."""
 
     @wraps(original)
     def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,10 +137,10 @@ def static_layer_lazy_initialization(original: Any) -> Any:
 
 
 def how_it_decodes(model: Any) -> str | None:
-    """How ``generate`` calls the decode steps of a model, for people; ``None`` for other models.
+    """How ``generate`` calls the decode steps of a model, as text; ``None`` for other models.
 
     Args:
-        model: a transformers model; nothing of it is moved or loaded.
+        model: a transformers model; its weights are neither moved nor loaded.
     """
     if not _is_known(model):
         return None
@@ -158,7 +158,7 @@ def _is_known(model: Any) -> bool:
 
 
 def _is_compiled_upstream(model: Any) -> bool:
-    """What ``GenerationMixin._valid_auto_compile_criteria`` asks of a model."""
+    """Whether a model meets the criteria of ``GenerationMixin._valid_auto_compile_criteria``."""
     quantizer = getattr(model, "hf_quantizer", None)
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     return (
@@ -169,7 +169,10 @@ def _is_compiled_upstream(model: Any) -> bool:
 
 
 def _is_eager(model: Any, generation_config: Any) -> bool:
-    """Whether transformers decodes eagerly for another reason than the user's wish."""
+    """Whether a model that transformers does not compile may be captured.
+
+    The user did not choose eager decoding, and asks for no attentions or hidden states.
+    """
     import torch
 
     return (
@@ -190,7 +193,7 @@ def _has_static_cache(model_kwargs: Any) -> bool:
 
 
 def _advise(model: Any) -> None:
-    """Say once for a model that a static cache would be faster."""
+    """Log once per model that a static cache would be faster."""
     if not logger.isEnabledFor(logging.INFO) or decoding_of(model).advised:
         return
     decoding_of(model).advised = True
@@ -202,11 +205,11 @@ def _advise(model: Any) -> None:
         )
 
 
-def _say(model: Any, why: str) -> None:
-    """Once for a model and a reason."""
-    said = decoding_of(model).said
-    if why not in said:
-        said.add(why)
+def _warn_once(model: Any, why: str) -> None:
+    """Warn once per model and reason."""
+    warned = decoding_of(model).warned
+    if why not in warned:
+        warned.add(why)
         logger.warning(
             "%s decodes eagerly with a static cache.  Its decode steps are not captured as CUDA "
             "graphs, because %s.",

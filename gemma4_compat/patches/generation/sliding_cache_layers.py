@@ -1,15 +1,16 @@
-"""Caches of models without KV sharing know no sliding layers: they never forget, or have no layers.
+"""In models without KV sharing, caches lose their layer types.
 
-A cache has no layers for those that share the keys and values of earlier ones, so it drops their
-types: ``layer_types[:-num_kv_shared_layers]``.  Gemma 4 12B, 26B-A4B and 31B share none, and
-``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layers takes every layer for one with
-full attention, and keeps all tokens where the last ``sliding_window`` are needed.  A
-``StaticCache`` without layers raises IndexError when the first keys are stored.
+Layers that share the keys and values of earlier layers need no cache layer, so a cache drops their
+types: ``layer_types[:-num_kv_shared_layers]``.  Gemma 4 12B, 26B-A4B and 31B have no such layers,
+and ``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layer types treats every layer as a
+full-attention layer and keeps all tokens, where sliding layers need the last ``sliding_window``
+only.  A ``StaticCache`` without layer types raises IndexError when it stores the first keys.
 
-The fix builds the cache from a view of the config that does not have ``num_kv_shared_layers``.
-Assisted generation and prompt lookup take tokens back, which a sliding layer cannot do once it is
-full, so ``generate`` asks for a cache of full layers.  transformers 5.12 and 5.13 give it sliding
-layers all the same, except, by this bug, in models without KV sharing; there they stay full.
+The fix builds the cache from a view of the config without ``num_kv_shared_layers``.  Assisted
+generation and prompt lookup remove tokens from the cache, which a full sliding layer does not
+support, so ``generate`` requests a cache of full layers.  transformers 5.12 and 5.13 build sliding
+layers nevertheless, except, because of this bug, in models without KV sharing.  With the fix, these
+models still get full layers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CACHES = "transformers.cache_utils"
 
 @PATCH.probe
 def all_layers_are_dropped() -> Finding:
-    """Build a cache of one sliding layer."""
+    """Build a cache with one sliding layer."""
     from transformers.cache_utils import DynamicCache, PreTrainedConfig
 
     config = PreTrainedConfig(
@@ -109,7 +110,7 @@ def _with_all_layers(config: Any) -> Any:
 
 
 class _WithoutSharing:
-    """A decoder's config as of a model that does not know KV sharing."""
+    """A view of a decoder's config without ``num_kv_shared_layers``."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

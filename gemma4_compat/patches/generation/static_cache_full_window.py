@@ -1,12 +1,11 @@
-"""Each sliding layer of a static cache waits for the GPU in every step, once its window is full.
+"""The CPU waits for the GPU at each full sliding layer of a static cache, in every decode step.
 
 ``StaticSlidingWindowLayer.update`` makes the index of the last position from a Python list in each
-step: ``torch.tensor([-1], device=...)``.  That is a copy from pageable memory, for which the CPU
-waits until the GPU has finished all that it was given before.  A CUDA graph cannot hold it.
+step: ``torch.tensor([-1], device=...)``.  This is a copy from pageable memory, so the CPU waits
+until the GPU has finished all its earlier work.  A CUDA graph cannot contain such a copy.
 
-The fix builds the same keys and values by moving them one to the left and putting the new ones at
-the end, without an index.  While torch.compile traces, upstream's code stays: the index is there
-for it.
+The fix builds the same keys and values without an index: it moves them one position to the left and
+puts the new ones at the end.  Under torch.compile, which needs the index, upstream's code runs.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ PATCH = Patch(
         "StaticSlidingWindowLayer.update stores the token of a step in a full window without an "
         "index tensor from the CPU."
     ),
-    unreported=("Only slow, not wrong; no report is known upstream."),
+    unreported=("It is slow, but not wrong; no report is known upstream."),
 )
 
 
 @PATCH.probe
 def full_window_needs_an_index() -> Finding:
-    """See whether the code of ``update`` makes a tensor."""
+    """Check whether the code of ``update`` creates a tensor."""
     import inspect
 
     from transformers.cache_utils import StaticSlidingWindowLayer

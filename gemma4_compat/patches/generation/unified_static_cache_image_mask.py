@@ -1,7 +1,7 @@
-"""Under a static cache the image tokens of Gemma 4 unified attend causally.
+"""With a static cache, the image tokens of Gemma 4 unified attend causally.
 
-The same mistake as in Gemma 4 (see ``static_cache_image_mask``): ``generate`` makes the mask
-without the token types, or from those of the current forward alone.
+This is the same bug as in Gemma 4 (see ``static_cache_image_mask``): ``generate`` makes the mask
+without the token types, or only from those of the current forward.
 
 The fix makes the mask again from the token types that the model gets.
 """
@@ -14,13 +14,13 @@ from .._image_mask import probe, with_image_mask
 PATCH = Patch(
     name="unified_static_cache_image_mask",
     symptom=(
-        "Gemma 4 unified sees images differently, without an error, with "
+        "Gemma 4 unified gives other logits for images, without an error, with "
         'cache_implementation="static" than with a dynamic cache'
     ),
     affects=("transformers>=5.10",),
     changes=(
         "prepare_inputs_for_generation of Gemma 4 unified makes the mask of a static cache from "
-        "all token types, where there are images."
+        "all token types, if there are images."
     ),
     note="Chunked prefill, and images after cached tokens, are not fixed in 5.23.0.",
     unreported="Reported only in another project (unsloth #10903).",
@@ -31,7 +31,7 @@ _MODEL = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 @PATCH.probe
 def mask_is_made_without_the_token_types() -> Finding:
-    """Ask the installed method."""
+    """Run the installed method on a tiny static cache."""
     from transformers.models.gemma4_unified.modeling_gemma4_unified import (
         Gemma4UnifiedForConditionalGeneration,
     )

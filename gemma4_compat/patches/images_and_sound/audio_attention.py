@@ -1,12 +1,11 @@
-"""Asking for an attention implementation fails on behalf of the audio tower.
+"""``attn_implementation="sdpa"`` fails, because the audio tower does not support it.
 
-Since transformers 5.20.0 ``Gemma4AudioModel`` declares, rightly, that it supports eager attention
-only.  An explicit ``attn_implementation="sdpa"`` is handed down to every sub-model, and a
-sub-model that cannot do it raises, so the users' perfectly good setting for the language model no
-longer loads.
+Since transformers 5.20.0 ``Gemma4AudioModel`` declares, correctly, that it supports eager attention
+only.  transformers passes an explicit ``attn_implementation="sdpa"`` on to every sub-model, and a
+sub-model without support raises.  So a setting that is right for the language model stops the load.
 
-The fix lets the audio tower fall back to eager for itself.  It has no business on older releases:
-there the tower's mask is inverted under eager attention.
+The fix lets only the audio tower fall back to eager attention.  The patch must not apply to older
+releases, in which the tower inverts its mask under eager attention.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("transformers>=5.20",),
     changes=(
-        "An attn_implementation that the audio tower does not support becomes eager attention "
-        "for that tower alone, with one INFO line; the other parts keep what was asked for."
+        "If the audio tower does not support an attn_implementation, this tower alone uses eager "
+        "attention, and one INFO line says so; all other parts keep the requested implementation."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),
 )
@@ -38,7 +37,7 @@ _TOWER = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def tower_refuses_sdpa() -> Finding:
-    """Look at what the tower declares."""
+    """Check whether the tower declares support for sdpa."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
 
     if Gemma4AudioModel._supports_sdpa:
@@ -48,7 +47,7 @@ def tower_refuses_sdpa() -> Finding:
 
 @PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
 def check_and_adjust_attn_implementation(original: Any) -> Any:
-    """Asked when the model is built."""
+    """transformers calls this method when it builds the model."""
 
     @wraps(original)
     def _check_and_adjust_attn_implementation(
@@ -61,7 +60,7 @@ def check_and_adjust_attn_implementation(original: Any) -> Any:
 
 @PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
 def get_correct_attn_implementation(original: Any) -> Any:
-    """Asked by ``set_attn_implementation`` of the whole model."""
+    """``set_attn_implementation`` of the whole model calls this method."""
 
     @wraps(original)
     def get_correct_attn_implementation(
@@ -75,7 +74,7 @@ def get_correct_attn_implementation(original: Any) -> Any:
 def _or_eager(model: Any, requested: str | None) -> str | None:
     if requested is None or _supported(model, requested):
         return requested
-    logger.info("the audio tower does not support %s attention and uses eager", requested)
+    logger.info("the audio tower does not support %s attention, so it uses eager", requested)
     return "eager"
 
 

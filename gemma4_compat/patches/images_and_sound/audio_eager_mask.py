@@ -1,12 +1,12 @@
-"""Under eager attention the audio tower attends to exactly what its mask forbids.
+"""With eager attention, the audio tower attends to exactly the positions that its mask forbids.
 
-The tower has an attention function of its own, which takes a boolean mask: true is allowed.  For
-eager attention transformers makes an additive mask: 0 is allowed, and the least value of the dtype
-is forbidden.  The tower negates it as if it were boolean, which inverts it: each position attends
-to padding and to what lies outside of its window.  There is no error, but the outputs are not those
-of sdpa, whose masks are boolean.
+The tower has its own attention function, which needs a boolean mask: true means allowed.  For eager
+attention transformers makes an additive mask: 0 means allowed, the lowest value of the dtype means
+forbidden.  The tower negates this mask as if it were boolean, which inverts it: each position
+attends to padding and to positions outside its window.  There is no error, but the outputs differ
+from those of sdpa, whose masks are boolean.
 
-The fix makes the mask boolean before the tower uses it.  Then the outputs equal those of sdpa, bit
+The fix makes the mask boolean before the tower uses it.  The outputs then equal those of sdpa bit
 for bit.
 """
 
@@ -36,7 +36,7 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def tower_negates_its_mask() -> Finding:
-    """Look at what the tower's attention does with a mask."""
+    """Check whether the tower's attention negates its mask."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioAttention, Gemma4AudioModel

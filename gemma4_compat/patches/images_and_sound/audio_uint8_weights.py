@@ -1,11 +1,10 @@
-"""A quantised audio tower raises, or would compute with integers.
+"""A quantised audio tower raises an error, because it reads the dtype of its weights.
 
 The feed-forward and convolution modules take their clamp bounds from ``torch.finfo`` of a weight's
-dtype, and the attention casts its output to a weight's dtype.  Those of quantised weights are
-uint8 (4-bit) and int8 (8-bit): ``finfo`` raises, and the cast would truncate the activations.
+dtype, and the attention casts its output to a weight's dtype.  The dtype of a quantised weight is
+uint8 (4-bit) or int8 (8-bit): ``finfo`` raises, and the cast would truncate the activations.
 
-The fix uses the dtype of the activations, which is that of the weights where those are not
-quantised.
+The fix uses the dtype of the activations, which is the dtype of unquantised weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def bounds_of_a_weight() -> Finding:
-    """Look whether the clamp bounds still come from a weight."""
+    """Check whether the clamp bounds come from a weight."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioFeedForward
@@ -56,7 +55,7 @@ def attention(original: Any) -> Any:
 
 
 def _follow_activations(original: Any, layer: str) -> Any:
-    """``layer`` names the layer whose weight's dtype the forward asks for."""
+    """A forward that uses the activations' dtype where it reads ``layer.weight.dtype``."""
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

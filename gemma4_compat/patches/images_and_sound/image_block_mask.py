@@ -1,15 +1,15 @@
-"""Image tokens attend to each other in layers, and over distances, that Gemma 4 does not allow.
+"""Image tokens attend to each other in full-attention layers, and beyond the sliding window.
 
-In 12B, 26B-A4B and 31B the tokens of one image attend to each other in both directions, but in the
-layers with a sliding window alone, and within that window.  Layers with full attention are causal.
-transformers 5.9 to 5.12 make the masks with the function that Gemma 3 uses, where images are
-bidirectional in every layer.  There, and in earlier releases, the block of an image is added after
-the window: a token also attends to those of its image that lie before its window, which happens
-where an image has more tokens than the window.  No error, but other logits.
+In 12B, 26B-A4B and 31B the tokens of one image attend to each other in both directions, but only in
+sliding layers and within the window.  Full-attention layers are causal.  transformers 5.9 to 5.12
+make the masks with Gemma 3's function, which makes images bidirectional in every layer.  In these
+and earlier releases the block of an image is added after the window, so a token also attends to
+tokens of its image before the window if an image has more tokens than the window.  There is no
+error, but the logits differ.
 
 The fix makes the mask of full attention without images, and adds to the mask of the sliding layers
-those tokens of an image that are in the window.  That is what transformers does since 5.13.  On a
-torch before 2.6, which takes no additional mask functions, the mask of sliding layers stays.
+only those tokens of an image that are in the window, as transformers does since 5.13.  torch before
+2.6 accepts no additional mask functions; there, the mask of sliding layers stays as it is.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .._image_blocks import block_ids, within_block_and_window
 PATCH = Patch(
     name="image_block_mask",
     symptom=(
-        "12B, 26B-A4B and 31B see images differently than since transformers 5.13, without an "
+        "12B, 26B-A4B and 31B give other logits for images than transformers 5.13 does, without an "
         "error: image tokens attend to each other in full-attention layers, and beyond the window"
     ),
     affects=("transformers<5.13",),
     changes=(
-        "The masks of Gemma 4 and Gemma 4 unified keep images bidirectional in sliding layers "
-        "alone, and within their window."
+        "The masks of Gemma 4 and Gemma 4 unified make images bidirectional only in sliding layers "
+        "and within the window."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/46711",
@@ -42,7 +42,7 @@ _MODELS = ("gemma4_text", "gemma4_unified_text")
 
 @PATCH.probe
 def masks_are_made_as_for_gemma_3() -> Finding:
-    """Look at who makes the masks; on some releases the model is imported later."""
+    """Check which function makes the masks; some releases import the model later."""
     import inspect
     import sys
 
@@ -50,13 +50,13 @@ def masks_are_made_as_for_gemma_3() -> Finding:
 
     model = sys.modules.get("transformers.models.gemma4.modeling_gemma4")
     if hasattr(model, "create_masks_for_vision_model"):
-        return fixed("the masks of Gemma 4 are made apart from those of Gemma 3")
+        return fixed("Gemma 4 has its own function for masks, apart from Gemma 3")
     make = inspect.unwrap(masking_utils.create_masks_for_generate)
     if "block_sequence_ids" in inspect.signature(make).parameters:
         return broken()
     if hasattr(model, "create_causal_mask_mapping"):
         return broken()
-    return drifted("the masks of images are made elsewhere")
+    return drifted("neither known function makes the masks of images")
 
 
 @PATCH.replaces(
@@ -118,7 +118,7 @@ def create_masks_for_generate(original: Any) -> Any:
             return original(config, *given, *functions, block_sequence_ids, **kwargs)
         causal = original(config, *given, **kwargs)
         if inputs_embeds.shape[1] == 1:
-            return causal  # nothing comes after this token
+            return causal  # a single new token has no later tokens to attend to
         if takes_functions:
             sliding = _sliding_mask(text, *given, block_sequence_ids)
         else:
@@ -148,7 +148,7 @@ def _is_first(
     is_first_iteration: bool | None = None,
     **kwargs: Any,
 ) -> bool:
-    """Whether transformers 5.5 takes this for the first forward of a generation."""
+    """Whether transformers 5.5 treats this as the first forward of a generation."""
     if is_first_iteration is not None:
         return is_first_iteration
     return cache is None or not cache.is_initialized or pixel_values is not None

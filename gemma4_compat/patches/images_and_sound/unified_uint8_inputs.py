@@ -1,10 +1,10 @@
-"""Gemma 4 unified, quantised, sees and hears its inputs truncated to integers.
+"""A quantised Gemma 4 unified truncates images and sound to integers.
 
-The same mistake as in the towers of Gemma 4 (see ``vision_uint8_pixels``): the embedders of pixels
-and of sound cast to the dtype of a weight, which is uint8 or int8 where that is quantised.
+This is the same bug as in the towers of Gemma 4 (see ``vision_uint8_pixels``): the embedders of
+pixels and of sound cast to the dtype of a weight, which is uint8 or int8 if it is quantised.
 
-The fix casts pixels to the dtype of the position embeddings, as an unquantised model does, and
-leaves what the second embedder gets in its floating-point dtype.
+The fix casts pixels to the dtype of the position embeddings, as an unquantised model does.  The
+inputs of ``Gemma4UnifiedMultimodalEmbedder`` keep their floating-point dtype.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .._claimed_dtype import claiming, is_float
 PATCH = Patch(
     name="unified_uint8_inputs",
     symptom=(
-        "a 4-bit or 8-bit Gemma4Unified model does not hear, and does not see or raises "
+        "a 4-bit or 8-bit Gemma4Unified model ignores audio; it ignores images, or raises "
         "mixed dtype (CPU)"
     ),
     affects=("transformers>=5.10,<5.13", "bitsandbytes"),
-    changes="Image and audio inputs keep a floating-point dtype where a layer is quantised.",
+    changes="Image and audio inputs keep a floating-point dtype if a layer is quantised.",
     links=(
         "https://github.com/huggingface/transformers/issues/46899",
         "https://github.com/huggingface/transformers/pull/46904",
@@ -34,7 +34,7 @@ _MODULE = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
-    """Look whether the cast is guarded."""
+    """Check whether the forward casts only to floating-point dtypes."""
     import inspect
 
     from transformers.models.gemma4_unified.modeling_gemma4_unified import (

@@ -1,11 +1,12 @@
-"""A quantised vision tower sees its images truncated to integers.
+"""A quantised vision tower truncates pixels to integers.
 
-``Gemma4VisionPatchEmbedder.forward`` casts the pixels to the dtype of ``input_proj.weight``.  That
-of a 4-bit weight is uint8, of an 8-bit weight int8: pixels between -1 and 1 become -1 (or 255), 0
-and 1, and the model describes grey shapes.  What looks like poor quantisation is a lost image.
+``Gemma4VisionPatchEmbedder.forward`` casts the pixels to the dtype of ``input_proj.weight``, which
+is uint8 for a 4-bit weight and int8 for an 8-bit weight.  Pixels between -1 and 1 become -1 (or
+255), 0 and 1, and the model describes grey shapes.  This looks like poor quantisation, but the
+image is lost.
 
-The fix casts to the dtype that ``input_proj`` has where it is not quantised: that of the position
-embeddings beside it.
+The fix casts to the dtype of the position embeddings, which is the dtype of an unquantised
+``input_proj``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .._claimed_dtype import claiming, is_float
 
 PATCH = Patch(
     name="vision_uint8_pixels",
-    symptom="the vision of a 4-bit or 8-bit model is blind: grey shapes, wrong descriptions",
+    symptom="a 4-bit or 8-bit model describes images wrongly, as grey shapes",
     affects=("transformers<5.13", "bitsandbytes"),
     changes="Pixels are cast to the vision tower's floating-point dtype, not to uint8 or int8.",
     links=(
@@ -32,7 +33,7 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
-    """Look whether the cast is guarded."""
+    """Check whether the forward casts only to floating-point dtypes."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionPatchEmbedder

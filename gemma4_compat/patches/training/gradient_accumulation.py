@@ -1,20 +1,20 @@
 """Gradient accumulation gives each micro batch the same weight, however many tokens it has.
 
-A step over several micro batches equals the step over all of them as one batch only if their losses
+A step over several micro batches equals a step over all of them as one batch only if their losses
 are sums, divided by the number of tokens of the whole step.  ``Trainer`` counts these tokens and
 passes the number to the model as ``num_items_in_batch``; the models' loss divides by it.  But
 ``Gemma4ForConditionalGeneration``, ``Gemma4UnifiedForConditionalGeneration`` and
 ``Gemma3nForConditionalGeneration`` declare ``accepts_loss_kwargs = False``, a copy from PaliGemma,
-which had another loss.  So ``Trainer`` withholds the number and averages the means of the micro
-batches: a token in a short one weighs more than a token in a long one.  There is no error, but the
-gradients are wrong.
+which had another loss.  So ``Trainer`` does not pass the number, and averages the means of the
+micro batches: a token in a short micro batch counts more than a token in a long one.  There is no
+error, but the gradients are wrong.
 
-Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is no target
-of the loss.  In transformers 5.5 the forward ignores the number: see
+Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is not a
+target of the loss.  In transformers 5.5 the forward ignores the number: see
 ``gradient_accumulation_loss``.
 
-The fix lets ``Trainer`` pass the number to these models, and count the targets of their loss.
-Nothing changes where the number would not reach the loss: a subclass or an instance that sets
+The fix makes ``Trainer`` pass the number to these models and count the targets of their loss.
+Nothing changes if the number would not reach the loss: a subclass or an instance that sets
 ``accepts_loss_kwargs`` or has a ``forward`` without ``num_items_in_batch``, a trainer whose own
 ``compute_loss`` does not use it (a warning says so), and label smoothing before transformers 5.15.
 """
@@ -32,14 +32,14 @@ from .._loss import arrives, is_declared_by, known_class, with_predicted_labels
 PATCH = Patch(
     name="gradient_accumulation",
     symptom=(
-        "with gradient_accumulation_steps tokens of short micro batches weigh more than those of "
+        "with gradient_accumulation_steps, tokens in short micro batches count more than tokens in "
         "long ones, without an error"
     ),
     affects=("transformers",),
     changes=(
         "Trainer passes num_items_in_batch to Gemma4ForConditionalGeneration, "
         "Gemma4UnifiedForConditionalGeneration and Gemma3nForConditionalGeneration, and counts the "
-        "labels that their loss looks at."
+        "labels that their loss uses."
     ),
     unreported=(
         "No report about these models is known upstream; transformers #37766 is about others."
@@ -51,14 +51,14 @@ _FLAG = "accepts_loss_kwargs"
 
 @PATCH.probe
 def trainer_asks_the_model() -> Finding:
-    """Look whether Trainer still asks the class; the class is imported later, if at all."""
+    """Check whether Trainer reads the model's flag; the model class may not be imported yet."""
     from transformers.trainer import Trainer
 
     names = unwrap(Trainer.__init__).__code__.co_names
     if _FLAG not in (*names, *unwrap(Trainer.__init__).__code__.co_consts):
-        return fixed("Trainer does not ask models whether they accept num_items_in_batch")
+        return fixed("Trainer does not read accepts_loss_kwargs of models")
     if f"model_{_FLAG}" not in names:
-        return drifted("Trainer keeps the answer of the model elsewhere")
+        return drifted("Trainer does not store accepts_loss_kwargs as model_accepts_loss_kwargs")
     return broken()
 
 

@@ -1,14 +1,14 @@
-"""A 4-bit model of which a part is on disk is refused for training.
+"""accelerate refuses to train a 4-bit model with a part on disk.
 
-``Accelerator.prepare_model``, and with it every ``Trainer``, looks at ``hf_device_map``: a 4-bit
-model with "disk" in it cannot be trained, nor one with "cpu" where bitsandbytes has no CPU
-backend.  That was wise while offloading a 4-bit weight destroyed its quant state.  It no longer
-does, what is offloaded is frozen, and backward works with the copy that forward loaded: losses and
+``Accelerator.prepare_model``, which every ``Trainer`` calls, reads ``hf_device_map``.  It refuses a
+4-bit model with "disk" in the map, and one with "cpu" if bitsandbytes has no CPU backend.  This was
+right as long as offloading a 4-bit weight destroyed its quant state.  It no longer does, the
+offloaded weights are frozen, and backward uses the copy that forward loaded.  So losses and
 gradients are those of a model on one device.
 
-The fix lets accelerate see where modules *execute*, which is what its other checks are about.  A
-model that has parameters to train among the offloaded ones is refused as before: there is nothing
-that the optimizer could update.
+The fix shows accelerate the execution devices, which its other checks are about.  A model with
+trainable parameters among the offloaded ones is refused as before, because the optimizer cannot
+update a parameter on meta.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
-        "Accelerator.prepare_model takes the offloaded modules of a 4-bit model for modules on "
-        "their execution device, if none of their parameters is to be trained."
+        "Accelerator.prepare_model treats the offloaded modules of a 4-bit model as modules on "
+        "their execution device, if none of their parameters is trainable."
     ),
     note="accelerate refuses this on purpose.",
     requires=("quant_state_offload",),
@@ -38,7 +38,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def offloaded_models_are_refused() -> Finding:
-    """Look for the refusal's words."""
+    """Search the code for the text of the exception."""
     import inspect
 
     from accelerate.accelerator import Accelerator

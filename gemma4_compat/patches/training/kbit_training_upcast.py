@@ -1,17 +1,16 @@
-"""``prepare_model_for_kbit_training`` doubles the largest tensors that 4 bits leave alone.
+"""``prepare_model_for_kbit_training`` doubles the size of the largest unquantised tensors.
 
-PEFT freezes the base model and casts to float32 every half-precision parameter that is not a
-``Params4bit``: meant are layer norms and the head.  It hits two giants as well.  The
+PEFT freezes the base model and casts every half-precision parameter that is not a ``Params4bit`` to
+float32.  This is meant for layer norms and the head, but it also casts two very large tensors.  The
 per-layer-embedding table of E2B, E4B and Gemma 3n is an ``nn.Embedding``, which bitsandbytes does
-not quantise: E2B's grows from 4.4 to 8.8 GiB, more than the rest of the 4-bit model takes.  So are
-the fused experts of 26B-A4B, 42 GiB of them.  Both are frozen, so nothing is gained but memory
-lost; an offloaded table is cast anew in every forward.
+not quantise: E2B's table grows from 4.4 to 8.8 GiB, which is more than the rest of the 4-bit model.
+The fused experts of 26B-A4B, 42 GiB, are not quantised either.  Both are frozen, so the cast only
+costs memory; an offloaded table is cast again in every forward.
 
-The fix leaves these two alone and treats everything else as before.  Looked-up rows are exact in
-either dtype, since the factor they are scaled with is a power of two in all released models, and
-what is added to them is float32, as is their sum.  Under autocast nothing would make it float32,
-so the rows are cast.  Experts get their inputs in their own dtype, which is how bitsandbytes' 4-bit
-layers beside them compute.
+The fix keeps these two in their dtype and changes nothing else.  The embedding rows are exact in
+either dtype, because their scale is a power of two in all released models; the tensor added to them
+is float32, and so is the sum.  Under autocast the sum would not be float32, so the rows are cast.
+Experts get their inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ PATCH = Patch(
     affects=("transformers", "peft"),
     changes=(
         "PEFT's prepare_model_for_kbit_training leaves the per-layer-embedding table and the fused "
-        "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and says at level "
-        "INFO what that saves.  Hooks on these modules see to the dtypes around them."
+        "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and logs the saved "
+        "memory at level INFO.  Forward hooks cast the inputs or outputs of these modules."
     ),
     unreported=("Only reports about other models are known upstream (peft #816 and #1149)."),
 )
@@ -46,7 +45,7 @@ _TABLE = "embed_tokens_per_layer"
 
 @PATCH.probe
 def tables_are_cast() -> Finding:
-    """Prepare a module with a table and look at its dtype."""
+    """Prepare a module with a table and check the table's dtype."""
     import inspect
 
     import torch
@@ -54,7 +53,7 @@ def tables_are_cast() -> Finding:
 
     options: dict[str, bool] = {"use_gradient_checkpointing": False}
     if "auto_clear_cache" in inspect.signature(prepare).parameters:
-        options["auto_clear_cache"] = False  # it would ask for a GPU, and so initialise CUDA
+        options["auto_clear_cache"] = False  # clearing would initialise CUDA
     table = torch.nn.Embedding(1, 1, dtype=torch.bfloat16)
     prepare(torch.nn.ModuleDict({_TABLE: table}), **options)
     if table.weight.dtype == torch.bfloat16:
@@ -66,22 +65,23 @@ def tables_are_cast() -> Finding:
 def prepare_model_for_kbit_training(original: Any) -> Any:
     @wraps(original)
     def prepare_model_for_kbit_training(model: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = {id(parameter): parameter for _, _, parameter in _giants(model)}
+        kept = {id(parameter): parameter for _, _, parameter in _large_tensors(model)}
         if not kept:
             return original(model, *args, **kwargs)
-        every = model.parameters
+        all_parameters = model.parameters
 
         def parameters(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            return (each for each in every(*args, **kwargs) if id(each) not in kept)
+            return (p for p in all_parameters(*args, **kwargs) if id(p) not in kept)
 
-        # What is to be cast is asked of parameters(), what is to be frozen of named_parameters().
+        # PEFT casts the tensors of parameters(), and freezes those of named_parameters().
         with shadowed(model, parameters=parameters):
             result = original(model, *args, **kwargs)
-        for module, hook, _ in _giants(model):
+        for module, hook, _ in _large_tensors(model):
             _attach(module, hook)
         size = sum(parameter.numel() * parameter.element_size() for parameter in kept.values())
         logger.info(
-            "%d parameters (per-layer embeddings or experts) stay in half precision: %.3g GiB less",
+            "%d parameters (per-layer embeddings or experts) stay in half precision, which saves "
+            "%.3g GiB",
             len(kept),
             size / 2**30,
         )
@@ -90,8 +90,8 @@ def prepare_model_for_kbit_training(original: Any) -> Any:
     return prepare_model_for_kbit_training
 
 
-def _giants(model: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Per-layer embeddings and fused experts in half precision: module, its hook, parameter."""
+def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Per-layer embeddings and fused experts in half precision: (module, hook, parameter)."""
     import torch
     from torch.nn import Embedding
 
@@ -99,8 +99,8 @@ def _giants(model: Any) -> Iterator[tuple[Any, Any, Any]]:
     for module in model.modules():
         table = module._modules.get(_TABLE)
         if table is not None:
-            # PEFT's wrappers hold the original first.
-            inner = next((each for each in table.modules() if isinstance(each, Embedding)), None)
+            # In a wrapper of PEFT, the original embedding is the first one.
+            inner = next((m for m in table.modules() if isinstance(m, Embedding)), None)
             if inner is not None and inner.weight.dtype in half:
                 yield inner, _rows_under_autocast, inner.weight
         elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith(
@@ -122,14 +122,14 @@ def _attach(module: Any, hook: Any) -> None:
 
 
 def _rows_under_autocast(module: Any, args: Any, output: Any) -> Any:
-    """Give the rows the dtype that they would have with a float32 table."""
+    """Cast the rows to float32 under autocast, as a float32 table would give them."""
     import torch
 
     return output.float() if torch.is_autocast_enabled(output.device.type) else output
 
 
 def _inputs_of_experts(module: Any, args: Any) -> Any:
-    """Give the experts' inputs their weights' dtype; autocast does so itself."""
+    """Cast the experts' inputs to the dtype of their weights, unless autocast does that."""
     import torch
 
     states, *rest = args

@@ -1,13 +1,13 @@
-"""Without a cache there is no sharing of keys and values.
+"""Without a cache, layers do not share keys and values.
 
-In transformers 5.5.0 and 5.5.1 the layers that are to reuse the keys and values of earlier layers
-find them on the cache object.  With ``use_cache=False`` there is none, and gradient checkpointing
-hides it from every layer.  Each layer then falls back to its own key and value projections, which
-the model was not trained to use: no error, other logits, a loss far too high.
+In transformers 5.5.0 and 5.5.1, layers that reuse the keys and values of earlier layers read them
+from the cache object.  With ``use_cache=False`` there is no cache, and gradient checkpointing hides
+it from every layer.  Each layer then uses its own key and value projections, which the model was
+not trained to use.  There is no error, but the logits differ and the loss is far too high.
 
-The fix gives each forward a holder that is handed from layer to layer beside the cache.  A layer
-without a cache uses it in its place.  It keeps what is shared, for the length of the forward, and
-nothing else; no cache is returned that was not asked for.
+The fix passes an additional object to all layers of a forward.  A layer without a cache uses this
+object instead.  It stores only the shared keys and values, and only during the forward; the model
+still returns no cache unless the caller requests one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PATCH = Patch(
     ),
     affects=("transformers<5.5.2",),
     changes=(
-        "Gemma4TextModel.forward hands the decoder layers an object that holds the shared keys "
-        "and values; Gemma4TextAttention uses it where it has no cache."
+        "Gemma4TextModel.forward passes the decoder layers an object that holds the shared keys "
+        "and values; Gemma4TextAttention uses it if there is no cache."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/45242",
@@ -40,7 +40,7 @@ _ARGUMENT = "shared_without_cache"
 
 @PATCH.probe
 def shared_keys_are_on_the_cache() -> Finding:
-    """Look where the attention finds shared keys and values."""
+    """Check where the attention reads shared keys and values."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
@@ -49,10 +49,10 @@ def shared_keys_are_on_the_cache() -> Finding:
     if code is None:
         return drifted("Gemma4TextAttention.forward is not a plain function")
     if "shared_kv_states" in code.co_varnames:
-        return fixed("shared keys and values are handed from layer to layer")
+        return fixed("shared keys and values are passed from layer to layer")
     if "shared_layers" in code.co_names:
         return broken()
-    return drifted("Gemma4TextAttention.forward finds shared keys and values elsewhere")
+    return drifted("Gemma4TextAttention.forward does not read shared keys and values as expected")
 
 
 @PATCH.replaces(_MODEL, "Gemma4TextModel.forward")
@@ -86,7 +86,10 @@ def text_attention_forward(original: Any) -> Any:
 
 
 class _SharedKeysAndValues:
-    """As much of a cache as the attention needs; no Mapping, which accelerate would rebuild."""
+    """The part of a cache that the attention needs.
+
+    It is not a Mapping, because accelerate would rebuild one.
+    """
 
     def __init__(self) -> None:
         self.shared_layers: dict[int, Any] = {}

@@ -1,13 +1,11 @@
-"""Text cannot be trained on without ``mm_token_type_ids``.
+"""Training on text raises an error without ``mm_token_type_ids``.
 
-Models that attend to images in both directions (``use_bidirectional_attention="vision"``, the
-large ones) need to know in training which tokens are images, and say so in an exception.  In
-transformers 5.5 they say so about batches without an image as well, which is what every text data
-set and every collator for text makes.
+Models that attend to images in both directions (``use_bidirectional_attention="vision"``, the large
+models) need the types of all tokens in training, and raise an error without them.  transformers 5.5
+raises it also for batches without images, which every text data set and text collator makes.
 
-Without an image there is nothing to look at in both directions, and all token types are zero.  The
-fix passes just that.  A batch that has pixels is refused as before: which of its tokens are images
-is not for us to say.
+Without images, all token types are zero.  The fix passes these zeros.  A batch with pixels is
+refused as before, because the patch cannot know which of its tokens are images.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ PATCH = Patch(
     symptom="`mm_token_type_ids` is required as a model input when training",
     affects=("transformers<5.6",),
     changes=(
-        "Gemma4Model.forward in training takes the mm_token_type_ids of a batch without pixels, "
-        "if there are none, for zeros."
+        "In training, Gemma4Model.forward uses zeros for missing mm_token_type_ids when a batch "
+        "has no pixels."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/45200",
@@ -36,7 +34,7 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def masks_ask_for_token_types() -> Finding:
-    """Look whether making the masks still depends on training."""
+    """Check whether the function that makes the masks depends on training."""
     import inspect
 
     from transformers.models.gemma4 import modeling_gemma4

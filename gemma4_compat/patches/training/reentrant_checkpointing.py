@@ -1,17 +1,18 @@
 """Reentrant gradient checkpointing corrupts the gradients of layers whose keys are shared.
 
-The last layers of Gemma 4 attend to keys and values that earlier layers left in a dict.  Reentrant
-checkpointing runs a layer without recording a graph, so what it leaves there has none, and only
-tensors that a layer is *called* with are differentiated when it is run again.  Whatever flows back
-through the shared keys and values is lost: the loss is right, the gradients of the layers that
-made them, and of all layers below, are not.  Non-reentrant checkpointing records the graph.
+The last layers of Gemma 4 attend to keys and values that earlier layers store in a dict.  Reentrant
+checkpointing runs a layer without recording a graph, so the stored tensors have no graph.  When the
+layer runs again, only its arguments are differentiated, so the gradient through the shared keys and
+values is lost.  The loss is right, but the gradients of the layers that made them, and of all
+layers below, are wrong.  Non-reentrant checkpointing records the graph.
 
-Nobody has to ask for it.  transformers' own default is non-reentrant, but PEFT's
-``prepare_model_for_kbit_training(model)`` passes empty ``gradient_checkpointing_kwargs``, and then
-torch's default decides, which is reentrant.
+This can happen without ``use_reentrant=True``.  transformers' default is non-reentrant, but PEFT's
+``prepare_model_for_kbit_training(model)`` passes empty ``gradient_checkpointing_kwargs``, which
+selects torch's default, reentrant.
 
-The fix stands where every model is told which function checkpoints it.  Models that share keys and
-values, Gemma 3n among them, get the non-reentrant variant; all others keep what they were given.
+The fix changes the function that transformers gives each model for its checkpoints.  Models that
+share keys and values, including Gemma 3n, get the non-reentrant variant; all others get the same
+function as before.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ logger = logging.getLogger(__name__)
 PATCH = Patch(
     name="reentrant_checkpointing",
     symptom=(
-        "wrong gradients, without an error, under use_reentrant=True or after "
+        "wrong gradients, without an error, with use_reentrant=True or after "
         "prepare_model_for_kbit_training(model)"
     ),
     affects=("transformers",),
     changes=(
         "Gradient checkpointing of models with KV-shared layers is non-reentrant.  A warning says "
-        "so where use_reentrant=True was asked for, an INFO line where nothing was said."
+        "so if use_reentrant=True was passed, an INFO line if use_reentrant was not passed."
     ),
     unreported="Reported only in another project (unsloth-zoo #813).",
 )
 
-#: Where the functions live of which transformers makes the partial that a model is given.
+#: The modules of the checkpoint functions that transformers binds with ``functools.partial``.
 _CHECKPOINT_MODULES = ("torch.utils.checkpoint", "transformers.modeling_utils")
 
 
 @PATCH.probe
 def models_are_given_a_checkpoint_function() -> Finding:
-    """Look whether a model gets the function that checkpoints it, unchanged."""
+    """Check whether transformers passes the checkpoint function to the model unchanged."""
     import inspect
 
     from transformers.modeling_utils import PreTrainedModel
@@ -75,10 +76,10 @@ def set_gradient_checkpointing(original: Any) -> Any:
             given = getattr(gradient_checkpointing_func, "keywords", {})
             logger.log(
                 logging.WARNING if given.get("use_reentrant") else logging.INFO,
-                "gradient checkpointing of %s uses use_reentrant=False: its layers share keys and "
-                "values, whose gradients use_reentrant=True, %s, would lose",
+                "gradient checkpointing of %s uses use_reentrant=False.  Its layers share keys and "
+                "values, whose gradients would be lost with use_reentrant=True (%s).",
                 type(self).__name__,
-                "as asked for" if given.get("use_reentrant") else "torch's default",
+                "your setting" if given.get("use_reentrant") else "torch's default",
             )
             gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
         return original(self, enable, gradient_checkpointing_func, *args, **kwargs)
@@ -87,7 +88,7 @@ def set_gradient_checkpointing(original: Any) -> Any:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """Whether it calls torch's checkpoint with ``use_reentrant=True``, or leaves it to torch."""
+    """Whether a function calls torch's checkpoint with ``use_reentrant=True`` or no value."""
     given = getattr(function, "keywords", {}).get("use_reentrant")
     if given is not None:
         return bool(given)
