@@ -62,8 +62,8 @@ class Engine:
 
     If several patches replace the same attribute, they are stacked in the order of ``patches``,
     whatever the order in which they are applied.  ``floors`` holds the oldest supported version of
-    each distribution: no patch is applied to an older one.  ``newest`` holds the newest measured
-    version: the status names a later one.
+    each distribution, the lower bound of gates that have none.  ``newest`` holds the newest
+    measured version: the status names a later one.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Engine:
     def start(self) -> None:
         """Arm all patches at the least cost.
 
-        If a library of theirs is imported already, the version gates are evaluated at once.  Else
-        they are evaluated when the first target is imported, or when a method needs the states.
+        If one of their libraries is imported already, the version gates are evaluated at once.
+        Else they are evaluated when the first target is imported, or a method needs the states.
         """
         modules = {r.module for record in self._records.values() for r in record.patch.replacements}
         if any(module.partition(".")[0] in sys.modules for module in modules):
@@ -152,7 +152,7 @@ class Engine:
         return self.status()
 
     def status(self) -> Status:
-        """The states of all patches; first re-applies those whose target module was reloaded."""
+        """The states of all patches, after applying those that can be applied by now."""
         self._stale = True
         self._settle()
         with self._lock:

@@ -55,7 +55,8 @@ def installed_version(distribution: str) -> str | None:
 def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
     """Check the requirements against the installed distributions.  All of them must hold.
 
-    ``floors`` maps distributions to their oldest supported versions, which are required, too.
+    ``floors`` maps distributions to their oldest supported versions.  They are added to the
+    requirements without a lower bound.
 
     Raises:
         ValueError: a requirement is not valid.

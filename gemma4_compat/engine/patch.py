@@ -86,7 +86,7 @@ class Patch:
         symptom: what the user sees, in one line; the text of the exception if there is one.
         affects: requirement strings over installed distributions, such as ``("a<2", "b")``.  The
             patch is for versions that meet all of them.  The engine adds the oldest supported
-            versions.
+            version to a requirement without a lower bound.
         changes: what the patch changes, in a sentence or two.
         kind: what the patch achieves.
         note: what the list of affected releases does not show, such as a deliberate refusal.

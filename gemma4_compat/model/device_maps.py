@@ -133,8 +133,8 @@ def checked_map(device_map: Any) -> dict[str, int | str]:
     """
     if isinstance(device_map, str) and device_map in _AUTOMATIC:
         raise InputError(
-            f"{device_map!r} is not a device map: from_pretrained makes one from it; pass that "
-            "one, which is in model.hf_device_map"
+            f"{device_map!r} is not a device map: from_pretrained makes one from it; pass its "
+            "result, model.hf_device_map"
         )
     if not isinstance(device_map, Mapping):
         raise InputError('a device map is an object such as {"model.vision_tower": "cpu", "": 0}')

@@ -430,7 +430,7 @@ def test_no_model():
     ("given", "message"),
     [
         ({}, "empty"),
-        ("auto", "no map yet"),
+        ("auto", "is not a device map"),
         (["cpu"], "is an object such as"),
         ({"": None}, '"": None is not a device'),
         ({"": True}, "is not a device"),
@@ -499,7 +499,8 @@ def test_folders_that_are_none(tmp_path, content, message, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
-    assert line.startswith(f"gemma4-compat map: {tmp_path}")
+    assert line.startswith("gemma4-compat map: ")
+    assert str(tmp_path) in line
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -531,7 +532,7 @@ def test_exit_codes(model_dir, capsys):
     assert run(model_dir, "--map", "{'': 0}") == 2
     assert capsys.readouterr().err.startswith("gemma4-compat map: --map: ")
     assert run("nowhere", "--map", '{"": 0}') == 2
-    assert capsys.readouterr().err == "gemma4-compat map: nowhere: no such folder\n"
+    assert capsys.readouterr().err == "gemma4-compat map: MODEL_DIR: nowhere: no such folder\n"
 
 
 def test_json(model_dir, capsys):
