@@ -406,7 +406,9 @@ def _code(plan: Plan) -> str:
     if plan.adapter_dir is not None:
         lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
     if plan.quant != "int8":
-        lines.append('# several times as fast: model.generate(..., cache_implementation="static")')
+        lines.append(
+            '# model.generate(..., cache_implementation="static") is several times as fast'
+        )
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def covering_entry(mapped: Mapped) -> Iterator[Trap]:
             sums.append(sum(t.on_cuda for t in placed))
         text = (
             f'the entry "{key}" covers modules of other entries: without root_device_map '
-            f"{device_label(mapped.map[key])} also holds those while loading: "
+            f"{device_label(mapped.map[key])} also holds those while loading, in total "
             f"{_by_quant(mapped.quants, sums)}"
         )
         yield from _about("root", text, "root_device_map")
