@@ -15,8 +15,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from ...engine import Finding, Patch, broken, fixed
 
 PATCH = Patch(
     name="native_adapter_conversions",
@@ -38,14 +37,10 @@ def conversions_are_kept_on_the_model() -> Finding:
     import inspect
 
     from transformers import core_model_loading
-    from transformers.integrations.peft import PeftAdapterMixin
 
     code = inspect.unwrap(core_model_loading.convert_and_load_state_dict_in_model).__code__
     if _CONVERSIONS not in code.co_names:
-        return drifted(f"loading no longer sets {_CONVERSIONS}")
-    load = getattr(inspect.unwrap(PeftAdapterMixin.load_adapter), "__code__", None)
-    if load is not None and mentions(load, _CONVERSIONS):
-        return fixed("load_adapter keeps the conversions of the model itself")
+        return fixed(f"loading no longer sets {_CONVERSIONS}")
     return broken()
 
 
