@@ -352,7 +352,7 @@ def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     assert fit.verdict == "does NOT fit: loading it stops with an error"
     group = next(group for group in fit.groups if group.kind == "refused")
     assert group.reason.startswith("the widths differ")
-    assert ": 128 wide, here " in group.example
+    assert ": width 128, the layer has " in group.example
     assert not inspect_adapter(adapter_dir, narrow).fit.ok
 
 

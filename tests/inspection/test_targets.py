@@ -49,7 +49,7 @@ def test_the_users_figures(e2b_dir):
     assert found.needs == ("clippable_linear",)
     assert found.ok
     text = " ".join(str(found).split())
-    assert "148 Gemma4ClippableLinear: PEFT alone stops" in text
+    assert "148 Gemma4ClippableLinear: PEFT alone raises" in text
     assert "needs the patch clippable_linear" in text
     assert ("40 modules in layers that share keys and values" in text) == has_shared_kv
 
