@@ -14,6 +14,7 @@ from gemma4_compat.model import meta, parts, sizes
 from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
+from tests.support import run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -277,7 +278,7 @@ def test_parse_size(text, expected):
 def test_sizes_that_are_none(text, model_dir, capsys):
     with pytest.raises(InputError, match="write 12GiB"):
         parse_size(text)
-    assert main(["plan", str(model_dir), f"--gpu={text}"]) == 2
+    assert run_command("plan", model_dir, f"--gpu={text}") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"gemma4-compat plan: --gpu: {text!r} is not a size")
@@ -287,16 +288,16 @@ def test_sizes_that_are_none(text, model_dir, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["MODEL", "--context", "0"], "context must be at least 1"),
+        (["MODEL", "--context", "0"], "'0' is not a whole number of 1 or more"),
         (["MODEL", "--context", "99999999999999"], "the model supports"),
-        (["MODEL", "--adapter", "nowhere"], "nowhere: no such folder"),
+        (["MODEL", "--adapter", "nowhere"], "nowhere: no such file or folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
     ],
     ids=["folder", "context", "long-context", "adapter", "no-adapter"],
 )
 def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
     given = [str(model_dir) if each == "MODEL" else each for each in arguments]
-    assert main(["plan", *given, "--gpu", "8GiB"]) == 2
+    assert run_command("plan", *given, "--gpu", "8GiB") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()

@@ -87,7 +87,7 @@ def test_unreleased_is_fine_until_it_is_released():
         ((r"2026-11-20", "2026-11-31"), "2026-11-31 is not a date"),
         ((r"## 0.1.0 ", "## 0.10.0 "), "the versions do not descend"),
         ((r"## 0.1.0 ", "## 0.2.0 "), "the versions do not descend"),
-        ((r"## 0.1.0 .*", "## 0.1.0"), "'## 0.1.0' is neither"),
+        ((r"## 0.1.0 .*", "## 0.1.0"), "'## 0.1.0' is not"),
         ((r"## .*", ""), "no entry"),
     ],
 )

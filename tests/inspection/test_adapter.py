@@ -339,7 +339,7 @@ def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
     write_config(tmp_path, text, vision)
     found = inspect_adapter(adapter_dir, tmp_path)
     told = reasons(found.fit)
-    assert "from layer 4 on: model.language_model.layers has 4 here" in told
+    assert "for layers from 4 on; model.language_model.layers has 4 layers" in told
     assert "ignored 12: the model has no audio tower" in told
     assert not found.fit.ok
     assert counts(found.fit, "ignored") == 12 + 2 * 5 * 2
@@ -352,7 +352,7 @@ def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     assert fit.verdict == "does NOT fit: loading it stops with an error"
     group = next(group for group in fit.groups if group.kind == "refused")
     assert group.reason.startswith("the widths differ")
-    assert ": 128 wide, here " in group.example
+    assert ": width 128, the layer has " in group.example
     assert not inspect_adapter(adapter_dir, narrow).fit.ok
 
 
@@ -366,7 +366,7 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, cut)
     fit = inspect_adapter(folder, model_dir).fit
     assert [(group.kind, group.count) for group in fit.groups] == [("refused", 1)]
-    assert "64 wide, here 128" in fit.groups[0].example
+    assert "width 64, the layer has 128" in fit.groups[0].example
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), folder)
 

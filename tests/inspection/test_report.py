@@ -251,7 +251,7 @@ def test_command(model_dir, adapter_dir, capsys):
         (["--model", "nowhere"], "nowhere: no such folder"),
         (["--adapter", "nowhere"], "nowhere"),
         (["--model", "EMPTY"], "no config.json"),
-        (["--map", '{"": 0}'], "--map: checked against a model"),
+        (["--map", '{"": 0}'], "--map is checked against a model"),
         (["--model", "MODEL", "--map", "{"], "--map: '{' is not JSON"),
         (["--model", "DAMAGED"], "model.safetensors: "),
     ],
