@@ -399,7 +399,7 @@ def edited(file, **entries):
             "adapter_config.json: not an",
         ),
         ("adapter/adapter_config.json", {"peft_type": "LORAX"}, "not understood by peft"),
-        ("adapter/adapter_config.json", {"peft_type": "CPT"}, "CPT has no weights"),
+        ("adapter/adapter_config.json", {"peft_type": "CPT"}, "a CPT adapter has no weights"),
         ("adapter/adapter_config.json", {"r": "8"}, 'adapter_config.json: r cannot be "8"'),
         ("adapter/adapter_config.json", {"r": 2}, "adapter does not fit"),
         ("adapter/adapter_config.json", {"target_modules": ["no_proj"]}, "adapter does not fit"),
