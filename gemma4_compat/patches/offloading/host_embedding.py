@@ -189,7 +189,7 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
     ):
         return None
     table = _table(hook.weights_map, "weight")
-    if table.shape != weight.shape:  # somebody resized the embedding
+    if table.shape != weight.shape:  # the embedding was resized
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
     return None if hook.execution_device in tied else table
