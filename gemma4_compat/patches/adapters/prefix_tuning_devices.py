@@ -87,6 +87,4 @@ def _computes_on(layer: Any, model: Any) -> Any:
             if device is not None:
                 return device
     device = next(layer.parameters()).device
-    return (
-        input_device(model) if device.type == "meta" else device
-    )  # an outer module's hook onloads it
+    return input_device(model) if device.type == "meta" else device  # an outer hook onloads it
