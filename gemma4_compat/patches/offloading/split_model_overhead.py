@@ -143,7 +143,7 @@ def _is_known(function: Any) -> bool:
 
 @cache
 def _device(device: Any) -> Any | None:
-    """The device, or ``None`` if it has no fixed index, as "cuda" has none."""
+    """The device; ``None`` if it may change, as "cuda" without an index may."""
     import torch
 
     if device is None:
