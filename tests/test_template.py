@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAME = "copied_from_the_template"
+NAME = "iterated_view"
 PATCH, TEST = f"gemma4_compat/patches/offloading/{NAME}.py", f"tests/patches/test_{NAME}.py"
 
 

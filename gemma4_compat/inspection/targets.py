@@ -238,8 +238,9 @@ def matching(base: BaseModel, config: SimpleNamespace) -> list[str]:
     Raises:
         InputError: the targets are not a regular expression, or need PEFT, which is not installed.
     """
-    if isinstance(config.target_modules, str):
-        check_expression(config.target_modules)
+    for expression in (config.target_modules, getattr(config, "exclude_modules", None)):
+        if isinstance(expression, str):
+            check_expression(expression)
     return list(_matching(base, config))
 
 

@@ -1,6 +1,6 @@
-"""One lock for the modules that accelerate offloads together.
+"""One lock for all offloaded modules of a model.
 
-A thread holds it while it is in the forward of such a module, or of the model around them.
+A thread holds it during the forward of such a module, or of the model that contains them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from ..model.hooks import offload_hook
 from ._not_copied import NotCopied, attached
 
-_LOCK = "_forward_lock"  # a hook's attribute
+_LOCK = "_forward_lock"  # an attribute of the hook
 
 
 class ForwardLock(NotCopied):
-    """A thread that holds it may take it again.  The hooks of a deep copy share another one."""
+    """A re-entrant lock.  The hooks of a deep-copied model share a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -33,7 +33,7 @@ class ForwardLock(NotCopied):
 
 
 def share_lock(root: Any) -> None:
-    """Have the offloaded modules in ``root``, and the forward of ``root``, use one lock."""
+    """Make the forwards of ``root`` and of the offloaded modules in it use the same lock."""
     offloaded = [module for module in root.modules() if offload_hook(module) is not None]
     if not offloaded:
         return
@@ -45,7 +45,7 @@ def share_lock(root: Any) -> None:
 
 
 def lock_forward(module: Any) -> None:
-    """Have the forward of a module with a hook take the hook's lock."""
+    """Make the forward of a module with a hook take the hook's lock."""
     from torch.compiler import is_compiling
 
     hooked = vars(module).get("forward")
@@ -64,7 +64,7 @@ def lock_forward(module: Any) -> None:
 
 
 def lock_of(module: Any) -> AbstractContextManager[None]:
-    """The lock that the forward of this module takes, if it takes one."""
+    """The lock that the forward of this module takes; a ``nullcontext`` if it takes none."""
     hook = vars(module).get("_hf_hook")
     lock: ForwardLock | None = None if hook is None else vars(hook).get(_LOCK)
     return nullcontext() if lock is None else lock

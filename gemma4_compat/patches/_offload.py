@@ -37,7 +37,7 @@ def onload(module: Any, *inputs: Any) -> Any | None:
 def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
     """Undo ``onload``.
 
-    With ``keep_changes``, the hook loads the weights in their present state from now on.
+    With ``keep_changes``, the hook loads the weights in their current state from now on.
     """
     hook.offload = True
     if hook not in hooks_of(module):  # the hook was removed or replaced meanwhile
@@ -49,7 +49,7 @@ def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
 
 @contextmanager
 def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
-    """Onload modules to their execution devices for the length of the block.
+    """Onload modules to their execution devices during the block.
 
     With ``keep_changes``, the changes that the block makes to the weights are kept, unless the
     block raises.
@@ -88,7 +88,7 @@ def has_changed(module: Any, hook: Any) -> bool:
 
 
 def _keep(hook: Any, module: Any) -> None:
-    """Make a hook load a module's weights in their present state from now on.
+    """Make a hook load a module's weights in their current state from now on.
 
     Weights in host memory are overwritten in place, because other modules may be tied to them.
     """
@@ -122,11 +122,11 @@ def _can_hold(stored: Any | None, value: Any) -> bool:
 
 @contextmanager
 def executing_map(model: Any) -> Iterator[dict[str, Any]]:
-    """Replace ``hf_device_map`` by a map of execution devices for the length of the block.
+    """Replace ``hf_device_map`` by a map of execution devices during the block.
 
-    Code that reads "cpu" or "disk" in the map dispatches or loads as if offloaded modules computed
-    there.  Modules that do compute on the CPU have ``torch.device("cpu")``, which is not equal to
-    ``"cpu"``.  Yields the map; an empty one if no part of the model was dispatched.
+    Code that reads "cpu" or "disk" in the map assumes that offloaded modules compute on that
+    device.  Modules that do compute on the CPU get ``torch.device("cpu")``, which is not equal to
+    ``"cpu"``.  Yields the map, which is empty if no part of the model was dispatched.
     """
     import torch
 
@@ -152,14 +152,14 @@ def is_dispatched(model: Any) -> bool:
 
 
 def computing_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Have a function that names the device of a model name one that it computes on, not meta."""
+    """Wrap a function that returns a model's device: replace meta by the execution device."""
     import torch
 
     @wraps(original)
     def get_model_device(model: Any) -> Any:
-        found = original(model)
-        if torch.device(found).type != "meta":
-            return found
+        own = original(model)
+        if torch.device(own).type != "meta":
+            return own
         device = execution_device(model)
         return input_device(model) if device is None else device
 

@@ -1,4 +1,4 @@
-"""Which tokens embeddings are of."""
+"""Finds the token ids of embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from ..model.hooks import offload_hook
 
-#: About how many numbers of the embedding are hashed at a time.
-_NUMBERS = 16 * 2**20
+#: About how many elements of the embedding weight are hashed at a time.
+_ELEMENTS = 16 * 2**20
 
 #: The text model that is called with virtual tokens, and the tokens that stand for them.
 VIRTUAL: ContextVar[tuple[Any, list[int]] | None] = ContextVar("VIRTUAL", default=None)
@@ -22,15 +22,15 @@ def virtual_tokens(model: Any) -> list[int]:
 
 
 def token_ids(model: Any, inputs_embeds: Any) -> Any:
-    """The token ids that these embeddings are of, as a batch.
+    """The token ids of these embeddings: int64, batch x length, on the device of the embeddings.
 
     Args:
         model: a text model with per-layer embeddings.
-        inputs_embeds: batch x length x hidden size.
+        inputs_embeds: batch x length x hidden size, in any floating-point dtype.
 
     Raises:
-        RuntimeError: an embedding is no token's, or that of tokens that differ in their per-layer
-            embeddings.
+        RuntimeError: an embedding belongs to no token, or to several tokens with different
+            per-layer embeddings.
     """
     import torch
 
@@ -53,21 +53,21 @@ def _search_all(model: Any, inputs_embeds: Any) -> Any:
         count = int((ids < 0).sum())
     if count:
         raise RuntimeError(
-            f"{count} of {ids.numel()} embeddings in `inputs_embeds` are not those of any token: "
+            f"{count} of {ids.numel()} embeddings in `inputs_embeds` belong to no token: "
             "they do not exactly match the embedding weights.  This model looks up per-layer "
-            "embeddings by token id.  Pass `input_ids` in place of `inputs_embeds`, or "
-            "`per_layer_inputs` along with it."
+            "embeddings by token id.  Pass `input_ids` instead of `inputs_embeds`, or pass "
+            "`per_layer_inputs` as well."
         )
     return ids.view(inputs_embeds.shape[:-1])
 
 
 def _embedded_tokens(model: Any, embeds: Any) -> Any:
-    """The tokens for which the embedding returns these values."""
+    """The ids of the tokens for which the embedding layer returns these values."""
     return _search(model, embeds, model.embed_tokens)
 
 
 def _pad_token(model: Any, embeds: Any) -> Any:
-    """The pad token for its unscaled row, which stands in place of images and audio."""
+    """The pad token for its unscaled row, which Gemma 4 uses in place of images and audio."""
     import torch
 
     pad = model.config.pad_token_id
@@ -78,13 +78,13 @@ def _pad_token(model: Any, embeds: Any) -> Any:
 
 
 def _scaled_tokens(model: Any, embeds: Any) -> Any:
-    """The tokens whose rows give these values with the factor that transformers compares with."""
+    """The ids of the tokens whose rows give these values with transformers' unrounded factor."""
     weight, factor = _weight(model), model.config.hidden_size**0.5
     return _search(model, embeds, lambda ids: weight[ids.to(weight.device)].to(ids.device) * factor)
 
 
 def _search(model: Any, embeds: Any, embed: Callable[[Any], Any]) -> Any:
-    """The tokens that ``embed`` turns into these embeddings; -1 where there is none."""
+    """The ids of the tokens that ``embed`` turns into these embeddings; -1 if there is none."""
     import torch
 
     size = model.embed_tokens.weight.shape[0]
@@ -96,11 +96,11 @@ def _search(model: Any, embeds: Any, embed: Callable[[Any], Any]) -> Any:
 
     hashes, inverse = torch.unique(_hash(embeds), return_inverse=True)
     hits = list(_hits(hashes, rows, torch.arange(size, device=embeds.device), embeds.shape[1]))
-    tokens, places = (torch.cat(each) for each in zip(*hits, strict=True))
-    first = torch.full_like(hashes, size).scatter_reduce(0, places, tokens, "amin")
-    again = tokens != first[places]
+    tokens, indices = (torch.cat(parts) for parts in zip(*hits, strict=True))
+    first = torch.full_like(hashes, size).scatter_reduce(0, indices, tokens, "amin")
+    again = tokens != first[indices]
     if again.any():
-        _check_alike(model, tokens[again], first[places[again]])
+        _check_alike(model, tokens[again], first[indices[again]])
     ids = first[inverse]
     is_equal = (rows(ids.clamp(max=size - 1)) == embeds).all(-1) & (ids < size)
     return torch.where(is_equal, ids, -1)
@@ -109,37 +109,37 @@ def _search(model: Any, embeds: Any, embed: Callable[[Any], Any]) -> Any:
 def _hits(
     hashes: Any, rows: Callable[[Any], Any], tokens: Any, width: int
 ) -> Iterator[tuple[Any, Any]]:
-    """The tokens whose row has one of these hashes, and the places of these hashes."""
+    """Yield the tokens whose row has one of these hashes, and the indices of these hashes."""
     import torch
 
-    for part in tokens.split(max(_NUMBERS // width, 1)):
-        found = _hash(rows(part))
-        places = torch.searchsorted(hashes, found).clamp(max=len(hashes) - 1)
-        hit = hashes[places] == found
-        yield part[hit], places[hit]
+    for part in tokens.split(max(_ELEMENTS // width, 1)):
+        own = _hash(rows(part))
+        indices = torch.searchsorted(hashes, own).clamp(max=len(hashes) - 1)
+        hit = hashes[indices] == own
+        yield part[hit], indices[hit]
 
 
 def _check_alike(model: Any, tokens: Any, others: Any) -> None:
-    """Of tokens with the same embedding any will do if their per-layer embeddings are the same."""
+    """Raise ``RuntimeError`` if tokens with equal embeddings differ in per-layer embeddings."""
     per_layer = model.embed_tokens_per_layer
     differ = (per_layer(tokens) != per_layer(others)).any(-1).nonzero().flatten()
     if differ.numel():
         one, other = int(others[differ[0]]), int(tokens[differ[0]])
         raise RuntimeError(
-            f"`inputs_embeds` holds an embedding that tokens {one} and {other} share, and their "
-            "per-layer embeddings differ.  Pass `input_ids` in place of `inputs_embeds`, or "
-            "`per_layer_inputs` along with it."
+            f"`inputs_embeds` has an embedding that tokens {one} and {other} share, but their "
+            "per-layer embeddings differ.  Pass `input_ids` instead of `inputs_embeds`, or pass "
+            "`per_layer_inputs` as well."
         )
 
 
 def _hash(rows: Any) -> Any:
-    """One integer for each row; equal rows have equal ones."""
+    """An int64 hash for each row; equal rows have equal hashes."""
     import torch
 
     rows = (rows + 0.0).contiguous()  # -0.0 is equal to 0.0
     width = rows.shape[-1] * rows.element_size()
     integers = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    values = rows.view(next(each for each in integers if width % each.itemsize == 0)).long()
+    values = rows.view(next(dtype for dtype in integers if width % dtype.itemsize == 0)).long()
     values = values ^ (values >> 29)
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, values.shape[-1:], generator=generator) * 2 + 1
@@ -147,7 +147,7 @@ def _hash(rows: Any) -> Any:
 
 
 def _weight(model: Any) -> Any:
-    """The weight of the token embeddings, from where it rests if it is offloaded."""
+    """The weight of the token embeddings; if it is offloaded, the weight that its hook stores."""
     weight = model.embed_tokens.weight
     for module in model.embed_tokens.modules():  # it may be inside PEFT's wrappers
         hook = offload_hook(module)

@@ -451,7 +451,7 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert set(found) == {
         "file", "kind", "base_model", "saved_by", "tensors", "parameters", "bytes", "dtypes",
         "parts", "towers", "layout", "ranks", "rank", "alpha", "target_modules", "orphans",
-        "notes", "fit",
+        "notes", "fit", "ok",
     }  # fmt: skip
     assert found["fit"] is None
     assert found["ranks"] == {"4": found["tensors"] // 2}

@@ -430,7 +430,7 @@ def test_no_model():
     ("given", "message"),
     [
         ({}, "empty"),
-        ("auto", "'auto' is not a map"),
+        ("auto", "is not a device map"),
         (["cpu"], "is an object such as"),
         ({"": None}, '"": None is not a device'),
         ({"": True}, "is not a device"),

@@ -1,10 +1,10 @@
 """CorDA cannot prepare a split model.
 
 ``preprocess_corda`` decomposes the weights of the target modules outside their forwards, when an
-offloaded weight is on meta.  It also takes the device of the first parameter for that of the model;
-with the vision tower offloaded that one is meta, and so are the matrices that it brings there.
+offloaded weight is on meta.  It also uses the device of the model's first parameter as that of the
+model.  If the vision tower is offloaded, this device is meta, and CorDA moves its matrices to meta.
 
-The fix brings each weight in while it is decomposed, and asks where modules compute.
+The fix onloads each weight while it is decomposed, and uses the execution device of the model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PATCH = Patch(
         'on meta tensors, from preprocess_corda or LoraConfig(init_lora_weights="corda")'
     ),
     affects=("transformers", "accelerate", "peft"),
-    # Adapters of offloaded layers are made, and their share is taken out, by that patch.
+    # That patch creates the adapters of offloaded layers, and subtracts them from the weights.
     requires=("peft_redispatch",),
-    changes="preprocess_corda has the weights of offloaded target modules.",
+    changes="preprocess_corda onloads the weights of offloaded target modules.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
@@ -33,8 +33,8 @@ _CORDA = "peft.tuners.lora.corda"
 
 
 @PATCH.probe
-def weights_are_not_brought_in() -> Finding:
-    """Look whether CorDA brings weights in like merging."""
+def weights_are_not_onloaded() -> Finding:
+    """Look whether CorDA onloads weights, as merging does."""
     import inspect
 
     from peft.tuners.lora.corda import collect_eigens_for_layer
@@ -43,7 +43,7 @@ def weights_are_not_brought_in() -> Finding:
     if code is None:
         return drifted("collect_eigens_for_layer is not a plain function")
     if mentions(code, "onload"):
-        return fixed("CorDA brings offloaded weights in itself")
+        return fixed("CorDA onloads offloaded weights itself")
     return broken()
 
 

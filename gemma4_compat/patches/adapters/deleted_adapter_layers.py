@@ -1,12 +1,12 @@
-"""A model without adapters keeps the layers that held them.
+"""A model keeps PEFT's layers after its last adapter is deleted.
 
 ``model.delete_adapter`` of transformers removes the weights of an adapter from PEFT's layers, and
-leaves these layers in the model.  They compute what the layers in them compute.  With the last
-adapter the model is an ordinary one again for ``save_pretrained``, which saves all of it, but a
-weight in such a layer is called ``q_proj.base_layer.weight``.  ``from_pretrained`` looks for
-``q_proj.weight``, and leaves a random one.
+leaves these layers in the model.  They compute the same as the layers that they wrap.  Without an
+adapter, ``save_pretrained`` treats the model as an ordinary one and saves all of it, but it names a
+weight in such a layer ``q_proj.base_layer.weight``.  ``from_pretrained`` looks for
+``q_proj.weight``, and leaves it random.
 
-The fix takes the layers of PEFT out of the model with the last adapter.
+The fix replaces PEFT's layers by the layers that they wrap when the last adapter is deleted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .._code import mentions
 PATCH = Patch(
     name="deleted_adapter_layers",
     symptom=(
-        "delete_adapter of the last adapter, then save_pretrained: the file calls weights "
-        "q_proj.base_layer.weight, and loads as a model with random ones, without a word"
+        "delete_adapter of the last adapter, then save_pretrained: the file names weights "
+        "q_proj.base_layer.weight, and loads as a model with random weights, without an error"
     ),
     affects=("transformers", "peft"),
     changes=(
-        "transformers' delete_adapter puts the layers that PEFT wrapped back in their places once "
-        "no adapter is left."
+        "transformers' delete_adapter puts the layers that PEFT wrapped back once no adapter is "
+        "left."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -34,16 +34,16 @@ PATCH = Patch(
 
 @PATCH.probe
 def layers_are_left() -> Finding:
-    """Look whether the method puts anything back."""
+    """Look whether the method restores the wrapped layers."""
     import inspect
 
     from transformers.integrations.peft import PeftAdapterMixin
 
     code = getattr(inspect.unwrap(PeftAdapterMixin.delete_adapter), "__code__", None)
     if code is None or "_hf_peft_config_loaded" not in code.co_names:
-        return drifted("delete_adapter does not say when the last adapter is gone")
+        return drifted("delete_adapter does not set _hf_peft_config_loaded")
     if mentions(code, "base_layer"):
-        return fixed("delete_adapter puts the layers back itself")
+        return fixed("delete_adapter restores the layers itself")
     return broken()
 
 
@@ -60,7 +60,7 @@ def delete_adapter(original: Any) -> Any:
 
 
 def _unwrap(module: Any) -> None:
-    """Put the layers in PEFT's layers in the places of these."""
+    """Replace PEFT's layers by the layers that they wrap."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 

@@ -1,11 +1,11 @@
-"""accelerate cannot take its hooks off a split model inside PEFT's wrappers.
+"""accelerate cannot remove its hooks from a split model inside PEFT's wrappers.
 
-``remove_hook_from_module`` asks each module whether it has a hook.  ``PeftModel``, the tuner in it
-and the wrappers of ``modules_to_save`` answer with the attributes of the module that they wrap.
-accelerate then takes the wrapped module's hook for the wrapper's own, and cannot delete it there.
+``remove_hook_from_module`` checks whether each module has a hook.  ``PeftModel``, its tuner and the
+wrappers of ``modules_to_save`` return the attributes of the module that they wrap.  accelerate then
+treats the wrapped module's hook as the wrapper's own, and cannot delete it from the wrapper.
 
-The fix overlooks attributes that a module does not have itself.  The wrapped module has its turn
-after its wrapper.
+The fix ignores hooks that a module does not have itself.  The wrapped module is visited after its
+wrapper.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ PATCH = Patch(
     ),
     affects=("accelerate", "peft"),
     changes=(
-        "remove_hook_from_module leaves modules alone that pass the hook of another module for "
-        "their own."
+        "remove_hook_from_module skips modules that return the hook of another module as their own."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -32,7 +31,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def hook_of_a_wrapped_module() -> Finding:
-    """Take the hooks off a module inside a wrapper that passes attributes on."""
+    """Remove the hook of a module inside a wrapper that returns the module's attributes."""
     import torch
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
@@ -49,7 +48,7 @@ def hook_of_a_wrapped_module() -> Finding:
         remove_hook_from_module(wrapper, recurse=True)
     except AttributeError:
         return broken()
-    return fixed("remove_hook_from_module takes the hooks of wrapped modules off")
+    return fixed("remove_hook_from_module removes the hooks of wrapped modules")
 
 
 @PATCH.replaces("accelerate.hooks", "remove_hook_from_module")
@@ -58,7 +57,7 @@ def remove_hook_from_module(original: Any) -> Any:
 
     @wraps(original)
     def remove_hook_from_module(module: Any, recurse: bool = False) -> Any:
-        if not _passes_a_hook_on(module):
+        if not _returns_foreign_hook(module):
             return original(module, recurse)
         if recurse:
             for child in module.children():
@@ -68,11 +67,11 @@ def remove_hook_from_module(original: Any) -> Any:
     return remove_hook_from_module
 
 
-def _passes_a_hook_on(module: Any) -> bool:
-    """Whether a hook can be read of a module and not deleted."""
+def _returns_foreign_hook(module: Any) -> bool:
+    """Whether the hook that a module returns belongs to another module."""
     import torch
 
     if type(module).__delattr__ is not torch.nn.Module.__delattr__:
-        return False  # torch.compile's wrapper deletes attributes of the module inside
+        return False  # torch.compile's wrapper deletes the attributes of the wrapped module
     names = ("_hf_hook", "_old_forward")
     return any(name not in vars(module) and hasattr(module, name) for name in names)

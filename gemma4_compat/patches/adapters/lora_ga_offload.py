@@ -1,14 +1,14 @@
-"""LoRA-GA finds no gradients of offloaded layers.
+"""LoRA-GA has no gradients for offloaded layers.
 
 ``preprocess_loraga`` runs training steps and then reads ``weight.grad`` of the target modules.  The
-weight of an offloaded module is another parameter in each forward; the gradient goes with it when
-the module is offloaded again, and the parameter on meta that stays has none.
+weight of an offloaded module is a different parameter in each forward.  Its gradient is lost when
+the module is offloaded again, and the parameter on meta that replaces it has none.
 
-The gradients in a cache file are read to the device of the model's first parameter, which is meta
-with the vision tower offloaded.
+LoRA-GA also loads the gradients of a cache file to the device of the model's first parameter.  If
+the vision tower is offloaded, that device is meta.
 
-The fix has the target modules loaded for all of the steps.  Their gradients, which take as much
-memory, stay on that device anyway.  The cache file is read to where modules compute.
+The fix keeps the target modules onloaded during all steps.  Their gradients stay on the execution
+device anyway, and take as much memory.  The cache file is loaded to the execution device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PATCH = Patch(
     name="lora_ga_offload",
     symptom="AttributeError: 'NoneType' object has no attribute 'detach' from preprocess_loraga",
     affects=("transformers", "accelerate", "peft>=0.19"),
-    # Adapters of offloaded layers are made, and their share is taken out, by that patch.
+    # That patch creates the adapters of offloaded layers, and subtracts them from the weights.
     requires=("peft_redispatch",),
     changes=(
-        "preprocess_loraga keeps offloaded target modules loaded while it runs training steps, and "
-        "reads its cache file to a device."
+        "preprocess_loraga keeps offloaded target modules onloaded while it runs training steps, "
+        "and loads its cache file to the execution device."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -37,8 +37,8 @@ _LORA_GA = "peft.tuners.lora.loraga"
 
 
 @PATCH.probe
-def weights_are_not_brought_in() -> Finding:
-    """Look whether LoRA-GA brings weights in like merging."""
+def weights_are_not_onloaded() -> Finding:
+    """Look whether LoRA-GA onloads weights, as merging does."""
     import inspect
 
     from peft.tuners.lora.loraga import estimate_gradients
@@ -47,7 +47,7 @@ def weights_are_not_brought_in() -> Finding:
     if code is None:
         return drifted("estimate_gradients is not a plain function")
     if mentions(code, "onload"):
-        return fixed("LoRA-GA brings offloaded weights in itself")
+        return fixed("LoRA-GA onloads offloaded weights itself")
     return broken()
 
 

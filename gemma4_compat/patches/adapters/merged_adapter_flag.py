@@ -1,11 +1,11 @@
-"""A merged model still says that it has adapters of transformers' own.
+"""After PEFT merges or unloads an adapter, transformers still expects adapters in the model.
 
 ``model.load_adapter`` and ``model.add_adapter`` of transformers set a flag on the model,
 ``_hf_peft_config_loaded``.  PEFT does not know this flag.  Its ``merge_and_unload`` and ``unload``
-remove every adapter layer from the model, also those that transformers made, and the flag stays.
-``save_pretrained`` then searches adapters to save in place of the model, and the model has none.
+remove every adapter layer from the model, also those that transformers made, but not the flag.
+``save_pretrained`` then looks for adapters to save instead of the model, and there are none.
 
-The fix removes the flag once PEFT has removed the last adapter layer.
+The fix resets the flag once PEFT has removed the last adapter layer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft"),
     changes=(
-        "PEFT's merge_and_unload and unload reset transformers' flag of a model with adapters when "
-        "they remove the last adapter layer."
+        "PEFT's merge_and_unload and unload reset transformers' flag for a model with adapters "
+        "when they remove the last adapter layer."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -35,7 +35,7 @@ _FLAG = "_hf_peft_config_loaded"
 
 @PATCH.probe
 def flag_is_not_known() -> Finding:
-    """Look whether PEFT unloads by the methods that are replaced."""
+    """Look whether the replaced methods unload adapters, and whether they use the flag."""
     import inspect
 
     from peft.tuners.tuners_utils import BaseTuner

@@ -1,11 +1,11 @@
-"""After ``load_adapter`` a model is saved under the names of an adapter.
+"""After ``load_adapter``, a model is saved with the names of an adapter file.
 
-transformers keeps on the model how it converted the checkpoint on loading, in
-``_weight_conversions``, and ``save_pretrained`` undoes that.  ``model.load_adapter`` reads the
-adapter by the same function, which replaces the conversions of the model by those of the adapter.
-While the model has adapters, nothing shows: then only these are saved.  Once they are merged or
-deleted, ``save_pretrained`` gives the model's own weights the names of an adapter file.
-``from_pretrained`` of that folder finds no weights, and leaves random ones.
+transformers stores on the model, in ``_weight_conversions``, how it converted the checkpoint while
+loading.  ``save_pretrained`` undoes these conversions.  ``model.load_adapter`` reads the adapter
+with the same function, which replaces the model's conversions by those of the adapter.  As long as
+the model has adapters, users do not notice, because only the adapters are saved.  Once they are
+merged or deleted, ``save_pretrained`` gives the model's own weights the names of an adapter file.
+``from_pretrained`` of that folder finds no weights, and leaves them random.
 
 The fix keeps the conversions of the model.
 """
@@ -21,10 +21,10 @@ PATCH = Patch(
     name="native_adapter_conversions",
     symptom=(
         "load_adapter, then merge_and_unload or delete_adapter, and save_pretrained: the file has "
-        "other names, and loads as a model with random weights, without a word"
+        "other names, and loads as a model with random weights, without an error"
     ),
     affects=("transformers", "peft"),
-    changes="transformers' load_adapter leaves the model the conversions of its own checkpoint.",
+    changes="transformers' load_adapter keeps the conversions of the model's own checkpoint.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
@@ -33,7 +33,7 @@ _CONVERSIONS = "_weight_conversions"
 
 @PATCH.probe
 def conversions_are_kept_on_the_model() -> Finding:
-    """Look whether the conversions are kept where they are expected; they cannot be tried here."""
+    """Look whether loading stores the conversions on the model, and load_adapter keeps them."""
     import inspect
 
     from transformers import core_model_loading

@@ -1,12 +1,12 @@
-"""Prefix tuning fails on every split Gemma 4, and on models without any GPU in their map.
+"""Prefix tuning fails on every split Gemma 4, and on models without a GPU in their device map.
 
-PEFT brings the prefix, a cache of keys and values, to the devices of the decoder layers.  It reads
-these off ``hf_device_map``: the first device that is neither "cpu" nor "disk" stands for offloaded
-layers, and there need not be one (``StopIteration``).  It reads ``config.num_hidden_layers``, which
-the config of a multimodal model does not have.  It takes every name in the map that holds a number
-for a decoder layer, that of a vision tower's layer as well.
+PEFT moves the prefix, a cache of keys and values, to the devices of the decoder layers.  It reads
+these devices from ``hf_device_map``, and makes three mistakes.  It uses the first device that is
+neither "cpu" nor "disk" for offloaded layers, but a map may have none (``StopIteration``).  It
+reads ``config.num_hidden_layers``, which the config of a multimodal model does not have.  It treats
+every name in the map that contains a number as a decoder layer, also a layer of a vision tower.
 
-The fix asks the decoder layers where they compute.
+The fix uses the execution devices of the decoder layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "peft"),
     changes=(
-        "The prefix of prefix tuning goes to the devices that the decoder layers of a split model "
-        "execute on."
+        "The prefix of prefix tuning goes to the execution devices of the decoder layers of a "
+        "split model."
     ),
     links=(
         "https://github.com/huggingface/peft/issues/3619",
@@ -37,7 +37,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def no_device_but_cpu_and_disk() -> Finding:
-    """Ask for the devices of a multimodal model that is offloaded as a whole."""
+    """Get the layer devices of a multimodal model that is wholly offloaded."""
     from types import SimpleNamespace
 
     from peft.utils.integrations import get_layer_device_map
@@ -46,12 +46,12 @@ def no_device_but_cpu_and_disk() -> Finding:
     config = SimpleNamespace(get_text_config=lambda *args, **kwargs: text)
     model = SimpleNamespace(hf_device_map={"": "cpu"}, config=config)
     try:
-        found = get_layer_device_map(model)
+        devices = get_layer_device_map(model)
     except (StopIteration, IndexError, AttributeError):
         return broken()
-    if found == {0: "cpu"}:
-        return fixed("PEFT finds the devices of decoder layers")
-    return drifted(f"the devices of a model on the CPU are {found}")
+    if devices == {0: "cpu"}:
+        return fixed("PEFT gets the devices of decoder layers right")
+    return drifted(f"the devices of a model on the CPU are {devices}")
 
 
 @PATCH.replaces("peft.peft_model", "map_cache_to_layer_device_map")
@@ -62,7 +62,7 @@ def map_cache_to_layer_device_map(original: Any) -> Any:
         if layers is None or not hasattr(cache, "layers"):
             original(model, cache)
             return
-        # Layers that share keys and values have none in the cache.
+        # KV-sharing layers come last, and have no entry in the cache.
         for layer, kept in zip(layers, cache.layers, strict=False):
             if kept.keys is not None:
                 device = _computes_on(layer, model)
@@ -72,7 +72,7 @@ def map_cache_to_layer_device_map(original: Any) -> Any:
 
 
 def _decoder_layers(model: Any) -> Any | None:
-    """The layers of a model that was placed by a map, if it is a decoder alone."""
+    """The decoder layers of a model with a device map; ``None`` for an encoder-decoder model."""
     if not hasattr(model, "hf_device_map") or getattr(model.config, "is_encoder_decoder", False):
         return None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -80,11 +80,11 @@ def _decoder_layers(model: Any) -> Any | None:
 
 
 def _computes_on(layer: Any, model: Any) -> Any:
-    """The device of a layer's hook, or else of its weights."""
+    """The execution device of a layer: that of its hooks or, without hooks, of its weights."""
     for module in layer.modules():
         for hook in hooks_of(module):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return device
     device = next(layer.parameters()).device
-    return input_device(model) if device.type == "meta" else device  # loaded with what is around it
+    return input_device(model) if device.type == "meta" else device  # an outer hook onloads it

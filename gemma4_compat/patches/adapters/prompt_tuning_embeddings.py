@@ -1,13 +1,13 @@
 """Prompt tuning and P-tuning have no per-layer embeddings for their virtual tokens.
 
-PEFT puts the embeddings of virtual tokens before those of the text, and calls the base model with
-``inputs_embeds`` alone.  A model with per-layer embeddings (E2B, E4B) then searches its embedding
-for the token ids.  A virtual token is no token of the vocabulary, so that this search ends in an
-error, if it does not run out of memory before.
+PEFT puts the embeddings of virtual tokens in front of those of the text, and calls the base model
+with only ``inputs_embeds``.  A model with per-layer embeddings (E2B, E4B) then searches its
+embedding for the token ids.  A virtual token is not in the vocabulary, so the search raises an
+error, unless it runs out of memory before.
 
-The fix gives virtual tokens the per-layer embeddings of the pad token.  That is what Gemma 4 gives
-to all embeddings that are not a token's: those of images, video and audio.  The virtual tokens of
-CPT begin as tokens of the vocabulary; they have the per-layer embeddings of these.
+The fix gives virtual tokens the per-layer embeddings of the pad token.  Gemma 4 uses these for all
+embeddings that do not belong to a token: those of images, video and audio.  The virtual tokens of
+CPT are initialised from tokens of the vocabulary, and get the per-layer embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft"),
     changes=(
-        "In a PeftModel with virtual tokens these have the per-layer embeddings of the pad token, "
-        "in CPT those of cpt_token_ids."
+        "Virtual tokens of a PeftModel get the per-layer embeddings of the pad token, or with CPT "
+        "those of cpt_token_ids."
     ),
     links=(
         "https://github.com/huggingface/peft/issues/3201",
@@ -41,7 +41,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def embeddings_are_searched() -> Finding:
-    """Look whether PEFT passes per-layer embeddings, and whether the model needs them."""
+    """Look whether PEFT passes per-layer embeddings, and whether the model searches for ids."""
     import inspect
 
     from peft.peft_model import PeftModelForCausalLM
@@ -50,7 +50,7 @@ def embeddings_are_searched() -> Finding:
     forward = getattr(inspect.unwrap(PeftModelForCausalLM.forward), "__code__", None)
     search = getattr(inspect.unwrap(Gemma4TextModel.get_per_layer_inputs), "__code__", None)
     if forward is None or search is None:
-        return drifted("PeftModelForCausalLM.forward or Gemma4's search is not a plain function")
+        return drifted("PEFT's forward or Gemma 4's get_per_layer_inputs is not a plain function")
     if mentions(forward, "per_layer_inputs"):
         return fixed("PEFT passes per-layer embeddings itself")
     if not mentions(search, "nonzero"):
@@ -87,7 +87,7 @@ def get_per_layer_inputs(original: Any) -> Any:
 
 
 def _virtual_tokens(peft_model: Any) -> tuple[Any, list[int]] | None:
-    """The text model that looks up per-layer embeddings, and a token for each virtual one."""
+    """The text model with the per-layer embeddings, and a token id for each virtual token."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
     models = (m for m in peft_model.get_base_model().modules() if isinstance(m, Gemma4TextModel))

@@ -1,19 +1,18 @@
-"""Embeddings without token ids cost memory for the whole vocabulary, for each token.
+"""Finding the token ids of ``inputs_embeds`` needs memory for tokens times vocabulary.
 
-A model with per-layer embeddings (E2B, E4B) needs the token ids to look those up.  Where it gets
-``inputs_embeds`` alone, ``get_per_layer_inputs`` compares each of them with each row of the
-embedding, all at once: batch x length x vocabulary x hidden size bytes, 1.7 TB for 1,652 tokens and
-20 virtual ones.
+A model with per-layer embeddings (E2B, E4B) needs the token ids to look these up.  If it gets only
+``inputs_embeds``, ``get_per_layer_inputs`` compares each input embedding with each row of the
+embedding, all at once.  This needs batch x length x vocabulary x hidden size bytes: 1.7 TB for
+1,652 tokens and 20 virtual ones.
 
-Where that fits it does not work in bfloat16, either.  It multiplies the rows by
-``hidden_size**0.5``; the embedding multiplies them by that factor rounded to bfloat16 (39.25, not
-39.19, in E2B).  No row is equal to any embedding, and the error asks for exact embeddings.  The
-same error meets images, audio and padding: ``Gemma4Model`` puts the unscaled row of the pad token
-in their place.
+Even if this fits, it does not work in bfloat16.  It multiplies the rows by ``hidden_size**0.5``.
+The embedding multiplies them by that factor rounded to bfloat16 (39.25, not 39.19, in E2B).  No row
+is equal to any embedding, and the error asks for exact embeddings.  Images, audio and padding cause
+the same error: ``Gemma4Model`` puts the unscaled row of the pad token in their place.
 
-The fix compares hashes of what the embedding returns for all tokens, a part of the vocabulary at a
-time, and then the embeddings themselves.  It takes embeddings of upstream's own factor as well.
-An embedding that is no token's raises, as before, and so do two tokens that differ in nothing but
+The fix compares hashes of the embeddings of all tokens, one part of the vocabulary at a time, and
+then the embeddings themselves.  It also accepts embeddings with upstream's own factor.  As before,
+an embedding that belongs to no token raises an error, and so do two tokens that differ only in
 their per-layer embeddings.
 """
 
@@ -34,8 +33,8 @@ PATCH = Patch(
     ),
     affects=("transformers",),
     changes=(
-        "Gemma4TextModel.get_per_layer_inputs finds the token ids of inputs_embeds in memory of "
-        "the size of inputs_embeds, in every dtype, with offloaded embeddings too."
+        "Gemma4TextModel.get_per_layer_inputs finds the token ids of inputs_embeds in every dtype, "
+        "also with offloaded embeddings, and needs about as much memory as inputs_embeds."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/45874",
@@ -49,7 +48,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def compares_all_rows_at_once() -> Finding:
-    """Look whether the comparison is still there."""
+    """Look whether the method still compares the rows."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel

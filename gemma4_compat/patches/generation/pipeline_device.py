@@ -1,10 +1,10 @@
-"""A pipeline takes the first value of a split model's device map for its device.
+"""A pipeline uses the first value of a split model's device map as its device.
 
-Where the first module is offloaded that value is "disk", which is no device, or "cpu", where the
-module's weights rest and nothing computes: the inputs stay on the CPU, and all logits are copied
-there in each step.
+If the first module is offloaded, this value is "disk", which is no device, or "cpu", where the
+module's weights are stored but nothing is computed.  The inputs then stay on the CPU, and all
+logits are copied to the CPU in each step.
 
-The fix has the pipeline take the device that inputs belong on (``gemma4_compat.input_device``).
+The fix makes the pipeline use the device that inputs belong on (``gemma4_compat.input_device``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "A pipeline of a model whose device map begins with an offloaded module brings its inputs "
-        "to the device of the token embeddings."
+        "If the device map of its model begins with an offloaded module, a pipeline sends its "
+        "inputs to the execution device of the token embeddings."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -68,4 +68,4 @@ def _input_device(model: Any) -> Any | None:
     try:
         return input_device(model)
     except (TypeError, ValueError):
-        return None  # no token embeddings, or none that are loaded
+        return None  # no token embeddings, or they have no values

@@ -1,13 +1,13 @@
 # The template of a patch, which `nox -s new` copies without these lines.  A file whose name begins
 # with "_" is not a patch: this one is never applied and not in the wheel.  Its bug is real.
-"""Iterating over a view of the offloaded weights yields keys that the view does not have.
+"""Iterating over accelerate's ``PrefixedDataset`` yields keys that it does not have.
 
-accelerate gives the hook of each module a ``PrefixedDataset``: the whole model's weights, seen from
-that module.  Looking up a key puts the module's name in front of it.  Iterating does not take it
-off again, so that ``items()`` and ``dict()`` put it there twice; and the length counts the weights
-of all other modules, too.
+accelerate gives the hook of each module a ``PrefixedDataset``: the weights of the whole model, seen
+from that module.  A lookup puts the module's name in front of the key.  Iterating does not remove
+the name again, so ``items()`` and ``dict()`` add it twice.  ``len()`` also counts the weights of
+all other modules.
 
-The fix takes the prefix off, and counts what is iterated over.
+The fix removes the prefix, and counts only the keys that iterating yields.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...engine import Finding, Patch, broken, drifted, fixed
 
 PATCH = Patch(
     name="patch_name",
-    # The users' words: the text of the exception, or what they see where there is none.
+    # The text of the exception, or what users see if no exception is raised.
     symptom="KeyError: 'layer.layer.weight' from dict(PrefixedDataset(weights, 'layer.'))",
-    # Requirements that must all hold.  As measured: the first release that has the bug (">="),
-    # unless all that we support have it, and the first that does not, if there is one ("<").
+    # Requirements that must all hold, as measured.  ">=" gives the first release that has the bug;
+    # omit it if every supported release has the bug.  "<" gives the first release without it.
     affects=("accelerate",),
-    changes="PrefixedDataset yields the keys that it can be asked for, and counts those alone.",
+    changes="PrefixedDataset yields only keys that it can look up, and counts only those.",
     # Or links=(...,), the upstream issues and pull requests.
-    unreported="Nobody iterates over this mapping here.",
+    unreported="No supported library iterates over this mapping.",
 )
 
 _OFFLOAD = "accelerate.utils.offload"
@@ -35,12 +35,12 @@ _OFFLOAD = "accelerate.utils.offload"
 
 @PATCH.probe
 def keys_keep_their_prefix() -> Finding:
-    """Ask the installed code.  It may import nothing but the modules that are patched."""
+    """Test the installed code.  A probe may import only the modules that are patched."""
     from accelerate.utils.offload import PrefixedDataset
 
     keys = list(PrefixedDataset({"layer.weight": None}, "layer."))
     if keys == ["weight"]:
-        return fixed("iterating takes the prefix off")
+        return fixed("iterating removes the prefix")
     if keys == ["layer.weight"]:
         return broken()
     return drifted(f"iterating yields {keys}")
@@ -48,7 +48,7 @@ def keys_keep_their_prefix() -> Finding:
 
 @PATCH.replaces(_OFFLOAD, "PrefixedDataset.__iter__")
 def iterate(original: Any) -> Any:
-    # A method, where there is a choice: a "from x import function" elsewhere keeps the original.
+    # Prefer to replace a method: modules that ran "from x import function" keep the original.
     @wraps(original)
     def without_prefix(self: Any) -> Iterator[str]:
         return (key.removeprefix(self.prefix) for key in original(self))

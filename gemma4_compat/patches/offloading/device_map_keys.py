@@ -1,13 +1,13 @@
 """A device map may name modules that the model does not have.
 
 ``from_pretrained`` matches the keys of an explicit ``device_map`` against the names of the
-parameters and never asks whether a key matched anything.  ``model.multi_modal_projector``, which
-earlier models have and Gemma 4 has not (it has ``model.embed_vision``), places nothing; what it
-was meant for goes where the rest of the map says or, if nothing else covers it, to the CPU.
-accelerate's ``dispatch_model`` does check, but it is called after loading only, and not at all for
+parameters.  It does not check whether each key matches one.  ``model.multi_modal_projector``, which
+earlier models have and Gemma 4 has not (it has ``model.embed_vision``), places nothing.  The
+modules that the user meant follow other entries of the map or, without such an entry, go to the
+CPU.  accelerate's ``dispatch_model`` does check, but it runs only after loading, and not at all for
 a map with a single device.
 
-The fix says so before any weight is read, with the closest names that the model does have.
+The fix warns before any weight is read, and names the closest modules that the model has.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PATCH = Patch(
     name="device_map_keys",
     symptom=(
         "a device_map entry such as model.multi_modal_projector, which Gemma 4 does not have, is "
-        "ignored: without a word, or with accelerate's 'The following device_map keys do not "
+        "ignored: silently, or with accelerate's 'The following device_map keys do not "
         "match any submodules in the model' after loading"
     ),
     affects=("transformers",),
     changes=(
-        "from_pretrained of a Gemma 4 or Gemma 3n model warns, once a load, about entries of an "
+        "from_pretrained of a Gemma 4 or Gemma 3n model warns once per load about entries of an "
         "explicit device_map that name no module, parameter or buffer, and names the closest "
-        "modules.  The map is used as it is."
+        "modules.  The map itself is used unchanged."
     ),
     links=(
         "https://github.com/huggingface/accelerate/issues/3584",
@@ -45,7 +45,7 @@ _MODELS = ("gemma4", "gemma3n")
 
 @PATCH.probe
 def unknown_keys_pass() -> Finding:
-    """Hand in a map with a key that no model has."""
+    """Pass a map with a key that no model has."""
     import inspect
 
     from torch.nn import Module
@@ -86,15 +86,15 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
     unknown = [key for key in device_map if key not in known and not left_out(model, key)]
     if not unknown:
         return
-    found = {key: closest(key, modules) for key in unknown}
-    hints = [f"{key} (closest: {name})" if name else key for key, name in found.items()]
+    similar = {key: closest(key, modules) for key in unknown}
+    hints = [f"{key} (closest: {name})" if name else key for key, name in similar.items()]
     base = model.base_model_prefix if model.base_model_prefix in modules else ""
     top = ("", base)
     parts = [name for name in modules if name not in top and name.rpartition(".")[0] in top]
     logger.warning(
-        "the device_map has entries that name no module or parameter of %s: %s.  What they are "
-        "meant for may follow other entries instead, or go to the CPU.%s  More: gemma4-compat map "
-        "MODEL_DIR --map JSON.",
+        "the device_map has entries that name no module or parameter of %s: %s.  They are ignored."
+        "  The modules that they were meant for may follow other entries, or go to the CPU.%s  "
+        "Correct these names; gemma4-compat map MODEL_DIR --map JSON checks a map.",
         type(model).__name__, ", ".join(hints),
-        "" if all(found.values()) else f"  The model has: {', '.join(parts)}.",
+        "" if all(similar.values()) else f"  The model has: {', '.join(parts)}.",
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""An entry of a device map also takes modules whose names merely begin like it.
+"""A device map entry also places modules whose names only begin with the entry.
 
 transformers places the tensors of a checkpoint by the entries of the device map.  It compares the
-beginning of the tensor's name with the entry, and does not ask whether the name of a module ends
-there.  ``model.language_model.embed_tokens`` is also the beginning of
-``model.language_model.embed_tokens_per_layer``, and ``layers.1`` of ``layers.10``.  With the entry
-on the disk, tensors of the other module stay in the checkpoint as well.  accelerate compares whole
-names.  It is to place that module elsewhere, and has no values for it.
+beginning of the tensor's name with the entry, and does not check whether a module's name ends at
+that point.  ``model.language_model.embed_tokens`` is also the beginning of
+``model.language_model.embed_tokens_per_layer``, and ``layers.1`` of ``layers.10``.  If the entry
+names the disk, transformers also leaves tensors of the other module in the checkpoint.  accelerate
+compares whole names.  It tries to place the other module elsewhere, and has no values for it.
 
 The fix compares whole names, as accelerate does.
 """
@@ -26,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("transformers",),
     changes=(
-        "transformers' expand_device_map places a tensor by the longest entry that names a module "
-        "around it, or the tensor itself; not by entries that its name begins with by chance."
+        "transformers' expand_device_map places a tensor by the longest entry that names it or a "
+        "module that contains it, and ignores entries that are only the beginning of such a name."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -35,7 +35,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def names_are_cut_short() -> Finding:
-    """Place a tensor beside a module whose name is the beginning of its own."""
+    """Place a tensor whose name begins with the name of another module."""
     from transformers.integrations.accelerate import expand_device_map
 
     name = "embed_tokens_per_layer.weight"
@@ -55,5 +55,5 @@ def expand_device_map(original: Any) -> Any:
 
 
 def _entry(name: str, device_map: Any) -> str:
-    """The entry that places a tensor; that of the root, which may be missing, if none does."""
-    return next((each for each in (name, *above(name)) if each in device_map), "")
+    """The entry that places a tensor.  The root's "" is the default, also if the map lacks it."""
+    return next((entry for entry in (name, *above(name)) if entry in device_map), "")

@@ -1,12 +1,12 @@
-"""A device map with everything on the disk leaves a model without weights.
+"""A device map that sends the whole model to the disk leaves it without weights.
 
-``from_pretrained`` leaves the weights for the disk in the checkpoint, and asks accelerate for the
-hooks that read them.  Up to transformers 5.12 it asks only if the map names more than one device.
-With ``{"": "disk"}`` the model has no weights and no hooks.  accelerate's ``dispatch_model`` has
-the same rule up to 1.14, and raises an error.
+``from_pretrained`` leaves weights for the disk in the checkpoint, and lets accelerate attach the
+hooks that read them.  Up to transformers 5.12 it does so only if the map names more than one
+device.  With ``{"": "disk"}`` the model has no weights and no hooks.  accelerate's
+``dispatch_model`` has the same condition up to 1.14, and raises an error.
 
 The fix attaches the hooks for such a map, too.  The model computes on the CPU, as it does with the
-releases that have no such bug.
+releases that do not have this bug.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PATCH = Patch(
         "model to the disk"
     ),
     affects=("transformers", "accelerate"),
-    # Embeddings and head are tied, and both on the disk.
+    # The embeddings and the head are tied, and both are on the disk.
     requires=("tied_weights_on_disk",),
     changes=(
-        "A model whose device map names the disk alone gets accelerate's offload hooks: "
-        "from_pretrained attaches them, and dispatch_model takes such maps."
+        "A model whose device map names only the disk gets accelerate's offload hooks: "
+        "from_pretrained attaches them, and dispatch_model accepts such maps."
     ),
-    note="It ends with transformers 5.13 and accelerate 1.15 together.",
+    note="transformers 5.13 and accelerate 1.15 fix it together.",
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
@@ -41,7 +41,7 @@ _INDEX = "_disk_offload_index"
 
 @PATCH.probe
 def disk_alone_is_not_dispatched() -> Finding:
-    """Look for accelerate's error; nothing tells the code of one transformers from another's."""
+    """Look for accelerate's error.  For transformers compare versions: its code shows nothing."""
     import inspect
 
     import transformers
@@ -55,7 +55,7 @@ def disk_alone_is_not_dispatched() -> Finding:
         return broken()
     if Version(transformers.__version__) < Version("5.13.0.dev0"):
         return broken()
-    return fixed("models that are on the disk alone are dispatched")
+    return fixed("models that are wholly on the disk are dispatched")
 
 
 @PATCH.replaces("accelerate.big_modeling", "dispatch_model", when="accelerate<1.15")
@@ -93,7 +93,7 @@ def load_pretrained_model(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # With expected_keys it is an adapter that is loaded.
+        # expected_keys is passed only if an adapter is loaded.
         if not args and not kwargs and _is_disk_alone(load_config.device_map):
             vars(model)[_INDEX] = result[1]
         return result

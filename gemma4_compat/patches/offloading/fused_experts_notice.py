@@ -1,11 +1,11 @@
-"""The experts of 26B-A4B stay as they are under ``load_in_4bit``, and nothing says so.
+"""``load_in_4bit`` does not quantise the experts of 26B-A4B, and nothing reports it.
 
 bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
-two three-dimensional parameters, so transformers passes them over: nine tenths of the model, some
-42 GiB, are loaded in bfloat16 under a config that promises four bits.
+two three-dimensional parameters, so transformers skips them.  Nine tenths of the model, some 42
+GiB, are loaded in bfloat16 although the config asks for four bits.
 
-There is nothing to repair here; the notice gives the size before the weights are read.  It asks
-the quantizer itself which parameters it leaves alone, so it ends when a release quantises them.
+This patch repairs nothing.  It warns, with the size, before the weights are read.  It asks the
+quantizer which parameters it skips, so the warning ends when a release quantises them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PATCH = Patch(
     kind=Kind.WARNING,
     symptom=(
         "load_in_4bit or load_in_8bit of 26B-A4B needs far more memory than expected: the experts "
-        "stay unquantised (some 42 GiB in bfloat16), without a word"
+        "stay unquantised (some 42 GiB in bfloat16), and nothing reports it"
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
-        "Loading a Gemma 4 model with fused experts under bitsandbytes warns once a load that "
-        "they are not quantised, with their size.  What is loaded does not change."
+        "Loading a Gemma 4 model with fused experts under bitsandbytes warns once per load that "
+        "they are not quantised, with their size.  The loaded model does not change."
     ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
@@ -42,7 +42,7 @@ _QUANTIZERS = "transformers.quantizers.quantizer_bnb"
 
 @PATCH.probe
 def quantizers_can_be_asked() -> Finding:
-    """Look for the method that each load asks what is quantised, and for experts in it."""
+    """Look for the method that decides what is quantised, and whether it mentions experts."""
     import inspect
 
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -53,7 +53,7 @@ def quantizers_can_be_asked() -> Finding:
             return drifted(f"{quantizer.__name__} has no param_needs_quantization")
     code = inspect.unwrap(Bnb4BitHfQuantizer.param_needs_quantization).__code__
     if mentions(code, "xperts"):
-        return fixed("the 4-bit quantizer asks about experts itself")
+        return fixed("the 4-bit quantizer handles experts itself")
     return broken()
 
 
@@ -80,18 +80,19 @@ def _warn(quantizer: Any, model: Any) -> None:
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.is_floating_point() and parameter.dim() == 3
     }
-    left = {
+    skipped = {
         name: parameter
         for name, parameter in experts.items()
         if not quantizer.param_needs_quantization(model, name)
     }
-    if not left:
+    if not skipped:
         return
-    size = sum(parameter.numel() * parameter.element_size() for parameter in left.values())
-    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in left.values()}
+    size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in skipped.values()}
     logger.warning(
         "bitsandbytes does not quantise the experts of %d layers (fused tensors such as %s): they "
-        "are loaded in %s and take %.3g GiB.  What fits: gemma4-compat plan MODEL_DIR --gpu SIZE.",
-        len({name.rpartition(".")[0] for name in left}), next(iter(left)),
+        "are loaded in %s and take %.3g GiB.  To find a device map that fits your GPU, run "
+        "gemma4-compat plan MODEL_DIR --gpu SIZE.",
+        len({name.rpartition(".")[0] for name in skipped}), next(iter(skipped)),
         " and ".join(sorted(dtypes)), size / 2**30,
     )  # fmt: skip

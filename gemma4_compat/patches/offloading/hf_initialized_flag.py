@@ -1,13 +1,14 @@
-"""transformers' bookkeeping flag reaches constructors that do not know it.
+"""An internal flag of transformers reaches constructors of bitsandbytes that do not accept it.
 
-transformers 5 stamps ``_is_hf_initialized`` on every parameter it loads.  When accelerate moves a
-quantised parameter to another device, ``set_module_tensor_to_device`` rebuilds it and splats the
-old parameter's ``__dict__`` into the constructor of ``Params4bit`` / ``Int8Params``.  Those have
-a fixed signature before bitsandbytes 0.50.0, and the flag is not in it.  accelerate 1.14.0 takes
-the flag out before and puts it back afterwards; either release alone ends the bug.
+transformers 5 sets ``_is_hf_initialized`` on every parameter that it loads.  When accelerate moves
+a quantised parameter to another device, ``set_module_tensor_to_device`` rebuilds it, and passes the
+old parameter's ``__dict__`` as keyword arguments to the constructor of ``Params4bit`` or
+``Int8Params``.  Before bitsandbytes 0.50.0 these have a fixed signature without the flag.
+accelerate 1.14.0 removes the flag before and restores it afterwards.  Either release alone fixes
+the bug.
 
-The fix does the same around the call: the flag is off the old parameter while the new one is
-built, and on both afterwards.
+The fix does the same around the call: it removes the flag from the old parameter while the new one
+is built, and sets it on both afterwards.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate<1.14", "bitsandbytes<0.50"),
     changes=(
-        "accelerate's set_module_tensor_to_device no longer passes the flag on to the "
-        "constructors of bitsandbytes parameters; it is on the parameter again afterwards."
+        "accelerate's set_module_tensor_to_device no longer passes the flag to the constructors "
+        "of bitsandbytes parameters.  The flag is on the parameter again afterwards."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/43872",
@@ -39,9 +40,9 @@ PATCH = Patch(
 
 @PATCH.probe
 def flag_reaches_constructor() -> Finding:
-    """Rebuild a stamped parameter whose class takes what bitsandbytes' classes take.
+    """Rebuild a parameter with the flag, of a class with the constructor of bitsandbytes' classes.
 
-    A stand-in, recognised by its name as accelerate does it: bitsandbytes may not be imported.
+    accelerate recognises this stand-in by its name.  The probe must not import bitsandbytes.
     """
     import torch
     from accelerate.utils.modeling import set_module_tensor_to_device
@@ -57,7 +58,7 @@ def flag_reaches_constructor() -> Finding:
         set_module_tensor_to_device(module, "weight", "meta")
     except TypeError as error:
         return broken() if _FLAG in str(error) else drifted(f"rebuilding raised {error}")
-    return fixed("accelerate keeps the flag from the constructors")
+    return fixed("accelerate no longer passes the flag to the constructors")
 
 
 @PATCH.replaces("accelerate.utils.modeling", "set_module_tensor_to_device")

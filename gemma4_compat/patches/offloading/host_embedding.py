@@ -1,19 +1,19 @@
-"""An offloaded embedding goes to the GPU whole, to look up a few rows.
+"""An offloaded embedding copies its whole weight to the GPU to look up a few rows.
 
 accelerate's offload hook copies the weight of a module to the execution device for each forward
 and drops it afterwards.  For Gemma 4's per-layer embeddings (E2B 4.4 GiB, E4B 5.3 GiB in bfloat16)
-that is the whole table for each token, and all of its VRAM while it lasts.  From disk the table is
+each token copies the whole table, which needs that much VRAM meanwhile.  A table on the disk is
 read into memory first.
 
-The fix leaves the table where it rests.  For its forward the embedding gets a weight that says it
-is on the execution device, and of which only the rows that are looked up travel.  A table in host
-memory is page-locked at the first lookup, and the GPU reads its rows in place: no token id goes
-back to the CPU.  A table on disk, or in memory that cannot be page-locked, has its rows gathered by
-the CPU.  What the module makes of the rows (Gemma 4 scales them) is computed where it was.
+The fix leaves the table where it is stored.  For its forward, the embedding gets a weight that
+reports the execution device, and only the rows that are looked up are copied.  A table in host
+memory is page-locked at the first lookup, and the GPU reads its rows in place, so that no token id
+goes back to the CPU.  For a table on the disk, or in memory that cannot be page-locked, the CPU
+gathers the rows.  The module computes on the rows (Gemma 4 scales them) on the same device as
+before.
 
-Whatever else a forward does with that weight gets all of it, as without us; so does who loads the
-weight outside a forward, and an embedding whose weight is on the execution device anyway, tied to
-the head.
+Any other use of the weight gets the whole tensor, as before.  So do loads outside a forward, and
+embeddings whose weight is on the execution device anyway because they are tied to the head.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "AlignDevicesHook brings the rows that an offloaded nn.Embedding looks up to its execution "
-        "device, not the weight; from disk only those rows are read."
+        "AlignDevicesHook copies only the rows that an offloaded nn.Embedding looks up to its "
+        "execution device, not the whole weight.  From the disk it reads only those rows."
     ),
     links=("https://github.com/huggingface/transformers/issues/47705",),
 )
 
-#: What is gathered before it is sent, while the part before is on its way.
+#: Rows are gathered in parts of this size, while the previous part is copied.
 _STAGED_BYTES = 16 * 2**20
 
 
 @PATCH.probe
 def whole_weight_is_loaded() -> Finding:
-    """Let a hook load a tiny table, and see whether it is all there."""
+    """Look whether a hook onloads the whole of a tiny table."""
     import torch
     from accelerate.hooks import AlignDevicesHook
 
@@ -58,12 +58,12 @@ def whole_weight_is_loaded() -> Finding:
     hook = AlignDevicesHook(execution_device="cpu", offload=True)
     hook.init_hook(embedding)
     hook.pre_forward(embedding, torch.zeros(1, dtype=torch.long))
-    return fixed("hooks no longer load embeddings") if embedding.weight.is_meta else broken()
+    return fixed("hooks no longer onload embeddings") if embedding.weight.is_meta else broken()
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
 def align_devices_hook_init_hook(original: Any) -> Any:
-    """accelerate does not call ``post_forward`` where the forward raises."""
+    """accelerate does not call ``post_forward`` if the forward raises; a forward hook runs."""
     import torch
 
     @wraps(original)
@@ -81,7 +81,7 @@ def align_devices_hook_init_hook(original: Any) -> Any:
 def align_devices_hook_pre_forward(original: Any) -> Any:
     import torch
 
-    _host_table()  # threads that came first together would make two classes
+    _host_table()  # two threads that call it first at the same time would make two classes
 
     @wraps(original)
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,11 +119,11 @@ def page_locked(model: Any) -> int:
 
 
 class _PutBack:
-    """A forward hook.  In a pickle of the module it is one that does nothing."""
+    """A forward hook that puts the weight back.  It is pickled as a hook that does nothing."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         hook = offload_hook(module)
-        if hook is not None:  # else it is loaded for longer than its forward
+        if hook is not None:  # otherwise the module stays onloaded after its forward
             _lookups_of(hook).leave(module)
 
     def __reduce__(self) -> Any:
@@ -134,14 +134,14 @@ class _PutBack:
 
 
 class _Lookups(NotCopied):
-    """The forwards that are looking rows up in the table of one embedding."""
+    """The threads that are in the forward of one embedding, and look up rows in its table."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.threads: set[int] = set()
 
     def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
-        """Have the embedding look rows up in the table, in this thread."""
+        """Make the embedding look up rows in the table, until this thread leaves."""
         with self.lock:
             self.threads.add(threading.get_ident())
             weight = module._parameters["weight"]
@@ -150,9 +150,10 @@ class _Lookups(NotCopied):
                 module._parameters["weight"] = weight
 
     def leave(self, module: Any) -> bool:
-        """End the forward of this thread, if there is one; the last one puts the weight back.
+        """End this thread's forward.  The last thread to leave puts the weight back.
 
-        It may be one that raised: accelerate does not call ``post_forward`` then.
+        Returns whether this thread was in a forward.  That forward may have raised, in which case
+        accelerate did not call ``post_forward``.
         """
         thread = threading.get_ident()
         with self.lock:
@@ -161,7 +162,7 @@ class _Lookups(NotCopied):
             self.threads.discard(thread)
             if not self.threads:
                 weight = module._parameters["weight"]
-                module._parameters["weight"] = getattr(weight, "resting", weight)
+                module._parameters["weight"] = getattr(weight, "placeholder", weight)
             return True
 
 
@@ -170,39 +171,39 @@ def _lookups_of(hook: Any) -> _Lookups:
 
 
 def _without_weight(module: Any) -> Any:
-    """The module, for a hook that is to load all of it but the weight."""
+    """A view of the module for a hook that must not load its weight."""
     return View(module, named_parameters=lambda *args, **kwargs: iter(()))
 
 
 def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
-    """The table, where its rows should be looked up on the host."""
+    """The table, if its rows are to be looked up where it is stored; else ``None``."""
     import torch
 
-    weight = embedding.weight  # once: another thread may replace it
+    weight = embedding.weight  # read it only once, because another thread may replace it
     if (
-        type(weight) not in (torch.nn.Parameter, _host_table())  # quantised, say
-        or not getattr(weight, "resting", weight).is_meta
+        type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantised
+        or not getattr(weight, "placeholder", weight).is_meta
         or embedding.max_norm is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
     ):
         return None
     table = _table(hook.weights_map, "weight")
-    if table.shape != weight.shape:  # somebody resized the embedding
+    if table.shape != weight.shape:  # the embedding was resized
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
     return None if hook.execution_device in tied else table
 
 
 def _table(weights_map: Any, name: str) -> Any:
-    """The weight where it rests: in memory, or mapped from its file."""
+    """The stored weight: in memory, or mapped from its file."""
     import torch
 
     loader: Any = getattr(weights_map, "dataset", None)
     key = getattr(weights_map, "prefix", "") + name
     index, folder = getattr(loader, "index", {}), getattr(loader, "save_folder", None)
     if folder is None or key in loader.state_dict or index[key].get("safetensors_file"):
-        return weights_map[name].detach()  # safetensors maps its files
+        return weights_map[name].detach()  # safetensors maps its files into memory
     shape, dtype = index[key]["shape"], getattr(torch, index[key]["dtype"])
     file = os.path.join(folder, f"{key}.dat")
     size = torch.Size(shape).numel()
@@ -215,22 +216,22 @@ def _host_table() -> type:
     from torch.utils._pytree import tree_map_only
 
     class HostTable(torch.Tensor):  # type: ignore[misc]
-        """Seems to be on the execution device, and is where ``table`` is."""
+        """Reports the execution device as its device; its values are in ``table``."""
 
         __torch_function__ = torch._C._disabled_torch_function_impl
 
         @staticmethod
-        def __new__(cls: Any, table: Any, resting: Any, device: Any, in_place: Any) -> Any:
+        def __new__(cls: Any, table: Any, placeholder: Any, device: Any, in_place: Any) -> Any:
             return torch.Tensor._make_wrapper_subclass(
                 cls,
-                resting.shape,
-                dtype=resting.dtype,
+                placeholder.shape,
+                dtype=placeholder.dtype,
                 device=torch.device(device),
-                requires_grad=resting.requires_grad,
+                requires_grad=placeholder.requires_grad,
             )
 
-        def __init__(self, table: Any, resting: Any, device: Any, in_place: Any) -> None:
-            self.table, self.resting, self.in_place = table, resting, in_place
+        def __init__(self, table: Any, placeholder: Any, device: Any, in_place: Any) -> None:
+            self.table, self.placeholder, self.in_place = table, placeholder, in_place
 
         @classmethod
         def __torch_dispatch__(
@@ -242,7 +243,7 @@ def _host_table() -> type:
             return function(*loaded[0], **loaded[1])
 
         def rows(self, ids: Any) -> Any:
-            """The rows of these token ids, on the device of the ids."""
+            """The rows of these token ids: shape of the ids x width, on the device of the ids."""
             table = None
             if self.in_place is not None and ids.device != self.table.device:
                 table = self.in_place.on(self.table, ids.device)
@@ -251,7 +252,7 @@ def _host_table() -> type:
             return torch.nn.functional.embedding(ids, table)
 
         def load(self) -> Any:
-            """All of it, once."""
+            """The whole table on the execution device, copied once."""
             if self.table.device != self.device or self.table.dtype != self.dtype:
                 self.table = self.table.to(self.device, self.dtype)
             return self.table
@@ -260,16 +261,16 @@ def _host_table() -> type:
 
 
 def _rows(table: Any, ids: Any) -> Any:
-    """``table[ids]`` on the device of ``ids``, for a table on the host."""
+    """``table[ids]`` on the device of ``ids``, for a table in host memory or on the disk."""
     import torch
 
     if table.device == ids.device:
         return torch.nn.functional.embedding(ids, table)
     rows = torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=ids.device)
     lines = max(_STAGED_BYTES // (table.shape[1] * table.element_size()), 1)
-    for part, there in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
-        # Pinned memory comes from a cache, which takes it back once the copy is made.
-        staged = torch.empty(there.shape, dtype=table.dtype, pin_memory=ids.device.type == "cuda")
+    for part, target in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
+        # PyTorch caches pinned memory, and reuses it only after the copy has ended.
+        staged = torch.empty(target.shape, dtype=table.dtype, pin_memory=ids.device.type == "cuda")
         torch.index_select(table, 0, part, out=staged)
-        there.copy_(staged, non_blocking=True)
+        target.copy_(staged, non_blocking=True)
     return rows.view(*ids.shape, -1)

@@ -1,12 +1,12 @@
 """Dispatching a model that is on the GPU "to the CPU" leaves its weights on the GPU.
 
-``dispatch_model`` takes the weights of modules mapped to "cpu" from ``model.state_dict()`` as they
-are, and keeps them in an ``OffloadedWeightsLoader`` as the place to load from.  For a model loaded
-on the GPU those are GPU tensors: not a byte is freed.  It goes unnoticed, since the outputs are
-right.  4-bit weights fare worse: accelerate takes a quantised weight through the host on its way
-in, so each forward copies it from the GPU to the host and back.
+``dispatch_model`` passes ``model.state_dict()`` unchanged to an ``OffloadedWeightsLoader``, which
+keeps the weights of modules mapped to "cpu".  For a model that was loaded on the GPU these are GPU
+tensors, so no GPU memory is freed.  Users do not notice, because the outputs are right.  4-bit
+weights also get slow: accelerate loads a quantised weight through the host, so each forward copies
+it from the GPU to the host and back.
 
-The fix moves what the loader is given to the host, once.  Tied weights stay one tensor.
+The fix copies the loader's tensors to the host once.  Tied weights stay one tensor.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes="accelerate's OffloadedWeightsLoader keeps the tensors it is given on the host.",
-    unreported=("Found by the tests of this package; no report is known upstream."),
+    unreported="Found by the tests of this package; no report is known upstream.",
 )
 
 
 @PATCH.probe
 def loader_keeps_tensors_where_they_are() -> Finding:
-    """Without a GPU at hand: does the loader hold the very dict that it was given?"""
+    """Look whether the loader keeps the very dict that it gets; this needs no GPU."""
     from accelerate.utils.offload import OffloadedWeightsLoader
 
     given: dict[str, Any] = {}
     kept = getattr(OffloadedWeightsLoader(state_dict=given), "state_dict", None)
     if kept is None:
         return drifted("OffloadedWeightsLoader has no state_dict")
-    return broken() if kept is given else fixed("the loader makes a dict of its own")
+    return broken() if kept is given else fixed("the loader makes its own dict")
 
 
 @PATCH.replaces("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
@@ -52,18 +52,18 @@ def offloaded_weights_loader_init(original: Any) -> Any:
 
 
 def _on_host(state_dict: Any) -> Any:
-    """``state_dict`` itself where nothing is on an accelerator, else a dict of host tensors."""
+    """``state_dict`` itself if no tensor is on an accelerator; else a dict of host tensors."""
     import torch
 
-    resting = ("cpu", "meta")
-    if all(tensor.device.type in resting for tensor in state_dict.values()):
+    unmoved = ("cpu", "meta")
+    if all(tensor.device.type in unmoved for tensor in state_dict.values()):
         return state_dict
     hosted: dict[tuple[Any, ...], Any] = {}
     result = {}
     for name, tensor in state_dict.items():
-        # bitsandbytes' parameters move their quant state along with them, in place.
+        # A bitsandbytes parameter would move its quant state with it, in place.
         plain = tensor.detach().as_subclass(torch.Tensor)
-        if plain.device.type not in resting:
+        if plain.device.type not in unmoved:
             view = (plain.device, plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
             if view not in hosted:
                 hosted[view] = plain.to("cpu")

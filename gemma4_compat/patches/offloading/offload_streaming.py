@@ -1,21 +1,20 @@
-"""Decoder layers offloaded to the CPU come to the GPU tensor by tensor, while it waits.
+"""Decoder layers offloaded to the CPU are copied to the GPU tensor by tensor, while it waits.
 
-accelerate brings the tensors of a module to the GPU one by one, and after each gives all that
-PyTorch's allocator has cached back to the driver.  A bfloat16 ``nn.Linear`` has one tensor; a 4-bit
-one has up to six, most of them tiny, each copied from pageable memory while the GPU waits: 4-bit
-layers are slower than bfloat16 ones.
+accelerate copies the tensors of a module to the GPU one by one.  After each copy it returns all
+memory that PyTorch's allocator has cached to the driver.  A bfloat16 ``nn.Linear`` has one tensor.
+A 4-bit one has up to six, most of them tiny, each copied from pageable memory while the GPU waits.
+So 4-bit layers are slower than bfloat16 ones.
 
-The fix lays out the tensors of a decoder layer in one block of page-locked host memory, once.  When
-the first module of a layer is about to run, the block goes over in one copy; while a layer
-computes, the copies of the next two are on their way, on a stream of their own.  The modules get
-parameters that are views of the block, for their forward; then they get their meta parameters
-back.  Nothing is copied to the host.  A decode step that is captured as a CUDA graph holds the
-copies.
+The fix stores the tensors of a decoder layer in one block of page-locked host memory.  When the
+first module of a layer is about to run, one copy transfers the block.  While a layer computes, the
+next two layers are copied on a separate stream.  For their forward, the modules get parameters that
+are views of the block.  Then they get their meta parameters back, and nothing is copied to the
+host.  A decode step that is captured as a CUDA graph contains the copies.
 
-Layers with 4-bit weights in host memory are treated so, and those of Gemma in 8 bits or unquantised
-if they may be page-locked (``gemma4_compat.limit_page_locked``).  Three of them are on the GPU at a
-time, none after a forward.  A module whose tensors somebody replaced is loaded as accelerate does
-it.
+This applies to layers with 4-bit weights in host memory.  It also applies to Gemma's 8-bit and
+unquantised layers if they may be page-locked (``gemma4_compat.limit_page_locked``).  At most three
+layers are on the GPU at a time, and none after a forward.  accelerate itself loads a module whose
+tensors were replaced.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ PATCH = Patch(
     symptom="4-bit layers offloaded to the CPU are slower than bfloat16 ones",
     affects=("transformers", "accelerate"),
     changes=(
-        "AlignDevicesHook brings decoder layers with 4-bit weights, and all of Gemma 4 and 3n, "
-        "from host memory in one copy each, from page-locked memory and ahead of time."
+        "AlignDevicesHook copies decoder layers with 4-bit weights, and all layers of Gemma 4 and "
+        "3n, from page-locked host memory to the GPU, with one copy per layer and ahead of time."
     ),
-    unreported=("Only slow, not wrong; no report is known upstream."),
+    unreported="Only slow, not wrong; no report is known upstream.",
 )
 
 
 @PATCH.probe
 def tensors_travel_one_by_one() -> Finding:
-    """Look whether the hook still sets each tensor by itself."""
+    """Look whether the hook still sets the tensors one by one."""
     import inspect
 
     from accelerate.hooks import AlignDevicesHook
@@ -50,7 +49,7 @@ def tensors_travel_one_by_one() -> Finding:
     code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
-    return fixed("AlignDevicesHook no longer sets tensor by tensor")
+    return fixed("AlignDevicesHook no longer sets the tensors one by one")
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")

@@ -1,14 +1,14 @@
-"""Two threads that run one model with offloaded modules disturb each other.
+"""Threads that run the same model with offloaded modules disturb each other.
 
-accelerate's hook gives an offloaded module its weights before a forward, and takes them away
-afterwards.  The weights belong to the module, not to the forward.  The thread that is ready first
-takes them away while the other one computes.  It fails with a tensor on meta, or computes with what
-is left.  What the hook notes between the two steps belongs to the hook, and is mixed up in the same
-way: the device of the inputs, the tied weights to remove, and, in this package, the layers that are
-on their way to the GPU.
+accelerate's hook gives an offloaded module its weights before a forward, and removes them
+afterwards.  The weights belong to the module, not to the forward.  The thread that finishes first
+removes them while another thread computes.  The other thread fails with a tensor on meta, or
+computes with some of the weights missing.  The state that the hook stores between the two steps is
+shared in the same way: the device of the inputs, the tied weights to remove and, in this package,
+the layers that are being copied to the GPU.
 
-The fix has one lock for each dispatched model with offloaded modules.  A thread takes it for a
-forward of the model, or of an offloaded module in it, and may take it again inside.  Threads that
+The fix uses one lock for each dispatched model with offloaded modules.  A thread holds it during a
+forward of the model or of an offloaded module in it, and may take it again inside.  Threads that
 generate take turns, one forward each.  Models without offloaded modules have no lock.
 """
 
@@ -30,8 +30,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "accelerate's hooks let one thread at a time into the forward of a model with offloaded "
-        "modules, and of such a module."
+        "accelerate's hooks let one thread at a time run the forward of a model with offloaded "
+        "modules, or of an offloaded module."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -45,7 +45,7 @@ def hooks_take_no_lock() -> Finding:
     from accelerate import hooks
 
     functions = (hooks.add_hook_to_module, hooks.AlignDevicesHook.pre_forward)
-    if any(mentions(inspect.unwrap(each).__code__, "lock") for each in functions):
+    if any(mentions(inspect.unwrap(function).__code__, "lock") for function in functions):
         return fixed("accelerate's hooks take a lock")
     return broken()
 
@@ -73,7 +73,7 @@ def attach_hooks(original: Any) -> Any:
     def attach_hooks(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        # It calls itself for every module, with the module's name.
+        # The function calls itself for every module, with the module's name.
         if not given.get("module_name"):
             share_lock(given["module"])
         return result

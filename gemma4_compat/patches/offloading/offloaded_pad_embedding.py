@@ -1,11 +1,11 @@
 """A model with per-layer embeddings cannot run with its token embeddings offloaded.
 
-``Gemma4Model.forward`` takes the embedding of the pad token out of ``embed_tokens.weight`` itself,
-outside the module's forward, when an offloaded weight is on meta.  ``cpu_offload`` and
-``disk_offload`` of a whole model fail for that reason, and so does a device map, "auto" included,
-that offloads ``embed_tokens``.
+``Gemma4Model.forward`` reads the embedding of the pad token from ``embed_tokens.weight`` directly,
+outside the module's forward, when an offloaded weight is on meta.  So ``cpu_offload`` and
+``disk_offload`` of a whole model fail, and so does a device map ("auto" included) that offloads
+``embed_tokens``.
 
-The fix gives the model that one row, read from where the weight rests.
+The fix gives the model this one row, read from where the weight is stored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PATCH = Patch(
     symptom="Tensor on device meta is not on the expected device, with embed_tokens offloaded",
     affects=("transformers", "accelerate"),
     changes=(
-        "Gemma4Model.forward, with embed_tokens offloaded, gets the pad token's row of the weight "
-        "from the host or disk."
+        "If embed_tokens is offloaded, Gemma4Model.forward gets the pad token's row of the weight "
+        "from host memory or the disk."
     ),
     links=("https://github.com/huggingface/transformers/pull/48409",),
 )
@@ -31,7 +31,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def weight_is_read_outside_its_module() -> Finding:
-    """Look whether the model's forward still names the embedding's weight."""
+    """Look whether the model's forward still reads the embedding's weight."""
     import inspect
 
     from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
@@ -50,7 +50,7 @@ def model_forward(original: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         embedding = self.language_model.embed_tokens
         if any(offload_hook(module) is not None for module in embedding.modules()):
-            # The weight is on meta at the latest after the lookup of the ids.
+            # The lookup of the token ids leaves the weight on meta, if it was not there before.
             rows = View(embedding, weight=_rows(embedding))
             self = View(self, language_model=View(self.language_model, embed_tokens=rows))
         return original(self, *args, **kwargs)
@@ -59,7 +59,7 @@ def model_forward(original: Any) -> Any:
 
 
 def _rows(embedding: Any) -> Any:
-    """The weight of an embedding that may be inside PEFT's wrappers: itself, or row by row."""
+    """The weight of an embedding, perhaps in PEFT's wrappers; its stored rows if offloaded."""
     weight = embedding.weight
     for module in embedding.modules():
         hook = offload_hook(module)
@@ -69,7 +69,7 @@ def _rows(embedding: Any) -> Any:
 
 
 class _Rows:
-    """An offloaded weight, row by row."""
+    """An offloaded weight that copies only the indexed rows to the execution device."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook

@@ -1,14 +1,15 @@
 """Offloaded embeddings cannot be resized, or tied again.
 
-``resize_token_embeddings`` makes a larger or smaller weight, and copies the old rows into it.  The
+``resize_token_embeddings`` makes a larger or smaller weight, and copies the old rows to it.  The
 weight of offloaded embeddings is on meta, so no row is copied, and the new weight is on meta, too.
 accelerate's hook still has the old weight, and the next forward fails, because the shapes differ.
 
-``tie_weights``, which ends a resize and may be called at any time, makes the weight of the head the
-one of the embeddings.  If these are offloaded, the head is on meta, and no hook loads it.
+``tie_weights``, which a resize calls at its end and users may call at any time, makes the head use
+the weight of the embeddings.  If the embeddings are offloaded, the weight of the head is then on
+meta, and no hook loads it.
 
-The fix loads offloaded embeddings, and an offloaded head, while they are resized or tied.  Their
-hooks load the new weights from then on.
+The fix onloads offloaded embeddings, and an offloaded head, while they are resized or tied.  From
+then on their hooks load the new weights.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "resize_token_embeddings and tie_weights load offloaded embeddings while they run, and the "
-        "accelerate hooks of resized embeddings get the new weights."
+        "resize_token_embeddings and tie_weights onload offloaded embeddings while they run, and "
+        "the accelerate hooks of resized embeddings get the new weights."
     ),
-    unreported=("Only a report about another model is known upstream (transformers #30048)."),
+    unreported="Only a report about another model is known upstream (transformers #30048).",
 )
 
 
 @PATCH.probe
 def resize_ignores_offloading() -> Finding:
-    """Look whether the resize still hands the hook on as it is."""
+    """Look whether the resize still leaves the hook as it is."""
     import inspect
 
     from transformers.modeling_utils import PreTrainedModel
@@ -53,11 +54,11 @@ def resize_ignores_offloading() -> Finding:
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.resize_token_embeddings")
 def resize_token_embeddings(original: Any) -> Any:
-    """Both ends stay loaded until they are tied again."""
+    """Embeddings and head stay onloaded until they are tied again."""
 
     @wraps(original)
     def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _onloaded_ends(self, keep_changes=True):
+        with _onloaded_embeddings(self, keep_changes=True):
             return original(self, *args, **kwargs)
 
     return resize_token_embeddings
@@ -67,7 +68,7 @@ def resize_token_embeddings(original: Any) -> Any:
 def tie_weights(original: Any) -> Any:
     @wraps(original)
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _onloaded_ends(self):
+        with _onloaded_embeddings(self):
             return original(self, *args, **kwargs)
 
     return tie_weights
@@ -75,7 +76,7 @@ def tie_weights(original: Any) -> Any:
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._get_resized_embeddings")
 def get_resized_embeddings(original: Any) -> Any:
-    """Per-layer embeddings are resized by this alone."""
+    """Only this method resizes the per-layer embeddings."""
 
     @wraps(original)
     def _get_resized_embeddings(self: Any, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,21 +87,21 @@ def get_resized_embeddings(original: Any) -> Any:
 
 
 @contextmanager
-def _onloaded_ends(model: Any, *, keep_changes: bool = False) -> Iterator[None]:
-    """Have input and output embeddings loaded; others may be in their place after the block."""
+def _onloaded_embeddings(model: Any, *, keep_changes: bool = False) -> Iterator[None]:
+    """Onload the input and output embeddings.  The block may replace them by other modules."""
     loaded = []
-    for end in (model.get_input_embeddings, model.get_output_embeddings):
+    for get_embeddings in (model.get_input_embeddings, model.get_output_embeddings):
         try:
-            module = end()
+            module = get_embeddings()
         except (AttributeError, NotImplementedError):  # a model without token embeddings
             continue
         hook = None if module is None else onload(module)
         if hook is not None:
-            loaded.append((end, hook))
+            loaded.append((get_embeddings, hook))
     completed = False
     try:
         yield
         completed = True
     finally:
-        for end, hook in loaded:
-            offload(end(), hook, keep_changes=keep_changes and completed)
+        for get_embeddings, hook in loaded:
+            offload(get_embeddings(), hook, keep_changes=keep_changes and completed)

@@ -1,17 +1,17 @@
-"""``save_pretrained`` does not find the tensors of an offloaded model.
+"""``save_pretrained`` cannot read the tensors of some offloaded models.
 
-Where a tensor of the state dict is on meta, transformers reads it from the ``weights_map`` of the
-first hook it meets on the way from the tensor's module to the root.  That is the right one only
-if accelerate put a single hook on the module.  A device map with an entry for "" gives offloaded
-modules two, in a ``SequentialHook`` that has no ``weights_map``.
+If a tensor of the state dict is on meta, transformers reads it from the ``weights_map`` of the
+first hook between the tensor's module and the root of the model.  This is right only if the module
+has a single hook.  A device map with an entry for "" gives offloaded modules two hooks, in a
+``SequentialHook`` that has no ``weights_map``.
 
-Two guesses beside it are wrong as well.  Whether anything is offloaded is read off
-``hf_device_map``, which ``cpu_offload``, ``disk_offload`` and the parts of a dispatched model do
-not have.  And every tensor on meta is taken for a parameter, while buffers may be offloaded too,
-and the row statistics of 8-bit layers (``SCB``) go to meta with their weight; after a forward they
-are missing altogether.
+Two more assumptions are wrong.  transformers decides by ``hf_device_map`` whether a model is
+offloaded, but ``cpu_offload``, ``disk_offload`` and the parts of a dispatched model have none.  It
+also treats every tensor on meta as a parameter, but buffers may be offloaded, too.  The row
+statistics of 8-bit layers (``SCB``) go to meta with their weight, and after a forward they are
+missing altogether.
 
-The fix asks the hooks in all these places.  Weights are still read one shard at a time.
+The fix asks the hooks in all these cases.  It still reads the weights one shard at a time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "transformers' load_offloaded_parameter looks for the hook that offloads the tensor, and "
-        "save_pretrained takes every model with such hooks for offloaded, finds buffers on meta, "
+        "transformers' load_offloaded_parameter reads a tensor from the hook that offloads it.  "
+        "save_pretrained treats every model with such hooks as offloaded, reads buffers on meta, "
         "and writes the statistics of offloaded 8-bit layers."
     ),
     unreported=(
@@ -47,7 +47,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def sequential_hook_is_overlooked() -> Finding:
-    """Ask for a tensor of a module with two hooks, as dispatch_model leaves it."""
+    """Read a tensor of a module with two hooks, as dispatch_model attaches them."""
     import torch
     from accelerate.hooks import AlignDevicesHook, SequentialHook
     from transformers.integrations.accelerate import load_offloaded_parameter
@@ -58,10 +58,10 @@ def sequential_hook_is_overlooked() -> Finding:
     offload = AlignDevicesHook(offload=True, weights_map={"weight": weight})
     model.part._hf_hook = SequentialHook(AlignDevicesHook(), offload)
     try:
-        found = load_offloaded_parameter(model, "part.weight")
+        value = load_offloaded_parameter(model, "part.weight")
     except AttributeError:
         return broken()
-    return fixed("the offloading hook is found") if found is weight else broken()
+    return fixed("transformers uses the offload hook") if value is weight else broken()
 
 
 @PATCH.replaces("transformers.integrations.accelerate", "load_offloaded_parameter")
@@ -72,8 +72,8 @@ def load_offloaded_parameter(original: Any) -> Any:
         if value is None:
             raise ValueError(
                 f"{param_name} is on the meta device, and no offload hook has its values: it was "
-                f"not offloaded but never loaded, or its hook was removed.  More: "
-                f"gemma4_compat.inspection.inspect_model(model)"
+                f"never loaded, or its hook was removed.  Load the model again.  "
+                f"gemma4_compat.inspection.inspect_model(model) lists the modules without values."
             )
         return value
 
@@ -95,7 +95,7 @@ def save_pretrained(original: Any) -> Any:
 
         if kwargs.get("state_dict") is not None:
             kwargs["state_dict"] = _only_parameters_on_meta(self, dict(kwargs["state_dict"]))
-        # Of the map it is only asked whether its values differ, and name the CPU or the disk.
+        # transformers only checks whether the map has several devices, and the CPU or the disk.
         split = {"": "cpu", "offloaded": "disk"}
         with _row_statistics(offloaded), shadowed(self, state_dict=state_dict, hf_device_map=split):
             return original(self, *args, **kwargs)
@@ -104,9 +104,9 @@ def save_pretrained(original: Any) -> Any:
 
 
 def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
-    """Load offloaded buffers, and leave out what is tied to another tensor.
+    """Load offloaded buffers, and leave out tensors that are tied to another one.
 
-    The first forward unties parameters on meta: each module has a new placeholder from then on.
+    The first forward unties parameters on meta, because each module then has its own placeholder.
     """
     import torch
     from transformers.integrations.accelerate import load_offloaded_parameter
@@ -128,7 +128,7 @@ def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
 
 @contextmanager
 def _row_statistics(modules: list[Any]) -> Iterator[None]:
-    """Let offloaded 8-bit layers have their statistics, one number a row, while saving."""
+    """Give offloaded 8-bit layers their statistics, one number per row, during the block."""
     with ExitStack() as stack:
         for module in modules:
             hook = offload_hook(module)

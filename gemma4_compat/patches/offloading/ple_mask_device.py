@@ -1,12 +1,12 @@
 """Masks made from the token ids are on another GPU than the embeddings that they mask.
 
-With a device map, accelerate brings the inputs of the model to the main device, the first GPU in
-the map, and the token embeddings to the GPU that the map gives them.  Where that is another one,
-Gemma 4 fails at once: its per-layer embeddings (PLE) are looked up for ``torch.where(mask, pad,
-embeddings)``, whose mask lies with ``input_ids``.  In the models that attend to images in both
-directions a second mask, of image blocks, lies with ``mm_token_type_ids``.
+accelerate sends the inputs of a model with a device map to the main device, the first GPU in the
+map.  The output of the token embeddings is on the GPU that the map gives them.  If these differ,
+Gemma 4 fails at once: it looks up its per-layer embeddings (PLE) with ``torch.where(mask, pad,
+embeddings)``, and the mask is on the device of ``input_ids``.  Models that attend to images in both
+directions make a second mask, of image blocks, on the device of ``mm_token_type_ids``.
 
-The fix brings ids, token types and ready-made embeddings to the GPU of the embeddings first.
+The fix first sends token ids, token types and given embeddings to the GPU of the token embeddings.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PATCH = Patch(
     ),
     affects=("transformers<5.9", "accelerate"),
     changes=(
-        "Gemma4Model.forward brings input_ids, mm_token_type_ids and inputs_embeds to the device "
-        "that the token embeddings execute on, if a device map gave them one."
+        "Gemma4Model.forward sends input_ids, mm_token_type_ids and inputs_embeds to the execution "
+        "device of the token embeddings, if a device map gave them one."
     ),
     links=(
         "https://github.com/huggingface/transformers/issues/45823",
@@ -39,12 +39,12 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def masks_stay_with_the_ids() -> Finding:
-    """Look for the function whose calls went when the mask was moved."""
+    """Look for a function that the module no longer has in releases with the fix."""
     from transformers.models.gemma4 import modeling_gemma4
 
     if hasattr(modeling_gemma4, "create_causal_mask_mapping"):
         return broken()
-    return fixed("the mask of the per-layer embeddings is moved to them")
+    return fixed("transformers moves the mask to the per-layer embeddings")
 
 
 @PATCH.replaces(_MODEL, "Gemma4Model.forward")
@@ -64,7 +64,7 @@ def model_forward(original: Any) -> Any:
 
 
 def _device_of_embeddings(model: Any) -> Any | None:
-    """Where the hook of the token embeddings sends their input, and so where their output is."""
+    """The execution device of the token embeddings, which is also the device of their output."""
     hooks = hooks_of(model.get_input_embeddings())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((device for device in devices if device is not None), None)

@@ -1,21 +1,21 @@
 """Offloading a 4-bit weight destroys its quant state.
 
 ``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves the one shared quant state
-*in place*: absmax, code, offset and the nested state are gone for every holder, the weight that
-comes back from the host included.  ``QuantState.as_dict`` (``self.offset.item()``) is merely
-where a nested state is the first to notice.
+*in place*.  absmax, code, offset and the nested state lose their values for every holder, including
+the weight that comes back from the host.  ``QuantState.as_dict`` (``self.offset.item()``) is only
+the first code that fails on a nested state.
 
-A second bug hides behind it.  On a CPU with AVX512-BF16 ``Linear4bit.forward`` repacks weight and
-quant state for the CPU on first use.  The offload hook then brings back the *unpacked* weight
-beside the *packed* state: no exception, wrong logits from the second forward on.
+This hides a second bug.  On a CPU with AVX512-BF16, the first ``Linear4bit.forward`` repacks weight
+and quant state for the CPU.  The offload hook then restores the *unpacked* weight beside the
+*packed* state.  No exception is raised, and the logits are wrong from the second forward on.
 
-The fix keeps two quant states per offloaded weight.  The *host* state is made once, when the
-weight first leaves for meta, and nothing changes it afterwards.  Whenever the weight comes to a
-real device it gets an *execution* state of its own, copied from the host state; when it leaves
-again the execution state is dropped and the host state takes its place.  So nothing is ever
-copied back from the device, a repacked state dies with the repacked weight, and an execution
-state that autograd still holds stays whole until backward.  Where a quant state has truly lost
-its values (before this package was imported, say), an error names the module.
+The fix keeps two quant states per offloaded weight.  The *host* state is made when the weight is
+first moved to meta, and nothing changes it afterwards.  Whenever the weight is moved to a real
+device, it gets its own *execution* state, copied from the host state.  When the weight is offloaded
+again, the host state replaces the execution state.  So nothing is copied back from the device, a
+repacked state is dropped with the repacked weight, and an execution state that autograd still holds
+stays intact until backward.  If a quant state has really lost its values (for example before this
+package was imported), an error names the module.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
-        "Params4bit.to('meta') leaves the quant state alone and gives the meta parameter a copy "
-        "on the host, made once; coming back from meta copies it to the execution device. "
-        "accelerate's AlignDevicesHook drops the module's own reference to the device copy, and "
-        "Linear4bit refuses to serialise a quant state without values, naming the module."
+        "Params4bit.to('meta') does not change the quant state, and gives the meta parameter a "
+        "host copy that is made once.  Moving the parameter from meta copies it to the execution "
+        "device.  accelerate's AlignDevicesHook drops the module's own reference to the device "
+        "copy.  Linear4bit does not serialise a quant state without values; its error names the "
+        "module."
     ),
     links=("https://github.com/huggingface/transformers/issues/43873",),
 )
@@ -48,7 +49,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def meta_destroys_shared_state() -> Finding:
-    """Send a tiny quantised parameter to meta and look at the state of the original."""
+    """Move a tiny quantised parameter to meta, and check the state of the original."""
     import torch
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn.modules import Params4bit
@@ -56,7 +57,7 @@ def meta_destroys_shared_state() -> Finding:
     state = QuantState(absmax=torch.ones(1), code=torch.ones(16), blocksize=64)
     packed = torch.zeros(32, 1, dtype=torch.uint8)
     Params4bit(packed, quant_state=state, bnb_quantized=True).to("meta")
-    return broken() if state.absmax.is_meta else fixed("to('meta') spares the quant state")
+    return broken() if state.absmax.is_meta else fixed("to('meta') keeps the quant state")
 
 
 @PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
@@ -78,7 +79,7 @@ def params4bit_to(original: Any) -> Any:
             raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
         else:
             return original(self, *args, **kwargs)
-        # The original would move the state in place, so it gets a weight that has none.
+        # The original would move the state in place, so it gets a weight without a state.
         bare = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
         vars(bare).update(vars(self), quant_state=None)
         moved = original(bare, *args, **kwargs)
@@ -111,7 +112,7 @@ def init_or_detach_hook(original: Any) -> Any:
 
 
 def _as_host(state: Any) -> Any:
-    """The host state of a state that was never offloaded; the state itself is not touched."""
+    """A host copy of a state that was never offloaded; the state itself does not change."""
     if _lost(state):
         return state
     host = _copied_to(state, "cpu")
@@ -120,7 +121,7 @@ def _as_host(state: Any) -> Any:
 
 
 def _copied_to(state: Any, device: Any) -> Any:
-    """A quant state of its own on ``device``; tensors are shared where they are there already."""
+    """A new quant state on ``device``; tensors that are on this device already are shared."""
     new = copy.copy(state)
     if getattr(new, "state2", None) is not None:
         new.state2 = copy.copy(new.state2)
@@ -138,16 +139,16 @@ def _require_values(module: Any, name: str) -> None:
         raise _lost_values(name or module)
 
 
-def _lost_values(of: Any) -> RuntimeError:
+def _lost_values(owner: Any) -> RuntimeError:
     return RuntimeError(
-        f"the quant state of {of} has no values: it was moved to the meta device before "
+        f"the quant state of {owner} has no values: it was moved to the meta device before "
         f"gemma4_compat was imported, or was never loaded.  Import gemma4_compat first, then load "
-        f"the model again.  More: gemma4_compat.inspection.inspect_model(model)."
+        f"the model again.  gemma4_compat.inspection.inspect_model(model) lists damaged layers."
     )
 
 
 def _share_state_with_modules(hook: Any, module: Any) -> None:
-    """bitsandbytes keeps a second reference on the module; it would hold the device memory."""
+    """Replace bitsandbytes' reference on the module, which would keep the device memory in use."""
     if not hook.offload:
         return
     prefix = getattr(hook.weights_map, "prefix", "").rstrip(".")

@@ -1,10 +1,10 @@
 """A model that was loaded from a quantised checkpoint cannot be saved.
 
-``save_pretrained`` undoes what ``from_pretrained`` did to the names and tensors of a checkpoint.
-It reverses each conversion of the load.  A checkpoint that bitsandbytes quantised was loaded with a
-conversion that makes one quantised weight of its tensors, and that one has no reverse.
+``save_pretrained`` undoes the changes that ``from_pretrained`` made to the names and tensors of a
+checkpoint, by reversing each conversion of the load.  For a checkpoint that bitsandbytes quantised,
+one of these conversions builds a quantised weight from several tensors.  It has no reverse.
 
-None is needed: the layers of bitsandbytes write these very tensors to the state dict.  The fix
+No reverse is needed: the bitsandbytes layers write these very tensors to the state dict.  The fix
 leaves these conversions out while a state dict is converted back.
 """
 
@@ -26,7 +26,7 @@ PATCH = Patch(
     affects=("transformers", "bitsandbytes"),
     changes=(
         "revert_weight_conversion, with which save_pretrained restores the names and tensors of a "
-        "checkpoint, leaves out the conversions that load weights quantised by bitsandbytes."
+        "checkpoint, skips the conversions that load weights quantised by bitsandbytes."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -36,7 +36,7 @@ _BITSANDBYTES = "transformers.integrations.bitsandbytes"
 
 @PATCH.probe
 def conversions_have_no_reverse() -> Finding:
-    """Convert back what was loaded with a conversion like those of bitsandbytes."""
+    """Reverse a conversion that looks like those of bitsandbytes."""
     from types import SimpleNamespace
 
     from transformers.core_model_loading import (
@@ -64,7 +64,7 @@ def revert_weight_conversion(original: Any) -> Any:
     @wraps(original)
     def revert_weight_conversion(model: Any, state_dict: Any) -> Any:
         conversions = getattr(model, "_weight_conversions", None) or []
-        kept = [each for each in conversions if not _loads_quantised(each)]
+        kept = [conversion for conversion in conversions if not _loads_quantised(conversion)]
         if len(kept) == len(conversions):
             return original(model, state_dict)
         with shadowed(model, _weight_conversions=kept):
@@ -74,12 +74,12 @@ def revert_weight_conversion(original: Any) -> Any:
 
 
 def _loads_quantised(conversion: Any) -> bool:
-    """Whether a conversion makes weights of bitsandbytes, and has no reverse."""
+    """Whether a conversion builds bitsandbytes weights and has no reverse."""
     operations = getattr(conversion, "operations", None) or ()
-    return any(type(each).__module__ == _BITSANDBYTES and _is_final(each) for each in operations)
+    return any(type(op).__module__ == _BITSANDBYTES and _is_irreversible(op) for op in operations)
 
 
-def _is_final(operation: Any) -> bool:
+def _is_irreversible(operation: Any) -> bool:
     try:
         operation.reverse_op  # noqa: B018
     except NotImplementedError:

@@ -1,15 +1,16 @@
-"""A device map entry covers what other entries send elsewhere, and accelerate places that first.
+"""A device map entry also places modules that have another entry, and accelerate applies it first.
 
-``attach_align_device_hook_on_blocks`` goes through a model from its root.  Where it meets a module
-that the map names, it places the *whole* of it, and puts a hook for that device on every module
-inside, before it comes to the entries further down.  With an entry for "" that is the whole model:
-the main GPU has to hold all of it once, modules for the CPU, the disk and other GPUs included.
-The hooks stay, too.  Modules inside one that a further entry sends to a second GPU go on to send
-their inputs to the first, and each offloaded module has two hooks, in a ``SequentialHook``.
+``attach_align_device_hook_on_blocks`` visits the modules of a model from the root.  At a module
+that the map names, it places the *whole* module, and attaches a hook for that device to every
+module inside.  Only then does it visit the entries further down.  An entry for "" covers the whole
+model, so the main GPU must hold all of it for a moment, including the modules for the CPU, the disk
+and other GPUs.  The hooks also stay.  If a further entry sends a module to a second GPU, the
+modules inside still send their inputs to the first.  Each offloaded module has two hooks, in a
+``SequentialHook``.
 
-The fix spells such entries out as a careful user would: in place of "" stand the highest modules
-that have no entry of their own below.  What is left are containers with some modules here and
-some there; they get a hook that places the tensors which they hold themselves.
+The fix splits such entries up.  It replaces "" by the highest modules that contain no other entry.
+The remaining modules are containers whose modules are on different devices.  They get a hook that
+places only the tensors that they hold themselves.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ PATCH = Patch(
     affects=("transformers", "accelerate"),
     changes=(
         "accelerate's attach_align_device_hook_on_blocks, which dispatch_model calls, places a "
-        "module of the device map without the modules below it that have another entry, and puts "
-        "no hooks on those.  hf_device_map stays what was given."
+        "module of the device map without the modules inside it that have another entry, and "
+        "attaches no hooks to those.  hf_device_map does not change."
     ),
-    unreported=("Found by the tests of this package; no report is known upstream."),
+    unreported="Found by the tests of this package; no report is known upstream.",
 )
 
-#: The arguments that the replacement looks at.
+#: The arguments that the replacement reads.
 _BY_NAME = ("module", "execution_device", "offload", "module_name", "skip_keys", "tied_params_map")
 
 
 @PATCH.probe
 def entry_covers_all_below() -> Finding:
-    """Give one entry to a module and another one to a module in it, and look at the hooks."""
+    """Give a module and a module inside it different entries, and check the hooks."""
     import inspect
 
     import torch
@@ -64,7 +65,7 @@ def entry_covers_all_below() -> Finding:
     )
     if isinstance(model.part._hf_hook, SequentialHook):
         return broken()
-    return fixed('accelerate leaves modules with an entry of their own out of the entry for ""')
+    return fixed('accelerate excludes modules with their own entry from the entry for ""')
 
 
 @PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
@@ -75,7 +76,7 @@ def attach_align_device_hook_on_blocks(original: Any) -> Any:
 
     @wraps(original)
     def attach_align_device_hook_on_blocks(*args: Any, **kwargs: Any) -> Any:
-        # It calls itself for every module, by this name, with the module's own.
+        # The function calls itself for every module, and passes the module's name by keyword.
         if kwargs.get("module_name"):
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
@@ -84,7 +85,7 @@ def attach_align_device_hook_on_blocks(original: Any) -> Any:
         devices, offload = given["execution_device"], given["offload"]
         if isinstance(devices, Mapping) and isinstance(offload, Mapping):
             placement = {n: (devices[n], off) for n, off in offload.items() if n in devices}
-            placement, containers = _spelled_out(given["module"], placement)
+            placement, containers = _split_up(given["module"], placement)
             _place(containers, given["skip_keys"], given["tied_params_map"])
             given["execution_device"] = {
                 **devices,
@@ -96,12 +97,12 @@ def attach_align_device_hook_on_blocks(original: Any) -> Any:
     return attach_align_device_hook_on_blocks
 
 
-def _spelled_out(root: Any, placement: Placement) -> tuple[Placement, list[tuple[Any, Any]]]:
+def _split_up(root: Any, placement: Placement) -> tuple[Placement, list[tuple[Any, Any]]]:
     """Replace entries that cover others by entries for the highest modules that do not.
 
-    ``placement`` maps names of modules to (execution device, whether offloaded).  Returns the new
-    one, and the modules that are in none of its entries as a whole, each with its device; the root
-    is not among them.  An offloaded module that covers another entry stays as it is.
+    ``placement`` maps module names to (execution device, whether offloaded).  Returns the new
+    placement, and the containers that no entry covers any more, each with its execution device,
+    but without the root.  An offloaded module that covers another entry keeps its entry.
     """
     split = {outer for name in placement for outer in above(name) if differs(name, placement)}
     result = dict(placement)

@@ -1,12 +1,12 @@
-"""A checkpoint does not say which modules a device map kept from being quantised.
+"""A saved checkpoint does not record which modules a device map kept from being quantised.
 
-With ``llm_int8_enable_fp32_cpu_offload``, bitsandbytes' quantisers leave the modules that the map
-puts on the CPU or the disk in float: they extend their own list of modules not to convert, not
-``llm_int8_skip_modules`` of the quantisation config.  ``save_pretrained`` writes the config.  When
-the checkpoint is loaded with another map, those modules become ``Linear4bit`` or ``Linear8bitLt``
-around weights that have no quantisation state.
+With ``llm_int8_enable_fp32_cpu_offload``, the bitsandbytes quantizers do not quantise the modules
+that the map puts on the CPU or the disk.  They add these to their own list of modules not to
+convert, not to ``llm_int8_skip_modules`` of the quantisation config.  ``save_pretrained`` writes
+the config.  If the checkpoint is loaded with another map, those modules become ``Linear4bit`` or
+``Linear8bitLt`` with weights that have no quantisation state.
 
-The fix writes the quantiser's list in the config, for the length of the call.
+The fix puts the quantizer's list into the config while ``save_pretrained`` runs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ PATCH = Patch(
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
-        "save_pretrained writes the modules that the map left in float to llm_int8_skip_modules "
-        "in config.json; the model's own config is unchanged."
+        "save_pretrained writes the modules that the map kept in float to llm_int8_skip_modules "
+        "in config.json.  The model's own config does not change."
     ),
-    unreported=("Found by the tests of this package; no report is known upstream."),
+    unreported="Found by the tests of this package; no report is known upstream.",
 )
 
 
 @PATCH.probe
 def quantizer_keeps_its_list_to_itself() -> Finding:
-    """Look whether the quantiser extends its list by the map's modules, and only its own."""
+    """Look whether the quantizer adds the map's modules to its own list only."""
     import dis
     import inspect
 
@@ -43,10 +43,10 @@ def quantizer_keeps_its_list_to_itself() -> Finding:
 
     prepare = inspect.unwrap(Bnb4BitHfQuantizer._process_model_before_weight_loading)
     if not {"modules_to_not_convert", "extend"} <= set(prepare.__code__.co_names):
-        return drifted("the quantiser no longer extends modules_to_not_convert")
+        return drifted("the quantizer no longer extends modules_to_not_convert")
     written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
     if "llm_int8_skip_modules" in written:
-        return fixed("the quantiser writes its list to the config")
+        return fixed("the quantizer writes its list to the config")
     return broken()
 
 

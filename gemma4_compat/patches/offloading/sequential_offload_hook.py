@@ -1,15 +1,15 @@
 """accelerate overlooks offloaded weights of modules with two hooks.
 
-``has_offloaded_params`` asks whether the hook of a module is an ``AlignDevicesHook`` that offloads.
-A module with several hooks carries one ``SequentialHook``, which holds them.  The answer is no.
-``align_module_device`` then moves the weights as if they were on a device, and they are on meta.
-``get_state_dict_offloaded_model``, and ``Accelerator.save_model`` with it, fail.
+``has_offloaded_params`` checks whether the hook of a module is an ``AlignDevicesHook`` that
+offloads.  A module with several hooks has one ``SequentialHook``, which contains them, so the
+answer is no.  ``align_module_device`` then moves the weights as if they were on a device, but they
+are on meta.  So ``get_state_dict_offloaded_model`` and ``Accelerator.save_model`` fail.
 
-``cpu_offload`` and ``disk_offload`` give the module that they are called with two hooks, if it has
-tensors of its own.  ``dispatch_model`` gives two to offloaded modules below another entry of the
-device map.
+``cpu_offload`` and ``disk_offload`` attach two hooks to the module that they get, if it has its own
+tensors.  ``dispatch_model`` attaches two to offloaded modules below another entry of the device
+map.
 
-The fix asks all hooks of a module, and aligns the module with the one that offloads.
+The fix checks all hooks of a module, and aligns the module with the hook that offloads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def sequential_hook_is_overlooked() -> Finding:
-    """Look which hooks are asked for; while this is imported, accelerate has no hooks yet."""
+    """Look which hooks the function checks.  accelerate's hooks are not imported yet."""
     import inspect
 
     from accelerate.utils import modeling
@@ -51,7 +51,7 @@ def sequential_hook_is_overlooked() -> Finding:
     if "AlignDevicesHook" not in code.co_varnames:
         return drifted("has_offloaded_params does not look for an AlignDevicesHook")
     if mentions(code, "SequentialHook"):
-        return fixed("accelerate asks all hooks of a module")
+        return fixed("accelerate checks all hooks of a module")
     return broken()
 
 
@@ -81,5 +81,5 @@ def align_module_device(original: Any) -> Any:
 
 
 def _is_overlooked(module: Any) -> bool:
-    """Whether a hook offloads the module, among several."""
+    """Whether one of several hooks of the module offloads it."""
     return len(hooks_of(module)) > 1 and offload_hook(module) is not None

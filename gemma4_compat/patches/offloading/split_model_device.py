@@ -2,15 +2,15 @@
 
 ``device`` is that of the model's first parameter.  accelerate keeps the parameters of an offloaded
 module on the meta device between its forwards, and in Gemma 4 the first parameter is the vision
-tower's.  Whoever brings tensors to ``model.device`` then makes them meta tensors: prompt lookup,
-assisted generation, ``generate()`` without inputs, and ``processor(...).to(model.device)``.
+tower's.  Code that moves tensors to ``model.device`` then turns them into meta tensors: prompt
+lookup, assisted generation, ``generate()`` without inputs, and ``processor(...).to(model.device)``.
 
-The fix answers with the device that inputs belong on (``gemma4_compat.input_device``), or for a
-part of a model without token embeddings with the device that its first parameter computes on.  It
-does so only where the answer was ``meta`` and a hook loads that parameter.
+The fix returns the device that inputs belong on (``gemma4_compat.input_device``).  For a part of a
+model without token embeddings it returns the execution device of its first parameter.  It does so
+only if upstream returns ``meta`` and a hook onloads that parameter.
 
-``generate`` compiles no model that is on meta.  It goes on not to compile those that are offloaded,
-also where no device map says that they are (``cpu_offload``).
+``generate`` does not compile a model whose device is meta.  With the fix it still does not compile
+offloaded models, even if they have no device map (``cpu_offload``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "The device property of transformers models names the device that inputs belong on where "
-        "it would say meta of weights that a hook loads."
+        "The device property of transformers models returns the device that inputs belong on, "
+        "instead of meta, if a hook onloads the first parameter."
     ),
-    unreported=("Found by the tests of this package; no report is known upstream."),
+    unreported="Found by the tests of this package; no report is known upstream.",
 )
 
 
 @PATCH.probe
 def device_of_an_offloaded_model() -> Finding:
-    """Ask for the device of a model whose one weight is offloaded."""
+    """Read the device of a model whose only weight is offloaded."""
     import torch
     from transformers.modeling_utils import ModuleUtilsMixin
 
@@ -62,8 +62,8 @@ def device_of_an_offloaded_model() -> Finding:
 def device(original: Any) -> Any:
     @wraps(original)
     def device(self: Any) -> Any:
-        found = original(self)
-        return _device_of_inputs(self, found) if found.type == "meta" else found
+        own = original(self)
+        return _device_of_inputs(self, own) if own.type == "meta" else own
 
     return device
 
@@ -74,7 +74,7 @@ def valid_auto_compile_criteria(original: Any) -> Any:
     def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _loading_hook(self) is None:
             return original(self, *args, **kwargs)
-        with shadowed(self, hf_device_map={"": "disk"}):  # what upstream does not compile
+        with shadowed(self, hf_device_map={"": "disk"}):  # upstream does not compile such models
             return original(self, *args, **kwargs)
 
     return _valid_auto_compile_criteria
@@ -95,16 +95,16 @@ def _device_of_token_embeddings(model: Any) -> Any | None:
     from ...model.hooks import input_device
 
     try:
-        # ``generate`` asks for each token, and ``input_device`` searches the whole model.
+        # ``generate`` reads the device for each token; ``input_device`` searches the whole model.
         hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
         device = getattr(hook, "execution_device", None)
         return input_device(model) if device is None else device
     except (AttributeError, NotImplementedError, TypeError, ValueError):
-        return None  # no token embeddings, or none that are loaded
+        return None  # no token embeddings, or they have no values
 
 
 def _loading_hook(model: Any) -> Any | None:
-    """The hook that loads the first parameter from where it is offloaded, if there is one."""
+    """The hook that onloads the first parameter, or ``None`` if it is not offloaded."""
     name, parameter = next(model.named_parameters(), ("", None))
     if parameter is None or parameter.device.type != "meta":
         return None

@@ -1,12 +1,13 @@
-"""Every module of a split model spends time on moving inputs that are in place already.
+"""Every module of a split model spends time on moving inputs that are already on its device.
 
-Under a device map accelerate puts a hook on each module with weights, some 18 a decoder layer.
-Most rest on the device that they compute on, and so do their inputs.  Still every call goes through
-``send_to_device``, which examines each input, and twice through a wrapper that keeps torch.compile
-out.  A model that decodes a token in 50 ms loses a tenth to that.
+With a device map, accelerate attaches a hook to each module with weights, about 18 per decoder
+layer.  Most weights are stored on the device that they compute on, and so are the inputs.  Still
+every call runs ``send_to_device``, which examines each input, and passes twice through a wrapper
+that disables torch.compile.  A model that decodes a token in 50 ms loses a tenth of its time to
+this.
 
-The fix calls a module's own forward at once where that is what the hook would come to: for a module
-that is not offloaded, with tensors on its device and values that have none.
+The fix calls the module's own forward directly if the hook would change nothing: the module is not
+offloaded, its tensor inputs are on its device, and its other inputs have no device.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from ...engine import Finding, Kind, Patch, broken, fixed
 PATCH = Patch(
     name="split_model_overhead",
     kind=Kind.SPEED,
-    symptom="a model under a device map decodes a tenth slower than on one GPU, offloading aside",
+    symptom="with a device map, a model decodes 10 % slower than on one GPU, even if not offloaded",
     affects=("transformers", "accelerate"),
     changes=(
-        "A module that accelerate hooks computes without going through its hook where its weights "
-        "and inputs are on the execution device and its outputs stay there."
+        "A module with an accelerate hook skips the hook if its weights and inputs are on the "
+        "execution device and its outputs stay on it."
     ),
-    unreported=("Only slow, not wrong; no report is known upstream."),
+    unreported="Only slow, not wrong; no report is known upstream.",
 )
 
-#: What ``send_to_device`` hands on as it is.
+#: Types of values that ``send_to_device`` passes on unchanged.
 _PLAIN = (type(None), bool, int, float, str)
 
 
 @PATCH.probe
 def inputs_are_always_sent() -> Finding:
-    """Look whether the hook asks anything before it sends."""
+    """Look whether the hook still calls ``send_to_device``."""
     import inspect
 
     from accelerate.hooks import AlignDevicesHook
@@ -69,12 +70,12 @@ def add_hook_to_module(original: Any) -> Any:
             return False
         if hook.offload or hook.io_same_device or hook.no_grad:
             return False
-        # Somebody may have replaced what the hook does.
+        # The hook's methods may have been replaced on the instance.
         own = hook.__dict__
         return not ("pre_forward" in own or "post_forward" in own) and bool(methods_are_known)
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
-        hook = module._hf_hook  # somebody may have changed it since
+        hook = module._hf_hook  # read it again, because it may have been replaced
         if idle(hook) and not is_dynamo_compiling():
             device = _device(hook.execution_device)
             if device is not None and are_on(device, args):
@@ -96,7 +97,7 @@ def add_hook_to_module(original: Any) -> Any:
 
     def stays(device: Any, value: Any) -> bool:
         if hasattr(value, "to"):
-            # one that moves its tensors in place
+            # e.g. ``BatchEncoding``, which moves its tensors in place
             return isinstance(value, UserDict) and are_on(device, value.data.values())
         return not isinstance(value, (tuple, list, Mapping))
 
@@ -104,26 +105,28 @@ def add_hook_to_module(original: Any) -> Any:
 
 
 class _Known:
-    """Whether methods of a class are accelerate's, perhaps in replacements of this package.
+    """True if the methods of a class are accelerate's own, or replacements by this package.
 
-    It keeps no reference to them: others may take theirs back.
+    It keeps only weak references to the methods, because other code may restore its own later.
     """
 
     def __init__(self, owner: type, *names: str) -> None:
         self.owner, self.names = owner, names
-        self.asked: list[Any] = []
+        self.checked: list[Any] = []
         self.answer = False
 
     def __bool__(self) -> bool:
         owner = self.owner
-        for name, method in self.asked:
+        for name, method in self.checked:
             if getattr(owner, name) is not method():
                 break
         else:
-            if self.asked:
+            if self.checked:
                 return self.answer
         methods = [getattr(owner, name) for name in self.names]
-        self.asked = [(name, ref(method)) for name, method in zip(self.names, methods, strict=True)]
+        self.checked = [
+            (name, ref(method)) for name, method in zip(self.names, methods, strict=True)
+        ]
         self.answer = all(_is_known(method) for method in methods)
         return self.answer
 
@@ -140,7 +143,7 @@ def _is_known(function: Any) -> bool:
 
 @cache
 def _device(device: Any) -> Any | None:
-    """The one device that is meant; ``None`` where that may change, as with "cuda"."""
+    """The device; ``None`` if it may change, as "cuda" without an index may."""
     import torch
 
     if device is None:

@@ -1,16 +1,17 @@
-"""The text model alone leaves out the weights of a multimodal checkpoint.
+"""The text model alone does not load the weights of a multimodal checkpoint.
 
 A multimodal checkpoint names the text model's weights ``model.language_model.layers.0...``.
 ``Gemma4ForCausalLM`` names the same weights ``model.layers.0...``.  transformers translates such
-names with a table of conversions, by model type.  Gemma 3n's text model is in it, Gemma 4's is not.
-``Gemma4ForCausalLM.from_pretrained`` then takes no weight of the checkpoint at all.  The model
-comes out with random weights, and the only sign is a table of missing keys in the log.
+names with a table of conversions, by model type.  The table has Gemma 3n's text model, but not
+Gemma 4's.  ``Gemma4ForCausalLM.from_pretrained`` then loads no weight of the checkpoint.  The model
+has random weights, and the only sign is a table of missing keys in the log.
 
-The fix gives the missing renaming to the load.  It is not kept for saving: ``save_pretrained``
-writes the text model's own names, which load without this patch too.
+The fix adds the missing renaming to the load.  It does not keep it for saving: ``save_pretrained``
+writes the text model's own names, which also load without this patch.
 
-A quantised multimodal checkpoint has its ``quantization_config`` outside of ``text_config``, and
-``Gemma4ForCausalLM`` reads the latter alone.  That is refused, with what to pass.
+A quantised multimodal checkpoint has its ``quantization_config`` outside ``text_config``, and
+``Gemma4ForCausalLM`` reads only ``text_config``.  In this case the fix raises an error that says
+which config to pass.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ PATCH = Patch(
     affects=("transformers",),
     changes=(
         "Gemma 4's text model loads the weights that a multimodal checkpoint names "
-        "model.language_model.*.  A checkpoint that holds weights under both names is refused, and "
-        "a quantised one whose quantization_config the text model does not get."
+        "model.language_model.*.  It raises an error for a checkpoint that has weights under both "
+        "names, and for a quantised one whose quantization_config the text model does not get."
     ),
     links=("https://github.com/huggingface/transformers/pull/45953",),
 )
 
 _INSIDE = r"^(?:model\.)?language_model\."
-#: what bitsandbytes saves beside a weight of 4 and of 8 bit
+#: The endings of tensors that bitsandbytes saves with each 4-bit and each 8-bit weight.
 _OF_QUANTISED = (".weight.absmax", ".SCB")
 
 
 @PATCH.probe
 def text_model_has_no_renaming() -> Finding:
-    """Look for the model in the tables; asking for its conversions would fill a cache."""
+    """Look for the model in the tables.  The public function would fill a cache."""
     import inspect
 
     from transformers import conversion_mapping as tables
@@ -56,8 +57,8 @@ def text_model_has_no_renaming() -> Finding:
     names = {*tables._MODEL_TO_CONVERSION_PATTERN, *filled}
     for const in inspect.unwrap(build).__code__.co_consts:
         names.update(const if isinstance(const, tuple) else (const,))
-    if found := {"gemma4_text", "Gemma4ForCausalLM"} & names:
-        return fixed(f"transformers has weight conversions for {min(found)}")
+    if known := {"gemma4_text", "Gemma4ForCausalLM"} & names:
+        return fixed(f"transformers has weight conversions for {min(known)}")
     return broken()
 
 
@@ -72,7 +73,7 @@ def load_pretrained_model(original: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # With expected_keys it is an adapter that is loaded.
+        # expected_keys is passed only if an adapter is loaded.
         if not is_text_model(model) or args or kwargs:
             return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         from transformers.core_model_loading import WeightRenaming
@@ -84,17 +85,17 @@ def load_pretrained_model(original: Any) -> Any:
         renaming = WeightRenaming(_INSIDE, own)
         load_config = with_renaming(load_config, renaming)
         result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # What is kept there is undone on saving.
+        # ``save_pretrained`` would reverse every conversion that stays in this list.
         kept = vars(model).get("_weight_conversions")
         if kept is not None:
-            model._weight_conversions = [each for each in kept if each is not renaming]
+            model._weight_conversions = [rule for rule in kept if rule is not renaming]
         return result
 
     return _load_pretrained_model
 
 
 def _refuse_both(own: str, names: Collection[str]) -> None:
-    """Refuse a checkpoint in which two tensors are for the same weight."""
+    """Raise ``ValueError`` if the checkpoint has two tensors for the same weight."""
     inside = (name.partition("model.language_model.") for name in names)
     both = sorted(f"{own}{rest}" for start, _, rest in inside if rest and not start)
     both = [name for name in both if name in names]
@@ -102,20 +103,20 @@ def _refuse_both(own: str, names: Collection[str]) -> None:
         raise ValueError(
             f"the checkpoint has {len(both)} weights of the text model under two names, such as "
             f"{both[0]} and model.language_model.{both[0].removeprefix(own)}: it is unclear which "
-            "to load.  Remove those under one of the names from the checkpoint"
+            "to load.  Remove the tensors with one of the two names from the checkpoint"
         )
 
 
 def _refuse_unknown_quantisation(quantizer: Any, names: Iterable[str]) -> None:
-    """Refuse quantised weights that would be loaded as if they were not."""
+    """Raise ``ValueError`` if quantised weights would be loaded as unquantised ones."""
     if getattr(quantizer, "pre_quantized", False):
         return
     quantised = [n for n in names if "language_model." in n and n.endswith(_OF_QUANTISED)]
     if quantised:
         raise ValueError(
-            "the checkpoint is quantised by bitsandbytes, and the text model's config does not "
-            "say so: config.json has quantization_config outside of text_config.  Pass the config "
-            "of both:\n"
+            "the checkpoint is quantised by bitsandbytes, but the text model's config has no "
+            "quantization_config: config.json has it outside text_config.  Add it to the text "
+            "model's config:\n"
             "    whole = AutoConfig.from_pretrained(MODEL)\n"
             "    config = whole.text_config\n"
             "    config.quantization_config = whole.quantization_config\n"

@@ -1,20 +1,20 @@
 """Device maps that send tied weights to the disk fail, or mix weights up.
 
-Token embeddings and head of Gemma 4 are one tensor.  With a map such as
-``{"model.language_model.embed_tokens": "disk", "": 0}`` transformers leaves that tensor in the
-checkpoint, since the map has its name on the disk.  The head has no name in the checkpoint, so it
-is on meta as well.  accelerate is then to place the head on the GPU, and has no values for it.  The
-other way round, with the head on the disk, the head's offload hook asks the checkpoint for a
-tensor of the head's name.
-If both are on the disk, older transformers ask for that name as well.  accelerate up to 1.14 knows
-tied weights by their addresses, and those of all weights on meta are 0.  It takes every weight on
-the disk for tied to the embeddings, and uses what it read for one of them for another one as soon
-as the system gives out the same address twice.
+The token embeddings and the head of Gemma 4 are one tensor.  With a map such as
+``{"model.language_model.embed_tokens": "disk", "": 0}`` transformers leaves this tensor in the
+checkpoint, because the map sends its name to the disk.  The checkpoint has no tensor for the head,
+so the head is on meta as well.  accelerate then tries to place the head on the GPU, and has no
+values for it.  In the opposite case, with the head on the disk, the head's offload hook reads a
+tensor with the head's name from the checkpoint, which has none.
+If both are on the disk, older transformers read that name as well.  accelerate up to 1.14 also
+recognises tied weights by their addresses, which are 0 for all weights on meta.  It treats every
+weight on the disk as tied to the embeddings.  As soon as the system reuses an address, it uses the
+values of one weight for another.
 
-Tied weights cannot be in two places.  Where accelerate gets such weights with their values, it
-keeps them where the one that is not on the disk belongs.  The fix does the same: it reads the
-values, and takes the other one from the disk, too.  Weights that are all on the disk are no longer
-tied: each is read from the checkpoint for its forward.
+Tied weights cannot be in two places.  If accelerate gets such weights with their values, it keeps
+all of them on the device of the one that is not on the disk.  The fix does the same: it reads the
+values, and does not leave the other weight on the disk.  Tied weights that are all on the disk are
+untied, and each is read from the checkpoint for its forward.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "dispatch_model keeps weights that are tied to each other on one device if the map sends "
-        "some of them to the disk and others elsewhere, and reads their values from the "
-        "checkpoint.  hf_device_map says where they are.  Tied weights that are all on the disk "
-        "are read one by one."
+        "If a map sends some of several tied weights to the disk, dispatch_model keeps them all on "
+        "the device of the others, and reads their values from the checkpoint.  hf_device_map "
+        "gives this device.  Tied weights that are all on the disk are read one by one."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -55,7 +54,7 @@ def tied_values_are_missing() -> Finding:
     if gone:
         return drifted(f"dispatch_model has no parameter {', '.join(sorted(gone))}")
     if "find_tied_parameters" not in code.co_names:
-        return fixed("dispatch_model no longer searches tied weights by itself")
+        return fixed("dispatch_model no longer searches for tied weights itself")
     return broken()
 
 
@@ -72,20 +71,20 @@ def dispatch_model(original: Any) -> Any:
         index, device_map = given.get("offload_index"), given["device_map"]
         if index is not None and "disk" in device_map.values():
             given["offload_index"] = index = dict(index)
-            moved = _brought_together(given["model"], device_map, index)
+            moved = _keep_on_one_device(given["model"], device_map, index)
             given["device_map"] = {**device_map, **moved}
         return original(*call.args, **call.kwargs)
 
     return dispatch_model
 
 
-def _brought_together(model: Any, device_map: Any, index: Any) -> dict[str, Any]:
+def _keep_on_one_device(model: Any, device_map: Any, index: Any) -> dict[str, Any]:
     """Give tied weights their values if not all of them are on the disk.
 
-    Those that are all on the disk get an entry each in ``index``, and are untied: accelerate
-    up to 1.14 takes all other weights on the disk for tied to them.
+    Tied weights that are all on the disk get one entry each in ``index``, and are untied, because
+    accelerate up to 1.14 treats all other weights on the disk as tied to them.
 
-    Returns new entries for modules that the map sends to the disk for such a weight alone.
+    Returns new device map entries for modules whose only weight leaves the disk.
     """
     from accelerate.utils import find_tied_parameters
     from accelerate.utils.offload import OffloadedWeightsLoader
@@ -114,6 +113,6 @@ def _brought_together(model: Any, device_map: Any, index: Any) -> dict[str, Any]
                 continue
             module._parameters[leaf] = weight
             own_entry = places[name] == "disk" and covering(name, device_map) == path
-            if own_entry and all(each is weight for each in module.parameters()):
+            if own_entry and all(parameter is weight for parameter in module.parameters()):
                 moved[path] = device
     return moved
