@@ -224,7 +224,9 @@ def test_wrong_arguments_are_said_in_one_line(command, message, paths, capsys):
 
 def test_wrong_arguments_import_no_library(model_dir, adapter_dir, tmp_path):
     """Arguments that need the model's config are also checked before a library is imported."""
-    commands = [text.split() for text, _ in WRONG if not text.startswith(("status", "merge B"))]
+    commands = [
+        text.split() for text, _ in WRONG if not text.startswith("status") and "BROKEN" not in text
+    ]
     places = {"MODEL": str(model_dir), "ADAPTER": str(adapter_dir)}
     commands = [[places.get(word, word) for word in command] for command in commands]
     code = f"""
@@ -267,7 +269,9 @@ def test_json_is_the_same_for_programs(command, paths, capsys):
     assert found.get("ok", True) is True
 
 
-@pytest.mark.parametrize("command", [c for c in cli.COMMANDS if c.name != "run"], ids=str)
+@pytest.mark.parametrize(
+    "command", [c for c in cli.COMMANDS if c.name != "run"], ids=lambda command: command.name
+)
 def test_interrupted(command, capsys):
     def interrupted(options):
         raise KeyboardInterrupt

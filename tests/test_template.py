@@ -20,7 +20,8 @@ def project(tmp_path_factory):
     """A copy of the project whose only patch is a copy of the template."""
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "not_patched.toml"):
+        shutil.copy(ROOT / name, folder)
     for name in ("gemma4_compat", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (folder / "gemma4_compat" / "patches").glob("*/[a-z]*.py"):

@@ -57,7 +57,7 @@ _KINDS = {
 _NOT_PATCHED = """
 ## Not patched
 
-What was considered, and why no patch mends it.
+What was considered, and why there is no patch.
 
 | what | why | upstream |
 |---|---|---|

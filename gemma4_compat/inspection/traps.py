@@ -172,8 +172,13 @@ def tied(mapped: Mapped) -> Iterator[Trap]:
         first, second = mapped.rests_on(source), mapped.rests_on(target)
         names = f"{source.rpartition('.')[0]} and {target.rpartition('.')[0]}"
         if "disk" in (first, second):
-            text = f"{names} are tied, and from_pretrained cannot offload tied weights to disk"
-            yield Trap("tied", "error", text)
+            text = f"{names} are tied, and the map offloads them to disk; "
+            if first == second:
+                text += "each is read from the checkpoint"
+            else:
+                kept = device_label(second if first == "disk" else first)
+                text += f"both are kept on {kept}"
+            yield from _about("tied", text, "tied_weights_on_disk")
         elif first != second and mapped.is_offloaded(source) != mapped.is_offloaded(target):
             text = f"{names} are tied: while one is on a GPU, offloading the other saves nothing"
             yield Trap("tied", "warning", text)

@@ -235,9 +235,19 @@ def test_disk_without_a_folder(model_dir, tmp_path):
 
 def test_tied_weights_on_disk(model_dir, tmp_path):
     given = {"model.language_model.embed_tokens": "disk", "": "cpu"}
-    assert trap(check_device_map(model_dir, given), "tied").level == "error"
-    with pytest.raises(ValueError, match="is on the meta device"):
-        load_model(model_dir, None, given, offload_folder=str(tmp_path))
+    found = trap(check_device_map(model_dir, given), "tied")
+    assert (found.level, found.patch) == ("handled", "tied_weights_on_disk")
+    assert found.text.endswith("both are kept on CPU")
+    model = load_model(model_dir, None, given, offload_folder=str(tmp_path))
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.lm_head.weight.device.type == "cpu"
+    gemma4_compat.uninstall("tied_weights_on_disk")
+    try:
+        assert trap(check_device_map(model_dir, given), "tied").level == "warning"
+        with pytest.raises(ValueError, match="is on the meta device"):
+            load_model(model_dir, None, given, offload_folder=str(tmp_path))
+    finally:
+        gemma4_compat.install("tied_weights_on_disk")
 
 
 def test_tied_weights_with_one_on_the_gpu(model_dir):
@@ -532,7 +542,7 @@ def test_exit_codes(model_dir, capsys):
     assert run(model_dir, "--map", "{'': 0}") == 2
     assert capsys.readouterr().err.startswith("gemma4-compat map: --map: ")
     assert run("nowhere", "--map", '{"": 0}') == 2
-    assert capsys.readouterr().err == "gemma4-compat map: MODEL_DIR: nowhere: no such folder\n"
+    assert capsys.readouterr().err == "gemma4-compat map: nowhere: no such folder\n"
 
 
 def test_json(model_dir, capsys):
