@@ -81,7 +81,6 @@ def main() -> None:
     parser.add_argument("--kind", choices=("nf4", "bf16", "int8"), default="nf4")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--limit", type=float, help="ignored")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 

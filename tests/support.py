@@ -212,3 +212,15 @@ def run_command(*arguments):
         return cli.main(list(map(str, arguments)))
     except SystemExit as stopped:
         return stopped.code
+
+
+def with_layers_on_the_cpu(model, layers=range(1, 5)):
+    """A model on the GPU with these decoder layers dispatched to the CPU."""
+    from accelerate import dispatch_model
+
+    return dispatch_model(
+        model,
+        {"": 0, **{f"model.language_model.layers.{i}": "cpu" for i in layers}},
+        main_device=0,
+        skip_keys=model._skip_keys_device_placement,
+    )

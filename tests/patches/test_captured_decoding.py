@@ -101,17 +101,6 @@ def load_in(place, model_dir, kind="nf4", **options):
     return with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}, **options))
 
 
-def with_layers_on_the_cpu(model, layers=range(1, 5)):
-    from accelerate import dispatch_model
-
-    return dispatch_model(
-        model,
-        {"": 0, **{f"model.language_model.layers.{i}": "cpu" for i in layers}},
-        main_device=0,
-        skip_keys=model._skip_keys_device_placement,
-    )
-
-
 @pytest.fixture(params=PLACES)
 def model(request, model_dir):
     return load_in(request.param, model_dir)

@@ -13,7 +13,7 @@ from torch import nn
 import gemma4_compat
 from gemma4_compat.patches import _streaming
 from gemma4_compat.tiny import text_inputs
-from tests.support import assert_same, load_model, logits
+from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
@@ -280,12 +280,7 @@ def test_saved(model_dir, tmp_path):
 
 def on_gpu(model_dir, kind, layers=range(1, 5)):
     """The model with decoder layers dispatched to the host."""
-    from accelerate import dispatch_model
-
-    model = load_model(model_dir, kind, {"": 0})
-    device_map = {f"model.language_model.layers.{i}": "cpu" for i in layers}
-    skip_keys = model._skip_keys_device_placement
-    return dispatch_model(model, {"": 0, **device_map}, main_device=0, skip_keys=skip_keys)
+    return with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}), layers)
 
 
 def copies(call):
