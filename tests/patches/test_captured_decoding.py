@@ -98,7 +98,7 @@ def load_in(place, model_dir, kind="nf4", **options):
     """A model in one of ``PLACES``."""
     if place in MAPS:
         return load_model(model_dir, kind, MAPS[place], **options)
-    return with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}, **options))
+    return support.with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}, **options))
 
 
 @pytest.fixture(params=PLACES)
@@ -665,7 +665,7 @@ def test_streamed_layers(model_dir, kind, layers):
     options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
     whole = load_model(model_dir, kind, {"": 0}, **options)
     expected = generated(whole, prompt(whole), eager=True)
-    model = with_layers_on_the_cpu(whole, layers)
+    model = support.with_layers_on_the_cpu(whole, layers)
     for _ in range(2):
         assert_same(generated(model, prompt(model)), expected)
     assert captures(model) == 1
