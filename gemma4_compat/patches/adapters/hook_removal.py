@@ -21,7 +21,7 @@ PATCH = Patch(
         "AttributeError: 'PeftModel' object has no attribute '_hf_hook' from "
         "remove_hook_from_submodules or remove_hook_from_module(recurse=True)"
     ),
-    affects=("accelerate", "peft"),
+    affects=("transformers", "accelerate", "peft"),
     changes=(
         "remove_hook_from_module skips modules that return the hook of another module as their own."
     ),
