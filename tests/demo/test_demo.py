@@ -93,7 +93,7 @@ def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["forked", "fresh"])
 def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch, device):
-    monkeypatch.setattr(play, "_SECONDS", 4)
+    monkeypatch.setattr(play, "_SECONDS", 8)
     stories = pretend("fine", "raises_with", "crashes", "hangs")
     progress = play._Progress(8, io.StringIO())
     results = play.play(stories, tmp_path, progress, device=device)

@@ -54,7 +54,7 @@ def meeting(module):
     def meets(*args, **kwargs):
         with suppress(threading.BrokenBarrierError):
             if barrier.wait():
-                time.sleep(0.1)
+                time.sleep(0.5)
                 barrier.abort()
         return forward(*args, **kwargs)
 
@@ -105,14 +105,22 @@ def all_on_cpu(model, folder):
     return cpu_offload(model, execution_device=torch.device("cpu"))
 
 
-@pytest.mark.regression("offload_threads", DISTURBED)
-@pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nf4"])
+def shows(**other):
+    return pytest.mark.regression("offload_threads", DISTURBED, **other)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(None, marks=shows(), id="bf16"),
+        pytest.param("nf4-nested", marks=shows(behind="hf_initialized_flag"), id="nf4"),
+    ],
+)
 def test_generate(model_dir, tmp_path, kind):
     model = layers_on_disk(load_model(model_dir, kind), tmp_path)
     assert_as_in_one_thread(lambda number: generated(model, number), calls=15)
 
 
-@pytest.mark.regression("offload_threads", DISTURBED)
 def test_one_offloaded_module(model_dir):
     model = load_model(model_dir)
     cpu_offload(model.model.language_model.layers[1].mlp, execution_device=torch.device("cpu"))
@@ -135,7 +143,6 @@ def test_with_an_adapter(model_dir, language_adapter_dir, tmp_path):
     assert_as_in_one_thread(lambda number: generated(model, number), meet=linear)
 
 
-@pytest.mark.regression("offload_threads", DISTURBED)
 @pytest.mark.parametrize("path", ["model.language_model", "model.language_model.layers.1.mlp"])
 def test_parts_of_the_model(model_dir, tmp_path, path):
     """Not called through the model, which takes the lock for all of it."""
