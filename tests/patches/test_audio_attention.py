@@ -34,7 +34,7 @@ def test_explicit_implementation_loads(model_dir, implementation, caplog):
     else:
         assert audio.config._attn_implementation == "eager"
         assert said == [
-            f"the audio tower does not support {implementation} attention and uses eager"
+            f"the audio tower does not support {implementation} attention, so it uses eager"
         ]
 
 
