@@ -62,7 +62,7 @@ class MergeResult(Result):
         return {**asdict(self), "out": str(self.out), "parity": rows, "ok": self.ok}
 
     def __str__(self) -> str:
-        head = ("prompt", "adapter changes", "merging changes", "tolerance", "other tokens", "")
+        head = ("prompt", "adapter", "merging", "tolerance", "other tokens", "")
         notes = [wrap(note, " " * 6, "note: ") for note in self.notes]
         return "\n".join([table([_cells(row) for row in self.parity], head), *notes, self.verdict])
 
