@@ -9,13 +9,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ._libraries import missing_libraries
 
-T = TypeVar("T")
 _GREEN, _RED = "32", "31"
 
 
@@ -88,18 +87,6 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(("the following arguments", "unrecognized")):
             message += f" ({self.prog} --help lists the arguments)"
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
-    """A ``type`` for argparse that prints the message of an `InputError`."""
-
-    def converted(text: str) -> T:
-        try:
-            return convert(text)
-        except InputError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return converted
 
 
 def _print(result: Result, options: argparse.Namespace) -> None:

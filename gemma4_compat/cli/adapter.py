@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..result import Result
-from ._arguments import existing_path, model_folder
-from ._command import Command, argument
+from ._arguments import argument, existing_path, model_folder
+from ._command import Command
 from ._libraries import quiet_libraries
 
 _HELP = """\

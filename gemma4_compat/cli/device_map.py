@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..result import Result
-from ._arguments import model_folder
-from ._command import Command, argument
+from ._arguments import add_map, add_model_dir
+from ._command import Command
 from ._libraries import quiet_libraries
 
 _HELP = """\
@@ -25,34 +25,11 @@ argument or file.
 """
 
 
-def _device_map(text: str) -> dict[str, int | str]:
-    from ..model.device_maps import parse_map
-
-    return parse_map(text)
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_dir",
-        metavar="MODEL_DIR",
-        type=argument(model_folder),
-        help="a folder with config.json",
-    )
+    add_model_dir(parser)
     add_map(parser, required=True, help="""such as '{"model.vision_tower": "cpu", "": 0}'""")
     parser.add_argument(
         "--offload-folder", metavar="DIR", help="from_pretrained's offload_folder, for the disk"
-    )
-
-
-def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
-    """Add the argument ``--map``."""
-    parser.add_argument(
-        "--map",
-        required=required,
-        metavar="JSON",
-        dest="device_map",
-        type=argument(_device_map),
-        help=help,
     )
 
 

@@ -7,7 +7,8 @@ import sys
 
 from ..model.device_maps import device_name
 from ..result import Result
-from ._command import Command, argument
+from ._arguments import argument
+from ._command import Command
 
 _HELP = """\
 Merge an adapter into its base model, and write the result as a checkpoint.

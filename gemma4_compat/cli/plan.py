@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..result import Result
-from ._arguments import at_least_one, existing_path, model_folder
-from ._command import Command, argument
+from ._arguments import add_model_dir, argument, at_least_one, existing_path
+from ._command import Command
 from ._libraries import quiet_libraries
 
 _HELP = """\
@@ -33,12 +33,7 @@ def _size(text: str) -> int:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_dir",
-        metavar="MODEL_DIR",
-        type=argument(model_folder),
-        help="a folder with config.json",
-    )
+    add_model_dir(parser)
     parser.add_argument(
         "--gpu", required=True, metavar="SIZE", type=argument(_size), help="such as 12GiB or 12GB"
     )

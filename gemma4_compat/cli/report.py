@@ -6,10 +6,9 @@ import argparse
 
 from ..errors import InputError
 from ..result import Result
-from ._arguments import existing_path, model_folder
-from ._command import Command, argument
+from ._arguments import add_map, argument, existing_path, model_folder
+from ._command import Command
 from ._libraries import quiet_libraries
-from .device_map import add_map
 
 _HELP = """\
 Print what an upstream issue asks for, as Markdown to paste: system, GPUs,
