@@ -91,26 +91,32 @@ def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
         assert row[side]["text"].startswith("wrong by ")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["forked", "fresh"])
-def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, monkeypatch, device):
-    monkeypatch.setattr(play, "_SECONDS", 8)
-    stories = pretend("fine", "raises_with", "crashes", "hangs")
-    progress = play._Progress(8, io.StringIO())
-    results = play.play(stories, tmp_path, progress, device=device)
+#: How the workers start on this device.
+WORKERS = pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["forked", "fresh"])
+
+
+def outcomes_of(stories, folder, device):
+    progress = play._Progress(2 * len(stories), io.StringIO())
+    results = play.play(stories, folder, progress, device=device)
+    return {side: [result[side] for result in results] for side in ("without", "with")}
+
+
+@WORKERS
+def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, device):
+    equal = Outcome("equal", "equal")
     crashed = Outcome("crash", "exit code 3: last words")
-    hung = Outcome("crash", "not finished after 4 s")
-    assert [result["without"] for result in results] == [
-        Outcome("equal", "equal"),
-        Outcome("equal", "equal"),
-        crashed,
-        hung,
-    ]
-    assert [result["with"] for result in results] == [
-        Outcome("equal", "equal"),
-        Outcome("error", "ValueError: first line last line"),
-        crashed,
-        hung,
-    ]
+    outcomes = outcomes_of(pretend("fine", "raises_with", "crashes"), tmp_path, device)
+    assert outcomes == {
+        "without": [equal, equal, crashed],
+        "with": [equal, Outcome("error", "ValueError: first line last line"), crashed],
+    }
+
+
+@WORKERS
+def test_a_story_that_hangs_is_stopped(pretend, tmp_path, monkeypatch, device):
+    monkeypatch.setattr(play, "_SECONDS", 2)
+    hung = Outcome("crash", "not finished after 2 s")
+    assert outcomes_of(pretend("hangs"), tmp_path, device) == {"without": [hung], "with": [hung]}
 
 
 def test_a_story_that_raises_with_the_patches_fails_the_demo(pretend, monkeypatch, capsys):
