@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import torch
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
-from gemma4_compat.plan import OUTSIDE, Plan, activations, kv_cache, parse_size, plan
+from gemma4_compat.plan import Gpu, Plan, gpus, parse_gpu, parse_size, plan
+from gemma4_compat.plan.demand import OUTSIDE, generating, kv_cache
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
-from tests.support import run_command
+from tests.support import load_model, run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -23,40 +26,48 @@ PLE = "model.language_model.embed_tokens_per_layer"
 TOWERS = ["model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"]
 
 
-def on_cpu(found):
-    return [name for name, device in found.device_map.items() if device == "cpu"]
+def on(device, found):
+    return [name for name, placed in found.device_map.items() if placed == device]
+
+
+@pytest.fixture(scope="module")
+def roomy(e2b_dir):
+    """A plan with much room."""
+    return plan(e2b_dir, 12 * GIB, context=8192)
 
 
 # -- what is offloaded ----------------------------------------------------------------------------
 
 
-def test_whole(e2b_dir):
-    found = plan(e2b_dir, 12 * GIB, context=8192)
-    assert found.device_map == {"": 0}
-    assert found.ok
-    assert found.weights == sum(part.gpu for part in found.parts)
-    assert not any(part.cpu for part in found.parts)
-    assert [more.part for more in found.further] == [
-        parts.PLE, parts.VISION, parts.AUDIO, parts.LAYERS,
-    ]  # fmt: skip
-    assert len(found.further[-1].modules) == 35
-    assert "enable_fp32_cpu_offload" not in found.code
-
-
-def test_the_per_layer_embeddings_go_first(e2b_dir):
-    found = plan(e2b_dir, 7 * GIB, context=8192)
-    assert found.device_map == {PLE: "cpu", "": 0}
-    assert found.weights == pytest.approx(1.91 * GIB, rel=0.01)  # measured on a GPU
+def test_the_per_layer_embeddings_are_offloaded_in_any_case(roomy, e2b_dir):
+    assert roomy.device_map == {PLE: "cpu", "": 0}
+    assert roomy.ok
+    assert roomy.weights == pytest.approx(1.91 * GIB, rel=0.01)  # measured on a GPU
     table = 262144 * 35 * 256 * 2
-    assert plan(e2b_dir, 12 * GIB, context=8192).weights - found.weights == table
-    assert "llm_int8_enable_fp32_cpu_offload=True" in found.code
+    assert roomy.cpu == roomy.page_locked == table
+    assert [more.part for more in roomy.further] == [parts.VISION, parts.AUDIO, parts.LAYERS]
+    assert len(roomy.further[-1].modules) == 35
+    assert "llm_int8_enable_fp32_cpu_offload=True" in roomy.code
+    kept = plan(e2b_dir, 12 * GIB, context=8192, keep_ple=True)
+    assert kept.device_map == {"": 0}
+    assert kept.weights - roomy.weights == table
+    assert kept.further[0].part == parts.PLE
+    assert "enable_fp32_cpu_offload" not in kept.code
+
+
+def test_too_little_cpu_memory_leaves_the_embeddings_on_the_gpu(e2b_dir):
+    assert plan(e2b_dir, "12GiB", context=8192, ram="4GiB").device_map == {"": 0}
+    found = plan(e2b_dir, "4GiB", context=8192, ram="4GiB")
+    assert not found.ok
+    assert found.verdict.startswith("does NOT fit in the CPU's memory: ")
 
 
 def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     """With one step of offloading less, the model would not fit."""
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
-    fixed = kv_cache(model, 8192) + activations(model, 8192) + OUTSIDE
+    fixed = sum(kv_cache(model, 8192).values())
+    fixed += generating(model, ()).activations(8192) + OUTSIDE
     weights = {n: 2 * p.numel() for n, p in meta.meta_model(e2b_dir).named_parameters()}
     weights = {n: size for n, size in weights.items() if parts.part_of(n) != parts.LAYERS}
     weights |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
@@ -65,13 +76,18 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     for tenths in (26, 19):
         found = plan(e2b_dir, tenths * GIB // 10, context=8192)
         assert found.ok
-        names = on_cpu(found)
+        names = on("cpu", found)
         assert names == order[: len(names)]
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
         fewer = names[: -2 if names[-1] in TOWERS else -1]
         kept = sum(s.on_cuda for s in whole if s.buffer or not parts.is_under(s.name, fewer))
-        assert kept + fixed + streamed(weights, fewer[1:]) > found.gpu
+        assert kept + fixed + streamed(weights, fewer[1:]) > found.gpus[0].free
     assert len(names) > len(order) - 35  # the last plan offloads layers
+    # They are in 4 bits.
+    names = [name for name in names if parts.part_of(name) == parts.LAYERS]
+    expected = sum(s.bytes for s in whole if not s.buffer and parts.is_under(s.name, names))
+    (cpu,) = (row.cpu for row in found.memory if row.name == parts.LAYERS)
+    assert cpu == expected > 0
 
 
 def streamed(weights, names):
@@ -89,42 +105,34 @@ def streamed(weights, names):
     return max(max(others), sum(sorted(layers.values())[-3:]))
 
 
-def test_offloaded_towers_are_in_bfloat16(e2b_dir):
+def test_offloaded_towers_are_in_bfloat16(e2b_dir, roomy):
     plain = {s.name: s.bytes for s in sizes.tensor_sizes(meta.meta_model(e2b_dir))}
-    found = plan(e2b_dir, 27 * GIB // 10, context=8192)
-    names = on_cpu(found)
+    found = plan(e2b_dir, roomy.needed[0] - 1, context=8192)
+    names = on("cpu", found)
     assert "model.vision_tower" in names
     assert not [name for name in names if parts.part_of(name) == parts.LAYERS]
     buffers = {n for n, _ in meta.meta_model(e2b_dir).named_buffers()}
-    expected = sum(b for n, b in plain.items() if n not in buffers and parts.is_under(n, names))
-    assert sum(part.cpu for part in found.parts) == expected
-
-
-def test_offloaded_layers_are_in_4_bits(e2b_dir):
-    found = plan(e2b_dir, 19 * GIB // 10, context=8192)
-    whole = sizes.tensor_sizes(meta.meta_model(e2b_dir, meta.bnb_config("nf4")))
-    names = [name for name in on_cpu(found) if parts.part_of(name) == parts.LAYERS]
-    expected = sum(s.bytes for s in whole if not s.buffer and parts.is_under(s.name, names))
-    (cpu,) = (part.cpu for part in found.parts if part.name == parts.LAYERS)
-    assert cpu == expected > 0
-    bf16 = plan(e2b_dir, 5 * GIB, quant="bf16", context=8192)
-    assert max(part.cpu for part in bf16.parts if part.name == parts.LAYERS) > 2 * cpu / len(names)
+    assert found.cpu == sum(
+        b for n, b in plain.items() if n not in buffers and parts.is_under(n, names)
+    )
 
 
 @pytest.mark.parametrize("quant", meta.QUANTS)
-def test_parts_add_up(model_dir, adapter_dir, quant):
+def test_rows_add_up(model_dir, adapter_dir, quant):
     found = plan(model_dir, 100 * GIB, quant=quant, context=64, adapter=adapter_dir)
-    assert found.weights == found.adapter + sum(part.gpu for part in found.parts)
-    assert found.needed == found.weights + found.kv_cache + found.activations + OUTSIDE
-    assert found.adapter == sum(size.on_cuda for size in sizes.adapter_sizes(adapter_dir))
+    adapter = sum(size.on_cuda for size in sizes.adapter_sizes(adapter_dir))
+    assert found.bytes_of("adapter") == adapter
+    assert found.weights == found.bytes_of("weights") + adapter
+    rest = found.bytes_of("kv_cache") + found.bytes_of("activations") + OUTSIDE
+    assert found.needed == (found.weights + rest,)
 
 
-def test_context_takes_memory(e2b_dir):
-    short, long = (plan(e2b_dir, 24 * GIB, context=tokens) for tokens in (8192, 131072))
+def test_context_takes_memory(e2b_dir, roomy):
+    long = plan(e2b_dir, 24 * GIB, context=131072)
     # Of the 15 layers with a cache, 3 global ones keep all tokens: keys and values of width 512.
     more = 3 * 2 * 512 * 2 * (131072 - 8192)
-    assert long.kv_cache - short.kv_cache == more
-    assert long.activations > short.activations
+    assert long.bytes_of("kv_cache") - roomy.bytes_of("kv_cache") == more
+    assert long.bytes_of("activations") > roomy.bytes_of("activations")
 
 
 def test_without_towers_and_per_layer_embeddings(tmp_path):
@@ -134,36 +142,33 @@ def test_without_towers_and_per_layer_embeddings(tmp_path):
     folder = write_config(tmp_path, text)
     whole = plan(folder, 100 * GIB, context=256)
     assert [more.part for more in whole.further] == [parts.LAYERS]
-    found = plan(folder, whole.needed - 1, context=256)
-    assert on_cpu(found)[0] == "model.language_model.layers.9"
+    found = plan(folder, whole.needed[0] - 1, context=256)
+    assert on("cpu", found)[0] == "model.language_model.layers.9"
 
 
 def test_no_gemma(llama_dir):
     whole = plan(llama_dir, GIB, context=16)
+    assert whole.architecture == "LlamaForCausalLM"
     assert whole.device_map == {"": 0}
-    assert {part.name for part in whole.parts} == {parts.LAYERS, parts.EMBEDDINGS, parts.REST}
+    found = plan(llama_dir, whole.needed[0] - 1, context=16)
+    assert on("cpu", found)
 
 
-def test_does_not_fit(e2b_dir, capsys):
-    assert main(["plan", str(e2b_dir), "--gpu", "1GiB", "--context", "4096"]) == 1
-    printed = capsys.readouterr()
-    assert "does NOT fit" in printed.out
-    assert "from_pretrained" not in printed.out
-    assert printed.err == ""
-
-
-@pytest.mark.slow
-def test_a_shorter_context_that_fits(e2b_dir):
-    """The advised context fits; if no context fits, the message says so."""
+def test_longest_context(e2b_dir, capsys):
+    """The longest context fits, and little more does not; if none fits, the message says so."""
     found = plan(e2b_dir, 3 * GIB // 2, context=131072)
     assert not found.ok
-    assert f"--context {found.shorter} fits." in str(found)
-    assert plan(e2b_dir, 3 * GIB // 2, context=found.shorter).ok
-    assert not plan(e2b_dir, 3 * GIB // 2, context=2 * found.shorter).ok
-    none = plan(e2b_dir, GIB // 2, context=131072)
-    assert none.shorter is None
-    assert "No --context fits." in str(none)
-    assert plan(e2b_dir, 80 * GIB, context=131072).shorter is None
+    longest = found.longest_context
+    assert f"--context {longest} fits." in str(found)
+    assert plan(e2b_dir, 3 * GIB // 2, context=longest).ok
+    assert not plan(e2b_dir, 3 * GIB // 2, context=longest + 4096).ok
+    arguments = ["--gpu", "1GB", "--context", "131072"]
+    assert main(["plan", str(e2b_dir), *arguments]) == 1
+    printed = capsys.readouterr()
+    assert "does NOT fit" in printed.out
+    assert "No --context fits." in printed.out
+    assert "from_pretrained" not in printed.out
+    assert printed.err == ""
 
 
 def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
@@ -174,23 +179,94 @@ def test_an_adapter_of_another_model(e2b_dir, adapter_dir, capsys):
     assert f"run gemma4-compat adapter {adapter_dir} --model {e2b_dir}" in printed.err
 
 
+# -- several GPUs ---------------------------------------------------------------------------------
+
+
+def test_a_second_gpu_takes_what_the_first_has_no_room_for(e2b_dir):
+    found = plan(e2b_dir, ["4GiB", "6GiB"], quant="bf16", context=8192)
+    assert found.ok
+    layers = [int(name.rpartition(".")[2]) for name in on(1, found) if ".layers." in name]
+    assert layers == list(range(34, 34 - len(layers), -1))
+    assert len(layers) > 5
+    assert on("cpu", found) == [PLE]
+    assert set(TOWERS) < set(on(1, found))
+    # accelerate's main device is the first GPU of the map.
+    assert next(device for device in found.device_map.values() if device != "cpu") == 0
+    one = plan(e2b_dir, "100GiB", quant="bf16", context=8192)
+    for kind in ("weights", "kv_cache"):
+        assert found.bytes_of(kind, 0) + found.bytes_of(kind, 1) == one.bytes_of(kind)
+    head = next(line for line in str(found).splitlines() if "GPU 0" in line)
+    assert head.split() == ["GPU", "0", "GPU", "1", "CPU"]
+    assert found.verdict == "fits on 2 GPUs of 4.00 GiB and 6.00 GiB"
+
+
+def test_layers_that_fit_on_no_gpu_stream_to_the_first(e2b_dir):
+    found = plan(e2b_dir, ["3GiB", "2GiB"], quant="bf16", context=2048)
+    assert found.ok
+    on_second, on_cpu = (
+        [int(name.rpartition(".")[2]) for name in on(device, found) if ".layers." in name]
+        for device in (1, "cpu")
+    )
+    assert on_second == list(range(34, 34 - len(on_second), -1))
+    assert on_cpu == list(range(34 - len(on_second), 34 - len(on_second) - len(on_cpu), -1))
+    assert on_second
+    assert on_cpu
+
+
+def test_an_unused_gpu_needs_nothing(model_dir):
+    found = plan(model_dir, ["6GiB", "2GiB"], context=64)
+    assert found.needed[1] == 0
+    assert 1 not in found.device_map.values()
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def test_training(model_dir, adapter_dir):
+    found = plan(model_dir, "1GiB", context=64, adapter=adapter_dir, train=True)
+    adapter = found.bytes_of("adapter")
+    held = sum(size.on_cuda for size in sizes.adapter_sizes(adapter_dir))
+    assert adapter == held
+    assert found.bytes_of("gradients") == adapter
+    assert found.bytes_of("optimizer") == 2 * adapter
+    assert found.bytes_of("kv_cache") == 0
+    assert found.uncheckpointed > found.bytes_of("activations")
+    logits = 64 * meta.meta_model(model_dir).config.get_text_config().vocab_size * 4
+    assert found.bytes_of("activations") > 2 * logits
+    assert "is_trainable=True" in found.code
+    assert "without it, they take" in str(found)
+
+
+def test_training_without_an_adapter(model_dir):
+    pytest.importorskip("peft")
+    found = plan(model_dir, "1GiB", context=64, train=True, rank=4)
+    model = pasted(found)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert found.bytes_of("adapter") == pytest.approx(sum(p.nbytes for p in trained), rel=0.3)
+    assert sum(-(-p.nbytes // 512) * 512 for p in trained) == found.bytes_of("adapter")
+    assert model.is_gradient_checkpointing
+    assert plan(model_dir, "1GiB", context=64, train=True).bytes_of("adapter") > 2 * sum(
+        p.nbytes for p in trained
+    )
+
+
 # -- the code -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("quant", "offloaded"), [("nf4", 0), ("nf4", 4), ("int8", 1), ("bf16", 3), ("bf16", 4)]
+    ("quant", "offloaded"), [("nf4", 0), ("nf4", 3), ("int8", 0), ("bf16", 2), ("bf16", 3)]
 )
 def test_pasted_code_loads(model_dir, quant, offloaded):
     """The printed code runs with the CPU in place of GPU 0: its names and options are valid."""
     room = plan(model_dir, 100 * GIB, quant=quant, context=16)
     less = sum(more.saves for more in room.further[:offloaded])
-    found = plan(model_dir, room.needed - less, quant=quant, context=16)
-    assert len({parts.part_of(name) for name in on_cpu(found)}) >= offloaded
+    found = plan(model_dir, room.needed[0] - less, quant=quant, context=16)
+    assert len({parts.part_of(name) for name in on("cpu", found)}) >= offloaded
     model = pasted(found)
     layer = model.model.language_model.layers[-1].mlp.up_proj
     assert type(layer).__name__ == {"nf4": "Linear4bit"}.get(quant, type(layer).__name__)
     held = sum(s.bytes for s in sizes.tensor_sizes(model) if not s.buffer)
-    assert held >= sum(part.cpu for part in found.parts)
+    assert held >= found.cpu
     with torch.no_grad():
         assert model(**text_inputs(model.config)).logits.isfinite().all()
     assert set(found.device_map) <= {name for name, _ in model.named_modules()}
@@ -198,8 +274,10 @@ def test_pasted_code_loads(model_dir, quant, offloaded):
 
 def pasted(found):
     """The model that the printed code loads with the CPU in place of the GPU."""
+    # With the option and no GPU in the map, transformers would quantise nothing.
+    code = found.code.replace("    llm_int8_enable_fp32_cpu_offload=True,\n", "")
     namespace = {}
-    exec(re.sub(r'": 0,$', '": "cpu",', found.code, flags=re.MULTILINE), namespace)
+    exec(re.sub(r'": 0,$', '": "cpu",', code, flags=re.MULTILINE), namespace)
     return namespace["model"]
 
 
@@ -209,6 +287,20 @@ def test_pasted_code_loads_the_adapter(model_dir, language_adapter_dir):
     assert type(model).__name__ == "PeftModelForCausalLM"
     mlp = model.get_submodule("base_model.model.model.language_model.layers.0.mlp")
     assert type(mlp.up_proj.base_layer).__name__ == "Linear4bit"
+
+
+def test_a_checkpoint_in_4_bits_is_planned_as_it_is(model_dir, tmp_path):
+    loaded = load_model(model_dir, "nf4")
+    loaded.save_pretrained(tmp_path)
+    found = plan(tmp_path, "1GiB", context=16)
+    assert found.quant == "4-bit checkpoint (nf4)"
+    expected = sum(s.bytes for s in sizes.tensor_sizes(loaded) if not s.buffer)
+    assert found.bytes_of("weights") + found.cpu == pytest.approx(expected, rel=0.1)
+    assert "BitsAndBytesConfig" not in found.code
+    model = pasted(found)
+    assert type(model.model.language_model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    with pytest.raises(InputError, match="quantised already: leave out --quant"):
+        plan(tmp_path, "1GiB", quant="nf4")
 
 
 def test_prompts_can_be_read_in_pieces(model_dir):
@@ -233,30 +325,15 @@ def test_quoting_of_folders(tmp_path, model_dir):
     assert eval(line.strip().rstrip(",")) == str(folder)
 
 
-# -- the command ----------------------------------------------------------------------------------
+def test_gpus_without_bfloat16_compute_in_float16(model_dir):
+    found = plan(model_dir, "T4", context=16)
+    assert "dtype=torch.float16" in found.code
+    assert 'bnb_4bit_compute_dtype="float16"' in found.code
+    assert "bfloat16" not in found.code
+    assert "does not compute in bfloat16" in str(found)
 
 
-def test_table_and_code(e2b_dir, capsys):
-    assert main(["plan", str(e2b_dir), "--gpu", "3GiB", "--context", "8192"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    lines = [line for line in printed.out.splitlines() if str(e2b_dir) not in line]
-    assert max(map(len, lines)) <= 80
-    found = plan(e2b_dir, 3 * GIB, context=8192)
-    assert str(found) == printed.out.rstrip("\n")
-    assert any(re.fullmatch(r"loaded +1\.9\d GiB +4\.38 GiB", line) for line in lines)
-    assert found.code in printed.out
-
-
-def test_json(model_dir, adapter_dir, capsys):
-    arguments = ["--gpu", "80 GB", "--quant", "int8", "--context", "100", "--json"]
-    assert main(["plan", str(model_dir), *arguments, "--adapter", str(adapter_dir)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    expected = plan(model_dir, 80 * 10**9, quant="int8", context=100, adapter=adapter_dir)
-    assert isinstance(expected, Plan)
-    assert found == json.loads(json.dumps(expected.as_dict()))
-    assert found["ok"] is True
-    assert found["needed"] == expected.needed
+# -- the GPUs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,20 +345,104 @@ def test_json(model_dir, adapter_dir, capsys):
         ("11.5GiB", int(11.5 * 2**30)),
         ("12288MiB", 12 * 2**30),
         ("1TB", 10**12),
+        ("12", 12 * 2**30),
     ],
 )
 def test_parse_size(text, expected):
     assert parse_size(text) == expected
+    assert parse_gpu(text).free == expected
 
 
-@pytest.mark.parametrize("text", ["12", "", "GiB", "-1GiB", "0GiB", "12Gib/s", "12 G", "1e3GB"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0GiB", "12Gib/s", "1e3GB"])
 def test_sizes_that_are_none(text, model_dir, capsys):
     with pytest.raises(InputError, match="write 12GiB"):
         parse_size(text)
     assert run_command("plan", model_dir, f"--gpu={text}") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"gemma4-compat plan: --gpu: {text!r} is not a size")
+    assert printed.err.startswith(f"gemma4-compat plan: --gpu: {text!r} is n")
+    assert "write 12GiB" in printed.err
+
+
+@pytest.mark.parametrize("name", ["RTX 4070", "rtx4070", "NVIDIA GeForce RTX 4070"])
+def test_names_of_cards(name):
+    assert parse_gpu(name) == Gpu("RTX 4070", 12 * GIB)
+
+
+def test_names_that_mean_no_card_or_several():
+    with pytest.raises(InputError, match="RTX 3060 with different memory: write 8GiB or 12GiB"):
+        parse_gpu("RTX 3060")
+    with pytest.raises(InputError, match=r"neither a size nor a known card.*did you mean rtx4090"):
+        parse_gpu("RTX 4091")
+    with pytest.raises(InputError, match='for GiB, write "12GiB"'):
+        plan("anywhere", 12)
+    with pytest.raises(InputError, match="at least one GPU"):
+        plan("anywhere", [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu(model_dir, capsys):
+    assert main(["plan", str(model_dir)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "uses no GPU" in line or "sees no GPU" in line
+    assert line.endswith("name its GPU: --gpu 12GiB")
+
+
+def test_the_gpus_of_this_machine(monkeypatch):
+    """Free memory is what the driver reports for the UUID, or else what CUDA reports."""
+    cards = [
+        SimpleNamespace(name="NVIDIA A", total_memory=12 * GIB, major=8, uuid="aa-1"),
+        SimpleNamespace(name="NVIDIA B", total_memory=6 * GIB, major=7, uuid="bb-2"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (5 * GIB, 6 * GIB))
+    listed = "GPU-cc-3, 100\nGPU-aa-1, 11264\nGPU-bb-2, [N/A]\n"
+    printed = subprocess.CompletedProcess([], 0, listed)
+    monkeypatch.setattr(gpus.subprocess, "run", lambda *_, **__: printed)
+    assert gpus.installed_gpus() == (
+        Gpu("NVIDIA A", 11 * GIB, bfloat16=True, here=True),
+        Gpu("NVIDIA B", 5 * GIB, bfloat16=False, here=True),
+    )
+
+    def missing(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(gpus.subprocess, "run", missing)
+    assert [gpu.free for gpu in gpus.installed_gpus()] == [5 * GIB, 5 * GIB]
+
+
+def test_reserved_memory(model_dir):
+    assert plan(model_dir, "2GiB", context=16, reserve="1GiB").gpus[0].free == GIB
+    with pytest.raises(InputError, match="cannot reserve"):
+        plan(model_dir, "2GiB", reserve="2GiB")
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_table_and_code(e2b_dir, roomy, capsys):
+    assert main(["plan", str(e2b_dir), "--gpu", "12GiB", "--context", "8192"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = [line for line in printed.out.splitlines() if str(e2b_dir) not in line]
+    assert max(map(len, lines)) <= 80
+    assert str(roomy) == printed.out.rstrip("\n")
+    assert any(re.fullmatch(r"loaded +1\.9\d GiB +4\.38 GiB", line) for line in lines)
+    assert "longest context that fits: 131072 tokens" in lines
+    assert roomy.code in printed.out
+
+
+def test_json(model_dir, adapter_dir, capsys):
+    arguments = ["--gpu", "80 GB", "--quant", "int8", "--context", "100", "--json"]
+    assert main(["plan", str(model_dir), *arguments, "--adapter", str(adapter_dir)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = plan(model_dir, "80 GB", quant="int8", context=100, adapter=adapter_dir)
+    assert isinstance(expected, Plan)
+    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert found["ok"] is True
+    assert found["needed"] == list(expected.needed)
 
 
 @pytest.mark.parametrize(

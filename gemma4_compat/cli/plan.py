@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ..result import Result
 from ._arguments import add_model_dir, argument, at_least_one, existing_path
 from ._command import Command
 from ._libraries import quiet_libraries
 
+if TYPE_CHECKING:
+    from ..plan import Gpu
+
 _HELP = """\
 Plan a model for a GPU: the memory that it needs, and code that loads it.
 
-Reads MODEL_DIR/config.json and no weights, and needs no GPU.  Prints the bytes
-of each part of the model and of the KV cache at --context, a device map that
-offloads the least, as Python to paste, and what else could be offloaded.
-The per-layer embeddings are offloaded first, then vision and audio, then
-decoder layers.
+Reads MODEL_DIR/config.json and no weights.  Prints the bytes of each part of
+the model and of the KV cache at --context, a device map that offloads the
+least, as Python to paste, and what else could be offloaded.  The per-layer
+embeddings go to the CPU in any case, since that costs little.  If that is not
+enough, vision and audio follow, then decoder layers.
+
+  gemma4-compat plan gemma-4-E4B-it
+  gemma4-compat plan gemma-4-E4B-it --gpu 12GiB --context 65536
+  gemma4-compat plan gemma-4-E4B-it --gpu "RTX 4070" --train
+  gemma4-compat plan gemma-4-31B-it --gpu "RTX 3090" --gpu 12GiB
 
 "loaded" is what torch.cuda.memory_allocated() returns after loading.
 Activations are an estimate, for text, and for a prompt that is read 2048 tokens
@@ -24,6 +33,12 @@ at a time: generate(prefill_chunk_size=2048).
 
 Exit code: 0 it fits; 1 it cannot fit; 2 invalid argument or file.
 """
+
+
+def _gpu(text: str) -> Gpu:
+    from ..plan import parse_gpu
+
+    return parse_gpu(text)
 
 
 def _size(text: str) -> int:
@@ -35,20 +50,36 @@ def _size(text: str) -> int:
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_dir(parser)
     parser.add_argument(
-        "--gpu", required=True, metavar="SIZE", type=argument(_size), help="such as 12GiB or 12GB"
+        "--gpu",
+        action="append",
+        metavar="SIZE",
+        type=argument(_gpu),
+        help="memory such as 12GiB or 12GB (decimal), or a card such as 'RTX 4070'; once for each "
+        "GPU (default: the GPUs of this machine, with the memory that is free now)",
+    )
+    parser.add_argument(
+        "--reserve",
+        default=0,
+        metavar="SIZE",
+        type=argument(_size),
+        help="memory of the first GPU to leave to other programs, such as the desktop",
+    )
+    parser.add_argument(
+        "--ram",
+        metavar="SIZE",
+        type=argument(_size),
+        help="CPU memory that the model may use (default: what is free, without --gpu)",
     )
     parser.add_argument(
         "--quant",
-        default="nf4",
         choices=("nf4", "int8", "bf16"),
         help="of the weights on the GPU (default: nf4, with double quantisation)",
     )
     parser.add_argument(
         "--context",
         type=argument(at_least_one),
-        default=32768,
         metavar="TOKENS",
-        help="prompt and answer together (default: 32768)",
+        help="prompt and answer together (default: 32768), or a sequence to train on (2048)",
     )
     parser.add_argument(
         "--adapter",
@@ -56,11 +87,29 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=argument(existing_path),
         help="the folder of a PEFT adapter to load as well",
     )
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="plan a training step: of the adapter, or of LoRA on all linear layers of the decoder",
+    )
+    parser.add_argument(
+        "--rank",
+        default=16,
+        type=argument(at_least_one),
+        metavar="R",
+        help="with --train and without --adapter, the rank of LoRA (default: 16)",
+    )
+    parser.add_argument(
+        "--keep-ple",
+        action="store_true",
+        help="leave the per-layer embeddings on the GPU if they fit",
+    )
 
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
     quantisers = () if options.quant == "bf16" else ("accelerate", "bitsandbytes")
-    return ("torch", "transformers", *quantisers)
+    trains = ("peft",) if options.train else ()
+    return ("torch", "transformers", *quantisers, *trains)
 
 
 def _run(options: argparse.Namespace) -> Result:
@@ -73,6 +122,11 @@ def _run(options: argparse.Namespace) -> Result:
             quant=options.quant,
             context=options.context,
             adapter=options.adapter,
+            train=options.train,
+            rank=options.rank,
+            reserve=options.reserve,
+            ram=options.ram,
+            keep_ple=options.keep_ple,
         )
 
 

@@ -37,6 +37,13 @@ def page_locked_limit() -> int:
     return _machine_memory() // 2 if _limit is None else _limit
 
 
+def available_memory() -> int:
+    """The memory in bytes that this machine has free, as the system estimates it."""
+    import psutil  # accelerate requires it
+
+    return min(int(psutil.virtual_memory().available), _machine_memory())
+
+
 def _machine_memory() -> int:
     """The memory of this machine, or of its container if that has less, in bytes."""
     import psutil  # accelerate requires it

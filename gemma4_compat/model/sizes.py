@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,56 +114,72 @@ def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]
 # -- the KV cache -------------------------------------------------------------------------------
 
 
-def kv_widths(model: Any) -> dict[int, int]:
-    """By layer index: the elements of a token's key (or value), if the layer caches its own."""
+def kv_shapes(model: Any) -> dict[int, tuple[int, int]]:
+    """By layer index: the heads of a token's key (or value) and their size.
+
+    Layers that use keys and values of earlier layers are left out.
+    """
     shared = shared_layers(model.config)
-    widths = {}
+    shapes = {}
     for name, module in model.named_modules():
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn$", name)
         if layer is None or part_of(name) != LAYERS:
             continue
         if int(layer[1]) not in shared:
-            widths[int(layer[1])] = int(module.k_proj.out_features)
-    return widths
+            shapes[int(layer[1])] = (module.k_proj.out_features // module.head_dim, module.head_dim)
+    return shapes
 
 
-def kv_cache_bytes(model: Any, steps: Iterable[int]) -> int:
-    """The bytes of transformers' own ``DynamicCache`` after these steps, in bfloat16.
+def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
+    """By layer index: the bytes of transformers' own ``DynamicCache`` after these steps.
 
     ``steps`` holds the number of tokens of each forward.  Storages are counted, not views: after a
     long prompt in one step, the keys and values of a sliding layer are views of the whole prompt's,
-    which stay in memory until the next step.
+    which stay in memory until the next step.  The dtype has two bytes.
     """
-    import torch
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    widths = kv_widths(model)
+    kinds = _cached_kinds(model)
     for tokens in steps:
-        for index, width in widths.items():
-            both = torch.empty((2, 1, 1, tokens, width), dtype=torch.bfloat16, device="meta")
-            cache.update(*both, index)
-    return _storage_bytes(cache)
+        for (_, heads, width), (index, *_) in kinds.items():
+            cache.update(*_keys_and_values(heads, tokens, width), index)
+    return _by_layer(cache, kinds)
 
 
-def static_cache_bytes(model: Any, length: int) -> int:
-    """The bytes of transformers' own ``StaticCache`` for ``length`` tokens, in bfloat16."""
-    import torch
+def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
+    """By layer index: the bytes of transformers' own ``StaticCache`` for ``length`` tokens."""
     from transformers import StaticCache
 
     config = model.config.get_text_config(decoder=True)
     cache = StaticCache(config=config, max_cache_len=length)
-    for index, width in kv_widths(model).items():
-        both = torch.empty((2, 1, 1, 1, width), dtype=torch.bfloat16, device="meta")
-        cache.layers[index].lazy_initialization(*both)
-    return _storage_bytes(cache)
+    kinds = _cached_kinds(model)
+    for (_, heads, width), (index, *_) in kinds.items():
+        cache.layers[index].lazy_initialization(*_keys_and_values(heads, 1, width))
+    return _by_layer(cache, kinds)
 
 
-def _storage_bytes(cache: Any) -> int:
-    storages = {}
-    for layer in cache.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+def _cached_kinds(model: Any) -> dict[tuple[str, int, int], list[int]]:
+    """The layers that cache their own keys and values, by type of attention, heads and width."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    kinds: dict[tuple[str, int, int], list[int]] = {}
+    for index, (heads, width) in kv_shapes(model).items():
+        kinds.setdefault((types[index] if types else "", heads, width), []).append(index)
+    return kinds
+
+
+def _keys_and_values(heads: int, tokens: int, width: int) -> Any:
+    import torch
+
+    return torch.empty((2, 1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
+
+
+def _by_layer(cache: Any, kinds: Mapping[Any, list[int]]) -> dict[int, int]:
+    """The bytes of each layer's keys and values; only the first layer of each kind has some."""
+    sizes = {}
+    for indices in kinds.values():
+        layer = cache.layers[indices[0]]
+        storages = [tensor.untyped_storage() for tensor in (layer.keys, layer.values)]
+        once = {storage._cdata: storage.nbytes() for storage in storages}
+        sizes.update(dict.fromkeys(indices, sum(once.values())))
+    return sizes

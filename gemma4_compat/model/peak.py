@@ -1,0 +1,309 @@
+"""Measures the peak memory of activations on the meta device, without a GPU and without weights.
+
+The model's own code runs on meta tensors, which have shapes but no data, while every tensor that
+this creates is counted.  So the estimate follows the installed transformers and PEFT.  Two things
+differ on a GPU, and are replaced by functions that allocate what the GPU's kernels allocate: the
+attention kernel, and the layers of bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as assumptions
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .parts import LAYERS, part_of, shared_layers
+
+#: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
+_CUDA_ROUNDING = 512
+#: the largest head size of FlashAttention
+_FLASH_HEAD = 256
+#: The memory-efficient kernel copies a mask whose last dimension is no multiple of this.
+_MASK_ALIGNMENT = 16
+
+
+class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
+    """A context that counts the memory of the tensors that are created in it on a model's device.
+
+    ``live`` is the number of bytes of those that exist now, ``peak`` is its highest value.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        tensors = [*model.parameters(), *model.buffers()]
+        self._device = tensors[0].device
+        self._uncounted = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._counted: dict[int, int] = {}
+        self.live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0  # Without data, questions such as "is no token masked?" are answered no.
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device == self._device:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._counted or key in self._uncounted:
+            return
+        taken = -(-storage.nbytes() // _CUDA_ROUNDING) * _CUDA_ROUNDING
+        self._counted[key] = taken
+        self.live += taken
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+
+
+# -- the kernels of a GPU -------------------------------------------------------------------------
+
+
+class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
+    """Allocates what the memory-efficient kernel allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, _, _, sums = ctx.saved_tensors
+        torch.empty_like(sums)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class _Attention(TorchFunctionMode):  # type: ignore[misc]
+    """Replaces ``scaled_dot_product_attention`` where a GPU uses a fused kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            grouped = kwargs.get("enable_gqa", False)
+            # The memory-efficient kernel takes no grouped queries, and FlashAttention no mask.
+            if not grouped or (mask is None and query.shape[-1] <= _FLASH_HEAD):
+                return _FusedAttention.apply(query, key, value, _bias(mask, query.dtype))
+        return func(*args, **kwargs)
+
+
+def _bias(mask: Any, dtype: torch.dtype) -> Any:
+    """The mask as the kernel takes it: of the queries' dtype, and aligned."""
+    if mask is None:
+        return None
+    bias = mask.to(dtype)
+    padding = -mask.shape[-1] % _MASK_ALIGNMENT
+    return nn.functional.pad(bias, (0, padding)) if padding else bias
+
+
+class _Linear4bit(torch.autograd.Function):  # type: ignore[misc]
+    """Dequantises the whole weight for a forward and for a backward, as bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, shape: tuple[int, int]) -> Any:
+        ctx.shape = shape
+        return nn.functional.linear(input, input.new_empty(shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.matmul(grads[0], grads[0].new_empty(ctx.shape)), None
+
+
+class _Linear8bit(torch.autograd.Function):  # type: ignore[misc]
+    """Quantises the input, and multiplies into int32, as bitsandbytes does."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, shape: tuple[int, int]) -> Any:
+        ctx.shape = shape
+        output = (*input.shape[:-1], shape[0])
+        held = [
+            input.new_empty(input.shape, dtype=torch.float16),
+            input.new_empty(input.shape, dtype=torch.int8),
+            input.new_empty(output, dtype=torch.int32),
+            input.new_empty(output, dtype=torch.float16),
+        ]
+        result = input.new_empty(output)
+        del held
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return torch.matmul(grads[0], grads[0].new_empty(ctx.shape)), None
+
+
+_KERNELS = {"Linear4bit": _Linear4bit, "Linear8bitLt": _Linear8bit}
+
+
+def _use_kernels(model: nn.Module) -> None:
+    """Give the layers of bitsandbytes a forward that works on meta."""
+
+    def forward_of(kernel: Any, module: Any) -> Any:
+        shape = (module.out_features, module.in_features)
+
+        def forward(input: Any) -> Any:
+            if input.numel() == shape[1] and not input.requires_grad and kernel is _Linear4bit:
+                return input.new_empty((*input.shape[:-1], shape[0]))  # the GEMV kernel
+            return kernel.apply(input, shape)
+
+        return forward
+
+    for module in model.modules():
+        kernel = _KERNELS.get(type(module).__name__)
+        # PEFT's layers around them have the same names.
+        if kernel is not None and type(module).__module__.startswith("bitsandbytes"):
+            vars(module)["forward"] = forward_of(kernel, module)
+
+
+# -- the layers -----------------------------------------------------------------------------------
+
+
+class _Skipped(nn.Module):  # type: ignore[misc]
+    """In place of a decoder layer that takes the same memory as another one."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states
+
+
+@contextmanager
+def one_layer_of_each_kind(model: nn.Module) -> Iterator[dict[int, int]]:
+    """A context in which only one decoder layer of each kind runs.
+
+    Layers are of one kind if they have the same shapes and the same type of attention.  The last
+    one of each kind runs; later layers use the keys and values of that one.  Yields the indices of
+    these layers, with the number of layers of their kind.
+    """
+    stack = _decoder(model)
+    config = model.config.get_text_config()
+    types = getattr(config, "layer_types", None) or [None] * len(stack)
+    shared = shared_layers(config)
+    kinds: dict[Any, list[int]] = {}
+    for index, layer in enumerate(stack):
+        shapes = tuple((name, *tensor.shape) for name, tensor in layer.named_parameters())
+        kinds.setdefault((types[index], index in shared, shapes), []).append(index)
+    kept = {indices[-1]: len(indices) for indices in kinds.values()}
+    layers = dict(enumerate(stack))
+    try:
+        for index in layers.keys() - kept.keys():
+            stack[index] = _Skipped()
+        yield kept
+    finally:
+        for index, layer in layers.items():
+            stack[index] = layer
+
+
+def _decoder(model: nn.Module) -> Any:
+    for name, module in model.named_modules():
+        if re.search(r"(^|\.)layers$", name) and part_of(f"{name}.0") == LAYERS:
+            return module
+    raise ValueError("the model has no decoder layers")
+
+
+# -- forward and backward -------------------------------------------------------------------------
+
+
+def forward_peak(model: Any, tokens: int, past: int) -> int:
+    """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
+
+    ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
+    KV cache after the forward is not counted.  Only the last token gets logits.
+    """
+    from transformers import DynamicCache
+
+    from .sizes import kv_shapes
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    shapes = kv_shapes(model)
+    with torch.no_grad(), _measuring(model) as (memory, _):
+        _fill(cache, shapes, past, tokens)
+        ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
+        memory.peak = memory.live
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        del output
+    return memory.peak - memory.live
+
+
+def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: int) -> None:
+    """Update the cache with ``past`` tokens.
+
+    A sliding layer keeps a view of its last update.  So that is as long as a chunk.
+    """
+    for tokens in (past - chunk, chunk) if past > chunk else (past,):
+        for index, (heads, width) in shapes.items():
+            shape = (1, heads, tokens, width)
+            for key in [torch.empty(shape, dtype=torch.bfloat16, device="meta")] if tokens else []:
+                cache.update(key, torch.empty_like(key), index)
+
+
+def training_peak(model: Any, tokens: int, *, checkpointing: bool) -> int:
+    """The bytes of activations of a training step on one sequence, with labels for every token.
+
+    ``model`` is on meta, and has an adapter.  Gradients of the adapter are not counted.  With
+    ``checkpointing``, only the input of each decoder layer is kept for the backward.
+    """
+    model.train()
+    if checkpointing:
+        # A backward leaves the mode; a checkpoint must run the layer as it ran before.
+        contexts = {"context_fn": lambda: (nullcontext(), _Attention())}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    model.enable_input_require_grads()  # else the first layer that runs keeps less than others
+    ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
+    inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)
+    with _measuring(model) as (memory, kinds):
+        kept = [_Kept(memory, _decoder(model)[index], layers) for index, layers in kinds.items()]
+        loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return memory.peak + sum(layer.others() for layer in kept)
+
+
+@contextmanager
+def _measuring(model: Any) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
+    """A context that counts the memory of forwards, with one decoder layer of each kind."""
+    _use_kernels(model)
+    memory = PeakMemory(model)
+    every_element = assumptions.patch(meta_nonzero_assume_all_nonzero=True)
+    with one_layer_of_each_kind(model) as kinds, every_element, _Attention(), memory:
+        yield memory, kinds
+
+
+class _Kept:
+    """Counts what a decoder layer keeps for the backward."""
+
+    def __init__(self, memory: PeakMemory, layer: Any, layers: int) -> None:
+        self._layers = layers
+        self._bytes = -1
+        self._hooks = [
+            layer.register_forward_pre_hook(lambda *_: self._before(memory.live)),
+            layer.register_forward_hook(lambda *_: self._after(memory.live)),
+        ]
+
+    def _before(self, live: int) -> None:
+        self._live = live
+
+    def _after(self, live: int) -> None:
+        if self._bytes < 0:  # a checkpoint runs the layer again in the backward
+            self._bytes = live - self._live
+
+    def others(self) -> int:
+        """What the other layers of this kind keep."""
+        for hook in self._hooks:
+            hook.remove()
+        return (self._layers - 1) * max(self._bytes, 0)

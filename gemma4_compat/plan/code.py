@@ -1,0 +1,115 @@
+"""The code that loads a model as planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..model import parts
+from ..model.meta import bnb_options
+from .demand import TARGETS
+
+
+@dataclass(frozen=True)
+class Load:
+    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already."""
+
+    model: str
+    architecture: str
+    quant: str | None
+    dtype: str
+    device_map: Mapping[str, int | str]
+    adapter_dir: str | None
+    train: bool
+    rank: int
+
+    @property
+    def offloaded(self) -> list[str]:
+        return [name for name, device in self.device_map.items() if device == "cpu"]
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether the code loads on the CPU and dispatches then.
+
+        Only then are offloaded layers in 4 bits.  And a checkpoint in 4 or 8 bits cannot be loaded
+        with a device map that has the CPU beside GPUs, unless its own config allows that.
+        """
+        layers = any(parts.part_of(name) == parts.LAYERS for name in self.offloaded)
+        return bool(self.offloaded) if self.quant is None else self.quant == "nf4" and layers
+
+    def options(self) -> dict[str, Any]:
+        """The arguments of the ``BitsAndBytesConfig``; empty without one."""
+        if self.quant is None or self.quant == "bf16":
+            return {}
+        options = bnb_options(self.quant, offload=bool(self.offloaded) and not self.dispatches)
+        if "bnb_4bit_compute_dtype" in options:
+            options["bnb_4bit_compute_dtype"] = self.dtype
+        if self.dispatches:
+            options["llm_int8_skip_modules"] = unquantised(self.offloaded)
+        return options
+
+    def lines(self) -> Iterable[str]:
+        options = self.options()
+        trains = self.train and self.adapter_dir is None
+        yield "import gemma4_compat"
+        yield "import torch"
+        if self.dispatches:
+            yield "from accelerate import dispatch_model"
+        if trains:
+            yield "from peft import LoraConfig, get_peft_model"
+        elif self.adapter_dir is not None:
+            yield "from peft import PeftModel"
+        names = f"BitsAndBytesConfig, {self.architecture}" if options else self.architecture
+        yield f"from transformers import {names}"
+        yield ""
+        yield "device_map = {"
+        yield from (f'    "{name}": {_quoted(to)},' for name, to in self.device_map.items())
+        yield "}"
+        if options:
+            yield "quantization = BitsAndBytesConfig("
+            yield from (f"    {key}={_quoted(value)}," for key, value in options.items())
+            yield ")"
+        yield f"model = {self.architecture}.from_pretrained("
+        yield f"    {_quoted(self.model)},"
+        yield f"    dtype=torch.{self.dtype},"
+        yield '    device_map={"": "cpu"},' if self.dispatches else "    device_map=device_map,"
+        if options:
+            yield "    quantization_config=quantization,"
+        yield ")"
+        if self.dispatches:
+            if self.quant is not None:
+                yield "# A device_map for from_pretrained leaves layers on the CPU unquantised."
+            yield "skip_keys = model._skip_keys_device_placement"
+            yield "model = dispatch_model(model, device_map, skip_keys=skip_keys)"
+        if self.adapter_dir is not None:
+            trainable = ", is_trainable=True" if self.train else ""
+            folder = _quoted(self.adapter_dir)
+            yield f"model = PeftModel.from_pretrained(model, {folder}{trainable})"
+        elif trains:
+            yield "config = LoraConfig("
+            yield f"    r={self.rank},"
+            yield f'    target_modules=r"{TARGETS}",'
+            yield '    exclude_modules=r".*(vision|audio).*",'
+            yield '    task_type="CAUSAL_LM",'
+            yield ")"
+            yield "model = get_peft_model(model, config)"
+        if self.train:
+            yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+            yield "model.enable_input_require_grads()"
+        elif self.quant != "int8":
+            yield '# model.generate(..., cache_implementation="static") is several times as fast'
+
+
+def unquantised(offloaded: Iterable[str]) -> list[str]:
+    """The modules that are not in 4 bits in a model that is dispatched after loading."""
+    others = (parts.LAYERS, parts.PLE)
+    return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
+
+
+def _quoted(value: Any) -> str:
+    # A JSON string is a Python string too, with double quotes as in the code around it.
+    if isinstance(value, (str, list)):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

@@ -1,0 +1,174 @@
+"""The GPUs to plan for: those of this machine, a size, or the name of a card."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import InputError, suggestion
+from ..text import size
+
+_GIB = 2**30
+#: The least number that can be a GPU's memory in bytes; a smaller one was meant in GiB.
+_FEWEST_BYTES = 2**27
+#: the first compute capability with bfloat16
+_BFLOAT16 = 8
+#: The memory in GiB of common cards, and whether they compute in bfloat16.  Cards that report less
+#: than they are sold with, since error correction takes a part, have the lower number.
+_OLD, _NEW = False, True
+_CARDS: Mapping[str, tuple[bool, tuple[float, ...]]] = {
+    "GTX 1060": (_OLD, (3, 6)), "GTX 1070": (_OLD, (8,)), "GTX 1080": (_OLD, (8,)),
+    "GTX 1080 Ti": (_OLD, (11,)), "GTX 1650": (_OLD, (4,)), "GTX 1660": (_OLD, (6,)),
+    "GTX 1660 Ti": (_OLD, (6,)), "GTX 1660 Super": (_OLD, (6,)),
+    "RTX 2060": (_OLD, (6, 12)), "RTX 2060 Super": (_OLD, (8,)), "RTX 2070": (_OLD, (8,)),
+    "RTX 2070 Super": (_OLD, (8,)), "RTX 2080": (_OLD, (8,)), "RTX 2080 Super": (_OLD, (8,)),
+    "RTX 2080 Ti": (_OLD, (11,)),
+    "RTX 3050": (_NEW, (6, 8)), "RTX 3060": (_NEW, (8, 12)), "RTX 3060 Ti": (_NEW, (8,)),
+    "RTX 3070": (_NEW, (8,)), "RTX 3070 Ti": (_NEW, (8,)), "RTX 3080": (_NEW, (10, 12)),
+    "RTX 3080 Ti": (_NEW, (12,)), "RTX 3090": (_NEW, (24,)), "RTX 3090 Ti": (_NEW, (24,)),
+    "RTX 4060": (_NEW, (8,)), "RTX 4060 Ti": (_NEW, (8, 16)), "RTX 4070": (_NEW, (12,)),
+    "RTX 4070 Super": (_NEW, (12,)), "RTX 4070 Ti": (_NEW, (12,)),
+    "RTX 4070 Ti Super": (_NEW, (16,)), "RTX 4080": (_NEW, (16,)),
+    "RTX 4080 Super": (_NEW, (16,)), "RTX 4090": (_NEW, (24,)),
+    "RTX 5060": (_NEW, (8,)), "RTX 5060 Ti": (_NEW, (8, 16)), "RTX 5070": (_NEW, (12,)),
+    "RTX 5070 Ti": (_NEW, (16,)), "RTX 5080": (_NEW, (16,)), "RTX 5090": (_NEW, (32,)),
+    "P100": (_OLD, (16,)), "V100": (_OLD, (16, 32)), "T4": (_OLD, (14.7,)), "L4": (_NEW, (22.4,)),
+    "A10": (_NEW, (22.4,)), "A10G": (_NEW, (22.4,)), "A40": (_NEW, (44.9,)),
+    "A100": (_NEW, (40, 80)), "L40": (_NEW, (44.9,)), "L40S": (_NEW, (44.9,)),
+    "H100": (_NEW, (80,)), "H200": (_NEW, (140,)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    ``free`` is the memory in bytes that the model may use.  ``bfloat16`` tells whether the GPU
+    computes in bfloat16 natively.  ``here`` tells GPUs of this machine from others.
+    """
+
+    name: str
+    free: int
+    bfloat16: bool = True
+    here: bool = False
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "12GiB", "12 GB" (decimal), "12288MiB" or "12", which are GiB.
+
+    Raises:
+        InputError: the text is not a size.
+
+    Example:
+        >>> parse_size("12GiB")
+        12884901888
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise InputError(f"{text!r} is not a size: write 12GiB, 12GB or 12288MiB")
+    unit, binary = match[2] or "G", match[3] or not match[2]
+    power = 1 + "KMGT".index(unit.upper())
+    return int(float(match[1]) * (1024 if binary else 1000) ** power)
+
+
+def parse_gpu(text: str) -> Gpu:
+    """A GPU from its size, or from the name of a card.
+
+    Raises:
+        InputError: the text is neither, or cards of this name have different sizes.
+
+    Example:
+        >>> parse_gpu("RTX 4090").free == 24 * 2**30
+        True
+    """
+    if re.match(r"\s*\d", text):
+        return Gpu(text.strip(), parse_size(text))
+    names = {_plain(name): name for name in _CARDS}
+    name = names.get(_plain(text))
+    if name is None:
+        hint = suggestion(_plain(text), names)
+        raise InputError(f"{text!r} is neither a size nor a known card{hint}: write 12GiB or 12GB")
+    bfloat16, sizes = _CARDS[name]
+    if len(sizes) > 1:
+        choice = " or ".join(f"{each:g}GiB" for each in sizes)
+        raise InputError(f"there are cards {name} with different memory: write {choice}")
+    return Gpu(name, int(sizes[0] * _GIB), bfloat16)
+
+
+def _plain(name: str) -> str:
+    """A card's name without its maker, spaces and case: "rtx3060ti"."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
+def gpus_of(gpu: int | str | Gpu | Iterable[int | str | Gpu] | None) -> tuple[Gpu, ...]:
+    """The GPUs that the argument of `plan` means; ``None`` means those of this machine.
+
+    Raises:
+        InputError: the argument is invalid, or this machine has no GPU that PyTorch can use.
+    """
+    if gpu is None or gpu == "auto":
+        return installed_gpus()
+    several = (gpu,) if isinstance(gpu, (int, str, Gpu)) else tuple(gpu)
+    if not several:
+        raise InputError("name at least one GPU")
+    return tuple(_gpu(each) for each in several)
+
+
+def _gpu(gpu: int | str | Gpu) -> Gpu:
+    if isinstance(gpu, Gpu):
+        return gpu
+    if isinstance(gpu, str):
+        return parse_gpu(gpu)
+    if gpu < _FEWEST_BYTES:
+        raise InputError(f'a GPU of {gpu} bytes is too small: for GiB, write "{gpu}GiB"')
+    return Gpu(size(gpu), gpu)
+
+
+def installed_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine that PyTorch sees, with the memory that is free now.
+
+    Raises:
+        InputError: PyTorch sees no GPU; the message says why, and what to do.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(f"{_why_no_gpu()}. To plan for another machine, name its GPU: --gpu 12GiB")
+    free = _free_by_driver()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        left = free.get(str(getattr(properties, "uuid", "")))
+        if left is None:  # creates a CUDA context, whose memory does not count as free
+            left = torch.cuda.mem_get_info(index)[0]
+        bfloat16 = torch.version.hip is not None or properties.major >= _BFLOAT16
+        gpus.append(Gpu(properties.name, min(left, properties.total_memory), bfloat16, here=True))
+    return tuple(gpus)
+
+
+def _why_no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"torch {torch.__version__} is a CPU-only build and uses no GPU; for an NVIDIA GPU: "
+            "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        )
+    return "PyTorch sees no GPU on this machine; nvidia-smi shows whether the driver does"
+
+
+def _free_by_driver() -> dict[str, int]:
+    """The free memory of NVIDIA GPUs in bytes by UUID, or nothing without ``nvidia-smi``."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        printed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.partition(",") for line in printed.stdout.splitlines())
+    return {
+        uuid.strip().removeprefix("GPU-"): int(mebibytes) * 2**20
+        for uuid, _, mebibytes in rows
+        if mebibytes.strip().isdigit()
+    }

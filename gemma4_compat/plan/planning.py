@@ -1,0 +1,284 @@
+"""Plans where a model goes, and what it needs there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..model import parts, sizes
+from ..model.files import read_config
+from ..model.host_memory import available_memory, page_locked_limit
+from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
+from ..model.sizes import TensorSize
+from .code import Load, unquantised
+from .demand import (
+    CONTEXT,
+    OUTSIDE,
+    TRAINED_CONTEXT,
+    Demand,
+    Job,
+    generating,
+    longest_context,
+    onloaded_bytes,
+    training,
+    with_adapter,
+)
+from .gpus import Gpu, gpus_of, parse_size
+from .placement import Placement, Unit, place, units_of
+from .result import Memory, Plan, further
+
+
+def plan(
+    model_dir: str | os.PathLike[str],
+    gpu: int | str | Gpu | Iterable[int | str | Gpu] | None = None,
+    *,
+    quant: str | None = None,
+    context: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    train: bool = False,
+    rank: int = 16,
+    reserve: int | str = 0,
+    ram: int | str | None = None,
+    keep_ple: bool = False,
+) -> Plan:
+    """Plan a model for one or more GPUs: the least offloading that leaves room for a context.
+
+    The parts that cost least are offloaded first: the per-layer embeddings in any case, whose rows
+    are then looked up on the host, then the vision tower, the audio tower, and decoder layers from
+    the last one on.  If there are more GPUs, these parts go to them before they go to the CPU.
+
+    Args:
+        model_dir: the folder with the model's ``config.json``; no weights are read.
+        gpu: a GPU's memory as "12GiB" or in bytes, the name of a card as "RTX 4070", or several of
+            these.  The default is the GPUs of this machine, with the memory that is free now.
+        quant: "nf4" (the default, with double quantisation), "int8" or "bf16".  Offloaded modules
+            stay in bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code
+            loads the model on the CPU first, and then dispatches it.  A checkpoint that is
+            quantised already is planned as it is.
+        context: the tokens of prompt and answer together; 32768 by default.  When training, the
+            tokens of a sequence; 2048 by default.
+        adapter: the folder of a PEFT adapter; it counts in float32, the dtype that PEFT loads it
+            in.
+        train: plan a training step of the adapter, with AdamW, on one sequence.
+        rank: when training without ``adapter``, the rank of a LoRA adapter on all linear layers of
+            the decoder.
+        reserve: memory of GPU 0 that other programs need, such as the desktop.
+        ram: the CPU memory that the model may use.  The default is what this machine has free if
+            the plan is for its GPUs, else the CPU is not checked.
+        keep_ple: leave the per-layer embeddings on the GPU if they fit.
+
+    Raises:
+        InputError: an argument is invalid, a file is missing or damaged, the adapter does not fit
+            the model, or this machine has no GPU and none is named.
+
+    Example:
+        >>> plan("gemma-4-E2B-it", "RTX 4070").device_map
+        {'model.language_model.embed_tokens_per_layer': 'cpu', '': 0}
+    """
+    gpus = _usable(gpus_of(gpu), _bytes(reserve))
+    context = _context(context, train)
+    model, quant, label = _model(Path(model_dir), quant)
+    limit = _limit(model, context)
+    if adapter is not None:
+        _check_adapter(adapter, model_dir)
+
+    whole = sizes.tensor_sizes(model)
+    onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
+    job, uncheckpointed = _job(model, model_dir, quant, adapter, train, rank, context)
+    demand = job.demand(context)
+    available = _ram(ram, gpus)
+    units = units_of(model, whole, onloaded, job.adapter)
+    placement = place(Placement(units, gpus, job), demand, keep_ple=keep_ple)
+    if available is not None and placement.cpu() > available:
+        kept = place(Placement(units, gpus, job), demand, keep_ple=True)
+        if kept.fits(demand) and kept.cpu() <= available:
+            placement = kept
+
+    load = Load(
+        model=str(model_dir),
+        architecture=type(model).__name__,
+        quant=quant,
+        dtype="bfloat16" if all(each.bfloat16 for each in gpus) else "float16",
+        device_map=placement.device_map(),
+        adapter_dir=None if adapter is None else os.fspath(adapter),
+        train=train,
+        rank=rank,
+    )
+    memory = tuple(_memory(placement, demand, _placed_sizes(whole, load, model_dir)))
+    return Plan(
+        model=load.model,
+        architecture=load.architecture,
+        quant=label,
+        dtype=load.dtype,
+        gpus=gpus,
+        context=context,
+        train=train,
+        memory=memory,
+        adapter_dir=load.adapter_dir,
+        device_map=load.device_map,
+        further=tuple(_further(placement)),
+        longest_context=longest_context(job, demand, limit, placement.fits),
+        uncheckpointed=uncheckpointed,
+        ram=available,
+        page_locked=sum(row.cpu for row in memory if row.name in (parts.PLE, parts.LAYERS)),
+        page_locked_limit=page_locked_limit(),
+        code="\n".join(load.lines()),
+    )
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _bytes(given: int | str) -> int:
+    return parse_size(given) if isinstance(given, str) else given
+
+
+def _usable(gpus: tuple[Gpu, ...], reserve: int) -> tuple[Gpu, ...]:
+    if not 0 <= reserve < gpus[0].free:
+        raise InputError(f"cannot reserve {reserve} bytes of a GPU with {gpus[0].free}")
+    return (replace(gpus[0], free=gpus[0].free - reserve), *gpus[1:])
+
+
+def _context(context: int | None, train: bool) -> int:
+    if context is None:
+        return TRAINED_CONTEXT if train else CONTEXT
+    if context < 1:
+        raise InputError(f"context must be at least 1 token, not {context}")
+    return context
+
+
+def _limit(model: Any, context: int) -> int:
+    """The longest context that the model supports."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
+    if context > max(limit, CONTEXT):
+        raise InputError(f"context of {context} tokens: the model supports {limit} at most")
+    return int(max(limit, context))
+
+
+def _ram(ram: int | str | None, gpus: tuple[Gpu, ...]) -> int | None:
+    if ram is not None:
+        return _bytes(ram)
+    return available_memory() if all(gpu.here for gpu in gpus) else None
+
+
+def _check_adapter(adapter: str | os.PathLike[str], model_dir: str | os.PathLike[str]) -> None:
+    from ..inspection.adapter import inspect_adapter
+
+    fit = inspect_adapter(adapter, model_dir).fit
+    if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
+        return
+    command = f"gemma4-compat adapter {os.fspath(adapter)} --model {os.fspath(model_dir)}"
+    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. To see why, run {command}")
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def _model(folder: Path, quant: str | None) -> tuple[Any, str | None, str]:
+    """The model on meta, its ``quant`` or ``None`` if it is quantised already, and its name."""
+    if quant is not None and quant not in QUANTS:
+        raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
+    quantization = read_config(folder).get("quantization_config")
+    if quantization is None:
+        quant = quant or QUANTS[0]
+        return meta_model(folder, bnb_config(quant)), quant, quant
+    if quant is not None:
+        raise InputError(f"{folder}: the checkpoint is quantised already: leave out --quant")
+    model, method = checkpoint_model(folder)
+    if method != "bitsandbytes":
+        raise InputError(f"{folder}: quantised by {method}: only bitsandbytes is supported")
+    if quantization.get("load_in_8bit"):
+        return model, None, "8-bit checkpoint"
+    return model, None, f"4-bit checkpoint ({quantization.get('bnb_4bit_quant_type', 'fp4')})"
+
+
+def _job(
+    model: Any,
+    model_dir: str | os.PathLike[str],
+    quant: str | None,
+    adapter: str | os.PathLike[str] | None,
+    train: bool,
+    rank: int,
+    context: int,
+) -> tuple[Job, int]:
+    """The job and, when training, the activations without gradient checkpointing."""
+    if not train:
+        return generating(model, sizes.adapter_sizes(adapter) if adapter is not None else ()), 0
+
+    def adapted() -> Any:  # PEFT changes the model
+        plain = _model(Path(model_dir), quant)[0]
+        return with_adapter(plain, None if adapter is None else os.fspath(adapter), rank)
+
+    without = training(adapted(), checkpointing=False).activations(context)
+    return training(adapted(), checkpointing=True), without
+
+
+def _placed_sizes(
+    whole: tuple[TensorSize, ...], load: Load, model_dir: str | os.PathLike[str]
+) -> tuple[TensorSize, ...]:
+    """The tensors of the loaded model: offloaded modules are not all quantised."""
+    kept = [name for name in load.offloaded if parts.part_of(name) != parts.PLE]
+    if load.quant in (None, "bf16") or not kept:
+        return whole
+    if load.dispatches:
+        config = bnb_config("nf4", llm_int8_skip_modules=unquantised(load.offloaded))
+        return sizes.tensor_sizes(meta_model(model_dir, config))
+    # transformers leaves offloaded modules unquantised
+    config = bnb_config(load.quant, offload=True)
+    return sizes.tensor_sizes(meta_model(model_dir, config, load.device_map))
+
+
+# -- the rows -------------------------------------------------------------------------------------
+
+
+def _memory(
+    placement: Placement, demand: Demand, placed: tuple[TensorSize, ...]
+) -> Iterator[Memory]:
+    numbers = range(len(placement.gpus))
+    devices = placement.device_map()
+    places = {name: devices[name] for name in devices if name}
+    parts_of: dict[str, tuple[list[int], list[int]]] = {}
+    for tensor in placed:
+        prefixes = tensor.name.split(".")
+        prefix = next(
+            (p for n in range(len(prefixes), 0, -1) if (p := ".".join(prefixes[:n])) in places), ""
+        )
+        device = places.get(prefix, 0)
+        gpus, cpu = parts_of.setdefault(tensor.part, ([0 for _ in numbers], [0]))
+        if device == "cpu" and not tensor.buffer:
+            cpu[0] += tensor.bytes
+        else:
+            gpus[device if isinstance(device, int) else 0] += tensor.on_cuda
+    for part in parts.PARTS:
+        if part in parts_of:
+            gpus, cpu = parts_of[part]
+            yield Memory("weights", part, tuple(gpus), cpu[0])
+
+    adapter = tuple(placement.adapter(number) for number in numbers)
+    if placement.job.adapter:
+        yield Memory("adapter", "adapter, float32", adapter)
+    if placement.job.states:
+        yield Memory("gradients", "gradients, float32", adapter)
+        yield Memory("optimizer", "AdamW, float32", tuple(2 * each for each in adapter))
+    else:
+        cache = tuple(placement.cache(demand, number) for number in numbers)
+        yield Memory("kv_cache", f"KV cache, {demand.context} tokens", cache)
+    activations = tuple(placement.activations(demand, number) for number in numbers)
+    of = f"{demand.context} tokens" if placement.job.states else "estimate"
+    yield Memory("activations", f"activations ({of})", activations)
+    outside = tuple(OUTSIDE if placement.is_used(number) else 0 for number in numbers)
+    yield Memory("outside", "outside PyTorch (estimate)", outside)
+
+
+def _further(placement: Placement) -> Iterator[Any]:
+    left: dict[str, list[Unit]] = {}
+    for index, unit in enumerate(placement.units):
+        if unit.modules and index not in placement.devices:
+            left.setdefault(unit.part, []).append(unit)
+    for part, units in left.items():
+        modules = tuple(name for unit in units for name in unit.modules)
+        yield further(part, modules, max(unit.weights for unit in units))

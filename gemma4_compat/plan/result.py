@@ -1,0 +1,219 @@
+"""The plan that ``plan`` returns, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..model import parts
+from ..result import Result
+from ..text import size, table, wrap
+from .demand import PREFILL
+from .gpus import Gpu
+
+_COSTS = {
+    parts.PLE: "about 5 % of the decoding speed",
+    parts.VISION: "copied for each image",
+    parts.AUDIO: "copied for each sound",
+    parts.LAYERS: "copied for each token: slow",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One row of a plan: bytes on each GPU and on the CPU.
+
+    ``kind`` is "weights", "adapter", "gradients", "optimizer", "kv_cache", "activations" or
+    "outside"; a plan has one row of "weights" for each part of the model.
+    """
+
+    kind: str
+    name: str
+    gpus: tuple[int, ...]
+    cpu: int = 0
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Modules of one part that the device map could also put on the CPU.
+
+    ``saves`` is GPU memory in bytes; for decoder layers, that of the largest one.
+    """
+
+    part: str
+    modules: tuple[str, ...]
+    saves: int
+    costs: str
+
+
+@dataclass(frozen=True)
+class Plan(Result):
+    """A placement and the memory that it needs; all sizes in bytes.
+
+    The weights are what ``torch.cuda.memory_allocated`` returns after loading.  The KV cache is for
+    one sequence of ``context`` tokens: the larger of a dynamic and a static cache.  Activations are
+    an estimate for text.  "outside" is GPU memory that CUDA takes and PyTorch does not count.
+
+    Attributes:
+        gpus: the GPUs, with the memory that may be used.
+        quant: "nf4", "int8", "bf16", or how the checkpoint is quantised already.
+        train: whether the plan is for training an adapter.
+        memory: the bytes on each device, by kind.
+        longest_context: the longest context in tokens that fits with this device map; 0 if none.
+        uncheckpointed: when training, the activations without gradient checkpointing.
+        ram: the CPU memory that may be used, or ``None`` if it is unknown.
+        page_locked: the CPU memory that is to be page-locked.
+        page_locked_limit: the most that this package page-locks on this machine.
+        code: Python code that loads the model as planned.
+    """
+
+    model: str
+    architecture: str
+    quant: str
+    dtype: str
+    gpus: tuple[Gpu, ...]
+    context: int
+    train: bool
+    memory: tuple[Memory, ...]
+    adapter_dir: str | None
+    device_map: Mapping[str, int | str]
+    further: tuple[Offload, ...]
+    longest_context: int
+    uncheckpointed: int
+    ram: int | None
+    page_locked: int
+    page_locked_limit: int
+    code: str
+
+    def bytes_of(self, kind: str, gpu: int | None = None) -> int:
+        """The bytes of one kind on one GPU, or on all GPUs together."""
+        rows = [row for row in self.memory if row.kind == kind]
+        return sum(sum(row.gpus) if gpu is None else row.gpus[gpu] for row in rows)
+
+    @property
+    def weights(self) -> int:
+        """The bytes of the model and the adapter on all GPUs."""
+        return self.bytes_of("weights") + self.bytes_of("adapter")
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The bytes that each GPU needs."""
+        return tuple(map(sum, zip(*(row.gpus for row in self.memory), strict=True)))
+
+    @property
+    def cpu(self) -> int:
+        """The bytes of offloaded weights on the CPU."""
+        return sum(row.cpu for row in self.memory)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything fits on the GPUs and, if ``ram`` is known, on the CPU."""
+        return not any(self._excess()) and not self._ram_excess()
+
+    def _excess(self) -> tuple[int, ...]:
+        both = zip(self.needed, self.gpus, strict=True)
+        return tuple(max(0, needed - gpu.free) for needed, gpu in both)
+
+    def _ram_excess(self) -> int:
+        return 0 if self.ram is None else max(0, self.cpu - self.ram)
+
+    @property
+    def verdict(self) -> str:
+        sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
+        where = f"{len(self.gpus)} GPUs of {sizes}" if len(self.gpus) > 1 else f"a GPU of {sizes}"
+        if any(self._excess()):
+            return f"does NOT fit on {where}: {size(max(self._excess()))} too much"
+        if self._ram_excess():
+            return f"does NOT fit in the CPU's memory: {size(self._ram_excess())} too much"
+        return f"fits on {where}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "needed": self.needed, "cpu": self.cpu, "ok": self.ok}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    job = ", training" if plan.train else ""
+    yield f"{Path(plan.model).name or plan.model} ({plan.architecture}), {plan.quant}{job}"
+    yield ""
+    yield _table(plan)
+    yield plan.verdict
+    yield from _advice(plan)
+    if plan.ok:
+        yield ""
+        yield plan.code
+        if plan.further:
+            yield ""
+            rest = [(_label(more), size(more.saves), more.costs) for more in plan.further]
+            yield table(rest, ("can also be offloaded", "saves", "costs"), right=(1,))
+
+
+def _table(plan: Plan) -> str:
+    kinds = [row.kind for row in plan.memory]
+    last = max(i for i, kind in enumerate(kinds) if kind in ("weights", "adapter")) + 1
+    numbers = [(row.name, row.gpus, row.cpu) for row in plan.memory]
+    loaded = tuple(map(sum, zip(*(gpus for _, gpus, _ in numbers[:last]), strict=True)))
+    numbers.insert(last, ("loaded", loaded, plan.cpu))
+    numbers.append(("needed", plan.needed, plan.cpu))
+    numbers.append(("available", tuple(gpu.free for gpu in plan.gpus), plan.ram or 0))
+    names = [f"GPU {number}" for number in range(len(plan.gpus))]
+    rows = [(label, *map(_size, gpus), _size(cpu)) for label, gpus, cpu in numbers]
+    heads = ("", *(names if len(names) > 1 else ["GPU"]), "CPU")
+    return table(rows, heads, right=range(1, len(heads)))
+
+
+def _size(number: int) -> str:
+    return size(number) if number else "-"
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    """What else there is to know, one paragraph each."""
+    if plan.longest_context:
+        yield f"longest context that fits: {plan.longest_context} tokens"
+    if any(plan._excess()):
+        yield wrap(f"Everything that can be offloaded is offloaded. {_instead(plan)}")
+    if plan.train:
+        much = plan.needed[0] - plan.bytes_of("activations", 0) + plan.uncheckpointed
+        fits = "fit" if much <= plan.gpus[0].free else "do not fit"
+        yield wrap(
+            f"The activations are those with gradient checkpointing; without it, they take "
+            f"{size(plan.uncheckpointed)} and {fits}."
+        )
+    elif plan.context > PREFILL:
+        yield wrap(
+            f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
+        )
+    if plan.page_locked > plan.page_locked_limit:
+        yield wrap(
+            f"{size(plan.page_locked)} on the CPU would be page-locked, but the limit is "
+            f"{size(plan.page_locked_limit)}: the rest is copied more slowly. "
+            "gemma4_compat.limit_page_locked(nbytes) sets the limit."
+        )
+    if plan.dtype == "float16":
+        yield wrap(
+            "This GPU does not compute in bfloat16, so the code uses float16. If the model returns "
+            "nan, use torch.bfloat16, which is slower."
+        )
+
+
+def _instead(plan: Plan) -> str:
+    name = "context"
+    advice = "" if plan.longest_context else f"No --{name} fits."
+    if plan.longest_context:
+        advice = f"--{name} {plan.longest_context} fits."
+    return advice if plan.quant not in ("int8", "bf16") else f"{advice} --quant nf4 may help."
+
+
+def _label(offload: Offload) -> str:
+    if len(offload.modules) > 1 and offload.part == parts.LAYERS:
+        return f"each of {len(offload.modules)} {offload.part}, up to"
+    return offload.part
+
+
+def further(part: str, modules: tuple[str, ...], saves: int) -> Offload:
+    """What can also be offloaded, with its cost."""
+    return Offload(part, modules, saves, _COSTS[part])

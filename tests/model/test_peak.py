@@ -1,0 +1,114 @@
+"""The peak memory of activations, measured on the meta device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gemma4_compat.model import meta, peak
+from tests.support import load_model
+
+KIB = 1024
+
+
+def test_counts_what_exists_at_once():
+    model = nn.Linear(256, 256, bias=False, device="meta")
+    with torch.no_grad(), peak.PeakMemory(model) as memory:
+        first = torch.empty(1, 256, device="meta")  # 1 KiB
+        second = model(first)
+        view = second[:, :10]
+        third = second + 1
+        del first, second
+        assert memory.live == 2 * KIB  # the view keeps the whole tensor
+        assert memory.peak == 3 * KIB
+        del view
+        assert memory.live == KIB
+        fourth = torch.empty(1, device="meta")
+        assert memory.live == KIB + 512  # allocations are rounded up
+        del third, fourth
+    assert memory.live == 0
+    assert memory.peak == 3 * KIB
+
+
+@pytest.mark.parametrize("past", [0, 5, 30])
+def test_meta_tensors_take_what_real_ones_take(model_dir, past):
+    """The same forward with real tensors, and with the replaced attention kernel, on the CPU."""
+    from transformers import DynamicCache
+
+    model = load_model(model_dir, None).to(torch.bfloat16)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.full((1, past + 16), 3)
+    with torch.no_grad(), peak._measuring(model) as (memory, _):
+        for start in range(0, past, 16):
+            step = ids[:, start : min(start + 16, past)]
+            model(input_ids=step, past_key_values=cache, logits_to_keep=1)
+        memory.peak = memory.live
+        model(input_ids=ids[:, past:], past_key_values=cache, logits_to_keep=1)
+    plain = meta.meta_model(model_dir)
+    expected = memory.peak - memory.live
+    assert peak.forward_peak(plain, 16, past) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_one_layer_of_each_kind_is_enough(model_dir, monkeypatch, tokens):
+    """The peak with all layers, less the keys and values that earlier layers have added."""
+    from gemma4_compat.model.sizes import kv_cache_bytes
+
+    model = meta.meta_model(model_dir)
+    few = peak.forward_peak(model, tokens, 0)
+    monkeypatch.setattr(peak, "one_layer_of_each_kind", _all_layers)
+    every = peak.forward_peak(model, tokens, 0)
+    assert few >= every >= few - sum(kv_cache_bytes(model, [tokens]).values())
+
+
+class _all_layers:
+    def __init__(self, model):
+        self.layers = dict.fromkeys(range(len(peak._decoder(model))), 1)
+
+    def __enter__(self):
+        return self.layers
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_training_needs_what_a_training_of_all_layers_needs(model_dir, monkeypatch, checkpointing):
+    """Layers of a kind are counted once and multiplied.
+
+    In so small a model the peak can be in the backward of a layer, where that is a little less.
+    """
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        model = meta.meta_model(model_dir)
+        config = peft.LoraConfig(r=4, target_modules=r".*layers\.\d+\.mlp\.(up|down)_proj")
+        return peft.get_peft_model(model, config)
+
+    few = peak.training_peak(adapted(), 32, checkpointing=checkpointing)
+    monkeypatch.setattr(peak, "one_layer_of_each_kind", _all_layers)
+    every = peak.training_peak(adapted(), 32, checkpointing=checkpointing)
+    assert 0.95 * every <= few <= 1.15 * every
+
+
+def test_4_bit_layers_dequantise_their_weight(model_dir):
+    pytest.importorskip("bitsandbytes")
+    plain, quantised = (
+        meta.meta_model(model_dir),
+        meta.meta_model(model_dir, meta.bnb_config("nf4")),
+    )
+    more = peak.forward_peak(quantised, 16, 0) - peak.forward_peak(plain, 16, 0)
+    weights = [
+        2 * module.in_features * module.out_features
+        for module in quantised.modules()
+        if type(module).__name__ == "Linear4bit"
+    ]
+    assert 0 < more <= max(weights)
+
+
+def test_the_model_is_unchanged(model_dir):
+    model = meta.meta_model(model_dir)
+    names = [name for name, _ in model.named_modules()]
+    peak.forward_peak(model, 4, 0)
+    assert [name for name, _ in model.named_modules()] == names
