@@ -37,12 +37,14 @@ TRL = {
 }
 #: Another library that patches the same functions as we do, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: The arguments of each call of pytest on these stacks.  Nearly all tests run on the newest stack.
+#: The regression tests, with one parameter set each.
+BUGS = ("tests", "-m", "regression and not slow", "--sample", "1")
+#: The arguments of each call of pytest on these stacks.  Most tests run on the newest stack only.
 #: On the others, the tests that each bug is fixed run, and those that depend most on the versions.
 PARTS = {
-    "newest": (("tests", "-m", "not slow"),),
+    "newest": (("tests", "-m", "not slow", "--sample", "2"),),
     "users": (
-        ("tests", "--sample"),
+        BUGS,
         (
             "tests/test_contract.py",
             "tests/test_import.py",
@@ -51,7 +53,7 @@ PARTS = {
             "not slow",
         ),
     ),
-    "oldest": (("tests", "--sample"), ("tests/test_import.py", "-m", "not slow")),
+    "oldest": (BUGS, ("tests/test_import.py", "-m", "not slow")),
 }
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests
@@ -116,7 +118,7 @@ def tests(session: nox.Session, stack: str) -> None:
         session.run("pytest", "-n", "2", "--durations=10", *part)
     if not session.posargs:
         session.log("with the patches switched off, the regression tests must show the bugs:")
-        session.run("pytest", "-n", "2", "--sample", env={"GEMMA4_COMPAT": "0"})
+        session.run("pytest", "-n", "2", *BUGS, env={"GEMMA4_COMPAT": "0"})
 
 
 @nox.session

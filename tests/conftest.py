@@ -40,14 +40,18 @@ def inside(patch):
     return gate(PATCHES[patch]).outcome is not Outcome.OUTSIDE
 
 
-#: The number of parameter sets of a regression test that --sample and the matrix run.
-SAMPLE = 2
+#: The folders of tests with many parameter sets that load a model for each.
+SAMPLED = ("tests/patches/", "tests/inspection/")
+#: The number of parameter sets of a test that the matrix runs.
+MATRIX_SAMPLE = 2
 #: The outcome of a test that fails with another error, by the marker's argument.
 OTHER_BUG = {"behind": "skipped", "then": "passes"}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", action="store_true", help="regression tests, few parameters each")
+    parser.addoption(
+        "--sample", type=int, metavar="N", help=f"N parameter sets of each test in {SAMPLED}"
+    )
     parser.addoption("--matrix", metavar="FILE", help="see tests/conftest.py")
     parser.addoption("--matrix-patch", action="append", default=[], metavar="NAME")
 
@@ -80,21 +84,29 @@ def pytest_collection_modifyitems(config, items):
             reason = f"the bug of {marker.kwargs['behind']} comes first in these versions"
             item.add_marker(pytest.mark.skip(reason=reason))
 
-    if config.getoption("matrix") or config.getoption("sample"):
-        items[:] = sample(items, config.getoption("matrix_patch"))
+    if config.getoption("matrix"):
+        patches = config.getoption("matrix_patch")
+        items[:] = sample([item for item in items if shows_bug_of(item, patches)], MATRIX_SAMPLE)
+    elif config.getoption("sample"):
+        items[:] = sample(items, config.getoption("sample"))
 
 
-def sample(items, patches):
-    """The regression tests of these patches (default: all), with few parameters each."""
-    functions = defaultdict(list)
+def shows_bug_of(item, patches):
+    """Whether this is a regression test of one of these patches (default: of any)."""
+    marker = item.get_closest_marker("regression")
+    return marker is not None and (not patches or marker.args[0] in patches)
+
+
+def sample(items, count):
+    """The tests with at most ``count`` parameter sets each, spread over all sets."""
+    sets = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("regression")
-        if marker is not None and (not patches or marker.args[0] in patches):
-            functions[item.nodeid.partition("[")[0]].append(item)
+        function = item.nodeid.partition("[")[0]
+        sets[function if function.startswith(SAMPLED) else item.nodeid].append(item)
     kept = []
-    for found in functions.values():
-        step = max((len(found) - 1) / (SAMPLE - 1), 1)
-        kept += [found[round(i * step)] for i in range(min(SAMPLE, len(found)))]
+    for found in sets.values():
+        number = min(count, len(found))
+        kept += [found[i * (len(found) - 1) // max(number - 1, 1)] for i in range(number)]
     return kept
 
 

@@ -244,6 +244,7 @@ def test_pytest_xdist(tmp_path, ask, usual):
 # -- reloading -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_reloads(ask, usual):
     """Reload one of a patch's two modules, the package, and all its modules as autoreload does."""
     code = """
@@ -330,6 +331,7 @@ gemma4_compat.install()
     assert found == usual
 
 
+@pytest.mark.slow
 def test_library_with_a_missing_module(tmp_path, ask, usual):
     (tmp_path / "peft").mkdir()
     for each in location("peft").iterdir():
@@ -474,6 +476,7 @@ except OSError:
 # -- interpreters ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_isolated_optimised_interpreter(ask, usual):
     """Without asserts and PYTHONPATH, the patches work and the package's code does not warn.
 

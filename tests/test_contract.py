@@ -467,6 +467,7 @@ def test_the_same_is_patched_in_either_order(libraries):
     assert sorted(early["patched"]) == sorted(late["patched"])
 
 
+@pytest.mark.slow
 def test_stacking_order_does_not_matter(libraries):
     """A patch names the patches that it needs in ``requires``; their order has no effect."""
     found = worker("upside_down")
@@ -536,6 +537,7 @@ def test_installed_again(libraries):
     assert found["imported anew"] == [found["states"], found["patched"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [("GEMMA4_COMPAT",), tuple(ENVIRONMENT.values())])
 def test_switched_off(libraries, variables):
     found = worker("switched_off", **dict.fromkeys(variables, "0"))

@@ -72,6 +72,7 @@ def pytest_on(project, *arguments, **environ):
     return python(project, "-m", "pytest", "-p", "no:cacheprovider", *arguments, **environ)
 
 
+@pytest.mark.slow
 def test_keeps_the_contract(project):
     # Skips slow tests that are about the engine, or about other classes and patches.
     left_out = ("ordinary_use", "switched_off", "stacking_order", "blocked_where")

@@ -82,6 +82,7 @@ def shown(stories, outcomes, monkeypatch):
     return str(Demo(tuple(stories), tuple(outcomes), 60.0, None)).splitlines()
 
 
+@pytest.mark.slow
 def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
     found = play.demo(pretend("adapter_forgotten"))
     assert not found.ok

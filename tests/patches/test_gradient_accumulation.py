@@ -275,6 +275,7 @@ def test_sft_trainer(model_dir, tmp_path):
     assert_equal(found(2), found(1))
 
 
+@pytest.mark.slow
 @pytest.mark.regression("gradient_accumulation", DIFFERENT)
 def test_two_processes(model_dir, tmp_path):
     """Each has one of the rows."""
