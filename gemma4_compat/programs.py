@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from .errors import InputError
 
+_PYTHON_FILES = (".py", ".pyw", ".pyc")
 #: The options of Python with which it does not import the sitecustomize of PYTHONPATH.
 _WITHOUT_SITECUSTOMIZE = "EIS"
 #: The options of Python that take a value.
@@ -36,20 +37,11 @@ def find(name: str, arguments: list[str]) -> Program:
     Raises:
         InputError: there is no such program, there are two, or another Python runs it.
     """
-    if os.path.exists(name) and not _is_mere_folder(name):
-        path, is_file = name, True
-    elif program := None if os.path.dirname(name) else _program(name):
-        path, is_file = program, False
-    elif os.path.isdir(name):  # Python says what the folder lacks
-        return Program(name, is_python=True)
-    elif os.path.dirname(name):
-        raise InputError(f"no such file: {name}")
-    else:
-        folders = ", ".join(_folders_of_this_python())
-        raise InputError(f"no file of this folder and no program on PATH or in {folders} is {name}")
+    is_file = os.path.exists(name) and not _is_mere_folder(name)
+    path = name if is_file else _program(name)
     command = _command(path)
     if not command:
-        return Program(path, is_python=True)
+        return Program(path, is_python=is_file or _is_python_without_command(path))
     is_script = command[0] != os.path.abspath(path)
     if not _is_python(command[0]):
         return Program(path, is_python=False)
@@ -90,19 +82,32 @@ def _is_mere_folder(name: str) -> bool:
     )
 
 
-def _program(name: str) -> str | None:
+def _program(name: str) -> str:
     """The program of that name on PATH or beside this Python."""
-    first = shutil.which(name)
-    own = shutil.which(name, path=os.pathsep.join(_folders_of_this_python()))
-    if first is None or own is None or os.path.samefile(first, own):
-        return first or own
-    command = _command(own)
-    if not command or not _is_this_python(command[0]):
-        return first
+    folders = _folders_of_this_python()
+    first = own = None
+    if not os.path.dirname(name):
+        first, own = shutil.which(name), shutil.which(name, path=os.pathsep.join(folders))
+    if first and own and not os.path.samefile(first, own):
+        if _runs_with_this_python(own) and not _runs_with_this_python(first):
+            raise InputError(
+                f"two programs are called {name}: {first}, the first on PATH, and {own}, "
+                "which belongs to this Python; give the path of one"
+            )
+    if program := first or own:
+        return program
+    if os.path.isdir(name):  # Python says what the folder lacks
+        return name
+    if os.path.dirname(name):
+        raise InputError(f"no such file: {name}")
     raise InputError(
-        f"two programs are called {name}: {first}, the first on PATH, and {own}, of this Python; "
-        "give the path of one"
+        f"{name} is neither a file in this folder nor a program on PATH or in {', '.join(folders)}"
     )
+
+
+def _runs_with_this_python(path: str) -> bool:
+    command = _command(path)
+    return bool(command) and _is_this_python(command[0])
 
 
 def _folders_of_this_python() -> list[str]:
@@ -112,13 +117,20 @@ def _folders_of_this_python() -> list[str]:
     return list(dict.fromkeys(folders))
 
 
+def _is_python_without_command(path: str) -> bool:
+    if os.path.isdir(path) or path.endswith(_PYTHON_FILES):
+        return True
+    # On Windows, of an installer that does not write the line "#!".
+    return zipfile.is_zipfile(path) and os.path.dirname(path) in _folders_of_this_python()
+
+
 def _command(path: str) -> list[str]:
     """The command that the operating system runs for a file; empty if ``python PATH`` runs it.
 
     That of a program in machine code is its own path.
     """
     # A folder; or a pipe, which can be read only once.
-    if not os.path.isfile(path) or path.endswith((".py", ".pyw", ".pyc")):
+    if not os.path.isfile(path) or path.endswith(_PYTHON_FILES):
         return []
     if zipfile.is_zipfile(path):
         return _first_line(_before_the_zip(path))

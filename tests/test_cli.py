@@ -465,7 +465,7 @@ def test_run_needs_a_program():
     assert "name a script" in ran.stderr
     ran = compat("run", "missing.py")
     assert ran.returncode == 2
-    assert ran.stderr.startswith("gemma4-compat run: no file of this folder and no program on PATH")
+    assert ran.stderr.startswith("gemma4-compat run: missing.py is neither a file in this folder")
     assert compat("run", "--no-such-option", "script.py").returncode == 2
 
 

@@ -176,8 +176,8 @@ def refused(*arguments, **options):
 
 def test_a_missing_program():
     line = refused("no-such-tool")
-    assert line.endswith(" is no-such-tool")
-    assert f"no program on PATH or in {Path(sys.executable).parent}" in line
+    assert ": no-such-tool is neither a file in this folder nor a program on PATH or in" in line
+    assert str(Path(sys.executable).parent) in line
     assert refused("./no-such-tool").endswith(": no such file: ./no-such-tool")
 
 
@@ -205,19 +205,24 @@ def test_a_program_of_another_python(installed, other_python, tmp_path):
 def test_two_programs_of_one_name(installed, monkeypatch, tmp_path):
     own = installed("")
     (tmp_path / "first").mkdir()
-    first = str(shutil.copy(own, tmp_path / "first" / "tool"))
+    first = tmp_path / "first" / "tool"
+    first.write_text("#!/bin/sh\n")
+    first.chmod(0o755)
     monkeypatch.setattr(programs, "_folders_of_this_python", lambda: [str(own.parent)])
-    monkeypatch.setenv("PATH", str(own.parent))
-    assert programs.find("tool", []) == Program(str(own), is_python=True)
-    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
-    assert programs.find("tool", []) == Program(str(own), is_python=True)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "first"), str(own.parent)]))
+    for path in (own.parent, tmp_path / "elsewhere"):
+        monkeypatch.setenv("PATH", str(path))
+        assert programs.find("tool", []) == Program(str(own), is_python=True)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(first.parent), str(own.parent)]))
     with pytest.raises(InputError) as error:
         programs.find("tool", [])
-    assert f"{first}, the first on PATH, and {own}, of this Python" in str(error.value)
-    # One that is not a program of this Python does not count.
+    assert f"{first}, the first on PATH, and {own}, which belongs to this" in str(error.value)
+    # Only this Python's program of that name can be meant as well, and only it is preferred.
     own.write_text("#!/bin/sh\n")
-    assert programs.find("tool", []) == Program(first, is_python=True)
+    assert programs.find("tool", []) == Program(str(first), is_python=False)
+    first.write_text(f"#!{sys.executable}\n")
+    assert programs.find("tool", []) == Program(str(first), is_python=True)
+    own.write_text(f"#!{sys.executable}\n")
+    assert programs.find("tool", []) == Program(str(first), is_python=True)
 
 
 @posix
@@ -232,6 +237,13 @@ def test_programs_that_are_not_python(show, tmp_path):
     assert refused("./train.sh", cwd=tmp_path).endswith("cannot run ./train.sh: Permission denied")
     (tmp_path / "train.sh").chmod(0o755)
     assert run("./train.sh", cwd=tmp_path).returncode == 5
+
+
+@posix
+def test_a_program_that_nothing_can_run(installed):
+    script = installed("", first_line="no line for the system")
+    line = refused("tool", PATH=on_path(script.parent))
+    assert line.endswith(f"cannot run {script}: Exec format error")
 
 
 @posix
@@ -517,6 +529,12 @@ def test_another_sitecustomize_that_is_a_package(other, show):
     assert shown(ran)[0]["sitecustomize"] == str(folder / "sitecustomize" / "__init__.py")
 
 
+def test_imported_in_another_way():
+    """It does not import itself again and again."""
+    code = "import gemma4_compat._sitecustomize.sitecustomize as ours; print(ours._is_on_path)"
+    assert python("-c", code).stdout == "False\n"
+
+
 def test_the_program_has_no_sitecustomize_of_ours():
     """Where the interpreter has none, the program has none either."""
     code = "import sys; print('sitecustomize' in sys.modules)\n"
@@ -624,6 +642,14 @@ def test_launchers(name, options, processes, tmp_path):
     assert all(map(is_patched, found))
 
 
+TRL = """
+trl sft --model_name_or_path model --dataset_name data --output_dir out --use_cpu --use_peft
+--lora_target_modules q_proj v_proj --max_steps 2 --learning_rate 0.01 --max_length 32
+--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --gradient_checkpointing false
+--bf16 false --save_strategy no --report_to none
+"""
+
+
 @pytest.mark.slow
 def test_trl(model_dir, tmp_path):
     """``trl sft`` trains in a process of its own, and there the patches and switches act."""
@@ -641,18 +667,12 @@ def test_trl(model_dir, tmp_path):
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"text": sentence}) for sentence in sentences()]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
-    command = (
-        "trl sft --model_name_or_path model --dataset_name data --output_dir out --use_cpu "
-        "--use_peft --lora_target_modules q_proj v_proj --max_steps 2 --learning_rate 0.01 "
-        "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --max_length 32 "
-        "--bf16 false --gradient_checkpointing false --save_strategy no --report_to none"
-    ).split()
     variables = {"cwd": tmp_path, "PATH": on_path(folder), "OMP_NUM_THREADS": "1"}
     variables |= {"HF_HUB_OFFLINE": "1"}
-    off = run(*command, **variables, GEMMA4_COMPAT_CLIPPABLE_LINEAR="0")
+    off = run(*TRL.split(), **variables, GEMMA4_COMPAT_CLIPPABLE_LINEAR="0")
     assert off.returncode == 1
     assert "ValueError: Target module Gemma4ClippableLinear(" in off.stderr
-    on = run(*command, **variables)
+    on = run(*TRL.split(), **variables)
     assert on.returncode == 0, on.stderr
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert any(".vision_tower." in name for name in adapter)

@@ -9,8 +9,10 @@ import os
 import sys
 
 _before = set(sys.modules)
+_other_folders = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
+_is_on_path = len(_other_folders) < len(sys.path)
 # The program's sys.path is as it would be without this folder.
-sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
+sys.path[:] = _other_folders
 try:
     import gemma4_compat  # noqa: F401
 except Exception as error:  # gemma4_compat or wrapt is missing, or this Python is too old
@@ -25,7 +27,8 @@ except Exception as error:  # gemma4_compat or wrapt is missing, or this Python 
             "gemma4-compat: " + _python + " runs without the patches: " + _reason + "\n"
         )
 
-# Python 2 deletes the variables of a module that nothing refers to.
-_this = sys.modules.pop(__name__, None)
-# Where no other exists, this raises the ImportError that Python's site module expects.
-import sitecustomize  # noqa: E402, F401
+if _is_on_path:  # else the import below would import this file again
+    # Python 2 deletes the variables of a module that nothing refers to.
+    _this = sys.modules.pop(__name__, None)
+    # Where no other exists, this raises the ImportError that Python's site module expects.
+    import sitecustomize  # noqa: F401
