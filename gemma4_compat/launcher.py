@@ -1,7 +1,7 @@
 """``gemma4-compat run``: runs a program as Python or the operating system would run it.
 
-A Python program runs in this process.  The Python processes that it starts import this package
-too, as the ``sitecustomize`` on PYTHONPATH does that: see ``_sitecustomize``.
+A Python program runs in this process.  The Python processes that the program starts import this
+package at their start, through ``_sitecustomize/sitecustomize.py``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def _patch_children() -> None:
     package = os.path.abspath(_HERE)
     folder, root = os.path.join(package, "_sitecustomize"), os.path.dirname(package)
     if os.pathsep in package:
-        _say(f"Python processes that the program starts are not patched: {root} has a {os.pathsep}")
+        _say(
+            "Python processes that the program starts are not patched: "
+            f"PYTHONPATH cannot name {root}, as that has a {os.pathsep!r}"
+        )
         return
     path = os.environ.get("PYTHONPATH")
     entries = [entry for entry in path.split(os.pathsep) if entry != folder] if path else []
