@@ -23,7 +23,7 @@ Everything after the program's name belongs to the program.
 Python processes that the program starts (subprocess, exec, multiprocessing)
 are patched as well: their PYTHONPATH has a sitecustomize that imports
 gemma4_compat, and then any other sitecustomize.  Not patched is a process
-- under Python's options -I, -E or -S, which ignore it, or
+- under Python's options -I, -E or -S (run says so where it sees them), or
 - with a PYTHONPATH that the program has replaced, or
 - of a Python that has no gemma4_compat (GEMMA4_COMPAT_STRICT=1 reports it).
 """
