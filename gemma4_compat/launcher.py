@@ -1,27 +1,107 @@
-"""``gemma4-compat run``: runs a program in this process, as Python itself would run it."""
+"""``gemma4-compat run``: runs a program as Python or the operating system would run it.
+
+A Python program runs in this process.  The Python processes that the program starts import this
+package at their start, through ``_sitecustomize/sitecustomize.py``.
+"""
 
 from __future__ import annotations
 
 import builtins
-import functools
 import os
 import runpy
+import signal
+import subprocess
 import sys
 import types
 import zipfile
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
-from pathlib import Path
 from typing import Any
+
+from .errors import InputError
+from .programs import Program, find
 
 _HERE = os.path.dirname(__file__)
 _OURS = (_HERE, os.path.join(_HERE, "cli"))
 
 
 def run(program: list[str], *, as_module: bool) -> int:
-    """Do what ``python PROGRAM`` or ``python -m PROGRAM`` does, in this process."""
-    if not as_module and not os.path.exists(program[0]):
-        print(f"gemma4-compat: no such file: {program[0]}", file=sys.stderr)
+    """Do what ``python PROGRAM``, ``python -m PROGRAM`` or, for other programs, a shell does."""
+    if not as_module:
+        try:
+            found = find(program[0], program[1:])
+        except InputError as error:
+            _say(str(error))
+            return 2
+        program = [found.path, *program[1:]]
+    _patch_children()
+    if as_module or found.is_python:
+        _warn_of_inherited_option()
+        _run_here(program, as_module=as_module)
+        return 0
+    return _run_there(found, program)
+
+
+def _say(message: str) -> None:
+    print(f"gemma4-compat run: {message}", file=sys.stderr, flush=True)
+
+
+def _patch_children() -> None:
+    """Make the Python processes that the program starts import this package."""
+    package = os.path.abspath(_HERE)
+    folder, root = os.path.join(package, "_sitecustomize"), os.path.dirname(package)
+    if os.pathsep in package:
+        _say(
+            "Python processes that the program starts are not patched: "
+            f"PYTHONPATH cannot name {root}, as that has a {os.pathsep!r}"
+        )
+        return
+    path = os.environ.get("PYTHONPATH")
+    entries = [entry for entry in path.split(os.pathsep) if entry != folder] if path else []
+    # A clone that is not installed.
+    if os.path.basename(root) not in ("site-packages", "dist-packages") and root not in entries:
+        entries.append(root)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, *entries])
+
+
+def _warn_of_inherited_option() -> None:
+    flags = sys.flags
+    options = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site}
+    for option, is_set in options.items():
+        if is_set:
+            _say(
+                f"Python processes that multiprocessing starts inherit {option}, "
+                "and are not patched unless they are forked"
+            )
+            return
+
+
+def _run_there(program: Program, command: list[str]) -> int:
+    """Run a program in machine code or of another language, such as bash, or Python itself."""
+    if program.option:
+        _say(f"Python's option {program.option} keeps the patches out of {program.path}")
+    try:
+        if os.name == "nt":
+            return _run_and_wait(command)
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and a program inherits that
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        os.execv(command[0], command)
+    except OSError as error:
+        _say(f"cannot run {command[0]}: {error.strerror}")
         return 2
+
+
+def _run_and_wait(command: list[str]) -> int:
+    """Run a program on Windows, which cannot replace a process by another."""
+    with subprocess.Popen(command) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # the program gets it, too
+                continue
+
+
+def _run_here(program: list[str], *, as_module: bool) -> None:
+    """Run a Python program in this process."""
     # Not runpy's public functions: they replace __main__ by a temporary module, and remove that
     # module before the program's threads and exit handlers have ended.
     module = types.ModuleType("__main__")
@@ -29,7 +109,6 @@ def run(program: list[str], *, as_module: bool) -> int:
     sys.modules["__main__"] = module
     if "__mp_main__" in sys.modules:  # the alias for objects that children send back
         sys.modules["__mp_main__"] = module
-    _patch_children()
     _hide_our_frames()
     sys.argv = program.copy()
     # The interpreter itself calls this function for -m, and for a directory or zip file.
@@ -43,7 +122,6 @@ def run(program: list[str], *, as_module: bool) -> int:
     else:
         _set_first_path(os.path.dirname(os.path.realpath(program[0])))
         _run_script(module, os.path.join(os.getcwd(), program[0]))
-    return 0
 
 
 def _run_script(module: types.ModuleType, path: str) -> None:
@@ -88,32 +166,3 @@ def _is_ours(filename: str) -> bool:
         or name in ("runpy.py", *console_script)
         or filename.startswith(("<frozen runpy", "<frozen importlib"))
     )
-
-
-def _patch_children() -> None:
-    """Make processes that multiprocessing spawns import this package before the program.
-
-    A child first unpickles a dict of preparation data, then runs the program's file as
-    ``__mp_main__``.  This adds an entry to the dict that nobody reads: unpickling it imports the
-    package in the child, and patches multiprocessing in the child for its own children.
-    """
-    from multiprocessing import spawn
-
-    original = spawn.get_preparation_data
-    if isinstance(vars(original).get("added"), _ImportedByPickle):
-        return
-
-    @functools.wraps(original)
-    def get_preparation_data(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**original(*args, **kwargs), __package__: _ImportedByPickle()}
-
-    vars(get_preparation_data)["added"] = _ImportedByPickle()
-    spawn.get_preparation_data = get_preparation_data
-
-
-class _ImportedByPickle:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        # The child's sys.path is replaced by the parent's only after unpickling.
-        folder = str(Path(__file__).parents[1])
-        child = f"from {__name__} import _patch_children; _patch_children()"
-        return exec, (f"import sys; sys.path.append({folder!r}); {child}",)

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     _check_command(parser, argv[0])
     options = parser.parse_args(argv, argparse.Namespace(program=program))
     if options.command == run.COMMAND.name and not program:
-        parser.error("run: name a script, or a module after -m")
+        parser.error("run: name a script or program, or a module after -m")
     try:
         code: int = options.execute(options)
         sys.stdout.flush()

@@ -8,16 +8,24 @@ from .. import launcher
 from ._command import Command
 
 _HELP = """\
-Run a Python program with the patches in place, without editing it:
+Run a program with the patches in place, without editing it:
 
   gemma4-compat run train.py --epochs 3
   gemma4-compat run -m package.train --epochs 3
-  torchrun --nproc-per-node 2 -m gemma4_compat run train.py --epochs 3
-  accelerate launch -m gemma4_compat run train.py --epochs 3
+  gemma4-compat run accelerate launch train.py --epochs 3
+  gemma4-compat run torchrun --nproc-per-node 2 train.py --epochs 3
+  gemma4-compat run trl sft --model_name_or_path ...
 
-Everything after the program's name belongs to the program.  Processes that it starts with
-multiprocessing (fork, spawn or forkserver) are patched as well; Python programs that it starts
-by other means (subprocess, os.exec...) are not, unless they import gemma4_compat themselves.
+The program is a file, or else a program on PATH or beside this Python.  A
+program of another Python is refused, and so is a name that means two programs.
+Everything after the program's name belongs to the program.
+
+Python processes that the program starts (subprocess, exec, multiprocessing)
+are patched as well: their PYTHONPATH has a sitecustomize that imports
+gemma4_compat, and then any other sitecustomize.  Not patched is a process
+- under Python's options -I, -E or -S (run says so where it sees them), or
+- with a PYTHONPATH that the program has replaced, or
+- of a Python that has no gemma4_compat (GEMMA4_COMPAT_STRICT=1 reports it).
 """
 
 
@@ -34,10 +42,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = _Run(
     name="run",
-    help="run a script or module with the patches in place",
+    help="run a script, module or program with the patches in place",
     description=_HELP,
     arguments=_arguments,
-    usage="gemma4-compat run [-h] {SCRIPT | -m MODULE} [ARG ...]",
+    usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
     json=False,
 )
 
