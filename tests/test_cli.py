@@ -57,18 +57,46 @@ def compat(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def status():
-    return compat("status", COLUMNS="80")
+    return compat("status", "-v", COLUMNS="80")
 
 
 def test_status_table(status):
     lines = status.stdout.splitlines()
     assert lines[0] == f"gemma4-compat {gemma4_compat.__version__}"
     assert max(map(len, lines)) <= 80
-    first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert lines[1].startswith("all well: ")
-    assert first_words[2:] == [*WITH_TORCH, *PATCHES]
+    first_words = [line.split()[0] for line in lines[2:] if line and not line.startswith(" ")]
+    assert first_words[: len(WITH_TORCH)] == list(WITH_TORCH)
+    assert first_words[-len(PATCHES) :] == PATCHES
     assert "armed" not in status.stdout
     assert status.returncode == 0
+
+
+def test_status_shows_what_needs_attention(monkeypatch, capsys):
+    """A CPU-only build of PyTorch does, and patches that work do not."""
+    import torch
+
+    with gemma4_compat.disabled("clippable_linear"):
+        assert cli.main(["status"]) == 0
+    printed = capsys.readouterr().out
+    shown = {name for name in PATCHES if f"\n{name} " in printed}
+    needing = {patch.name for patch in load() if "clippable_linear" in patch.requires}
+    assert {"clippable_linear"} <= shown <= {"clippable_linear"} | needing
+    assert "1 disabled" in printed
+    for cuda, expected in ((None, True), ("13.0", False)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        cli.main(["status"])
+        printed = capsys.readouterr().out
+        assert ("CPU-only build" in printed) is (expected and sys.platform != "darwin")
+        assert ("pip install torch --index-url" in " ".join(printed.split())) is expected
+
+
+def test_a_terminal_shows_what_a_command_does(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["status"]) == 0
+    line, erased = capsys.readouterr().err.split("\r", 1)
+    assert line == "gemma4-compat status: importing the libraries ..."
+    assert erased == " " * len(line) + "\r"
 
 
 def test_status_keeps_the_libraries_quiet(status):

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +25,8 @@ class Command:
 
     ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
     without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
-    ``stopped`` is added to the message after Ctrl-C or SIGTERM.
+    ``stopped`` is added to the message after Ctrl-C or SIGTERM.  ``waits`` is shown on a terminal
+    until the command prints its result; a command that shows its own progress has none.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Command:
     usage: str | None = None
     json: bool = True
     stopped: str = ""
+    waits: str = "importing the libraries ..."
 
     def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
         parser = commands.add_parser(
@@ -57,7 +60,8 @@ class Command:
                 names = ", ".join(missing)
                 raise InputError(f'needs {names}: pip install "gemma4-compat[gemma4]"')
             assert self.run is not None
-            result = self.run(options)
+            with _line(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
+                result = self.run(options)
         except InputError as error:
             return self._fails(str(error), 2)
         except PatchError as error:  # the strict switch is on
@@ -87,6 +91,19 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(("the following arguments", "unrecognized")):
             message += f" ({self.prog} --help lists the arguments)"
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+@contextmanager
+def _line(text: str) -> Iterator[None]:
+    """A block during which the terminal shows this line."""
+    if not text or not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r" + " " * len(text), end="\r", file=sys.stderr, flush=True)
 
 
 def _print(result: Result, options: argparse.Namespace) -> None:

@@ -39,4 +39,5 @@ COMMAND = Command(
     arguments=_arguments,
     needs=lambda options: WITH_TORCH,
     run=_run,
+    waits="",
 )

@@ -76,5 +76,6 @@ COMMAND = Command(
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),
     run=_run,
+    waits="",
     stopped="; nothing was written",
 )

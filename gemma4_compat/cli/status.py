@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from .. import InputError, PatchStatus, State, Status, __version__
 from .. import status as status_of_patches
 from ..engine.gate import later
 from ..errors import suggestion
+from ..model.torch_build import cpu_only
 from ..result import Result
 from ..text import table, wrap
 from ..versions import NEWEST
@@ -19,7 +21,8 @@ from ._command import Command
 from ._libraries import library_versions, quiet_libraries
 
 _HELP = """\
-Show every patch, its state here and why.  With PATCH, show what that patch is
+Show whether the patches are in place, and those that need attention.  With -v,
+show every patch, its state here and why.  With PATCH, show what that patch is
 for and which attributes it replaces.  Imports the libraries.
 
 Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
@@ -28,13 +31,26 @@ one that it requires was switched off, does not count.
 """
 
 
+#: The states of patches that need no attention, with the words for them.
+_USUAL = {
+    State.APPLIED: "applied",
+    State.UNAFFECTED: "not needed here",
+    State.FIXED: "not needed here",
+}
+
+
 @dataclass(frozen=True)
 class Overview(Result):
-    """The libraries and the patches; ``untested`` lists versions newer than any measured one."""
+    """The libraries and the patches; ``untested`` lists versions newer than any measured one.
+
+    ``note`` says what else is wrong here.  ``every`` shows all patches.
+    """
 
     patches: Status
     libraries: Mapping[str, str | None]
     untested: tuple[str, ...]
+    note: str = ""
+    every: bool = False
 
     @property
     def ok(self) -> bool:
@@ -42,8 +58,8 @@ class Overview(Result):
 
     @property
     def verdict(self) -> str:
-        states = Counter(entry.state for entry in self.patches)
-        counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
+        states = Counter(_USUAL.get(entry.state, str(entry.state)) for entry in self.patches)
+        counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,6 +68,7 @@ class Overview(Result):
             "ok": self.ok,
             "libraries": dict(self.libraries),
             "untested": list(self.untested),
+            "note": self.note,
             "patches": self.patches.as_dict(),
         }
 
@@ -63,14 +80,22 @@ class Overview(Result):
         yield self.verdict
         yield ""
         yield table([(name, v or "not installed") for name, v in self.libraries.items()])
+        if self.note:
+            yield ""
+            yield wrap(self.note)
         for release in self.untested:
             yield ""
             yield wrap(
                 f"untested version: {release} is newer than any measured one; the probe of each "
                 "patch decides whether it is applied"
             )
-        yield ""
-        yield table([(entry.name, entry.state, entry.reason) for entry in self.patches])
+        shown = [each for each in self.patches if self.every or each.state not in _USUAL]
+        if shown:
+            yield ""
+            yield table([(each.name, each.state, each.reason) for each in shown])
+        if not self.every:
+            yield ""
+            yield "gemma4-compat status -v lists every patch; status PATCH explains one"
 
 
 @dataclass(frozen=True)
@@ -102,6 +127,7 @@ class One(Result):
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("patch", metavar="PATCH", nargs="?", help="show this patch alone")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show every patch")
 
 
 def _run(options: argparse.Namespace) -> Result:
@@ -114,7 +140,8 @@ def _run(options: argparse.Namespace) -> Result:
             raise InputError(f"no patch is named {options.patch!r}{hint}: status lists all")
         return One(patches[options.patch])
     versions = library_versions()
-    return Overview(patches, versions, tuple(later(versions, NEWEST)))
+    note = cpu_only() if "torch" in sys.modules else ""
+    return Overview(patches, versions, tuple(later(versions, NEWEST)), note, options.verbose)
 
 
 COMMAND = Command(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import InputError, suggestion
+from ..model.torch_build import cpu_only
 from ..text import size
 
 _GIB = 2**30
@@ -135,7 +136,8 @@ def installed_gpus() -> tuple[Gpu, ...]:
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError(f"{_why_no_gpu()}. To plan for another machine, name its GPU: --gpu 12GiB")
+        why = cpu_only() or "PyTorch sees no GPU; nvidia-smi shows whether the driver sees one"
+        raise InputError(f"{why}. To plan for another machine, name its GPU: --gpu 12GiB")
     free = _free_by_driver()
     gpus = []
     for index in range(torch.cuda.device_count()):
@@ -146,17 +148,6 @@ def installed_gpus() -> tuple[Gpu, ...]:
         bfloat16 = torch.version.hip is not None or properties.major >= _BFLOAT16
         gpus.append(Gpu(properties.name, min(left, properties.total_memory), bfloat16, here=True))
     return tuple(gpus)
-
-
-def _why_no_gpu() -> str:
-    import torch
-
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"torch {torch.__version__} is a CPU-only build and uses no GPU; for an NVIDIA GPU: "
-            "pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        )
-    return "PyTorch sees no GPU on this machine; nvidia-smi shows whether the driver does"
 
 
 def _free_by_driver() -> dict[str, int]:
