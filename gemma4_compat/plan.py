@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .errors import InputError
-from .model import parts, sizes
+from .model import hub, parts, sizes
+from .model.files import Location, located
 from .model.meta import QUANTS, bnb_config, bnb_options, meta_model
 from .model.sizes import TensorSize
 from .result import Result
@@ -113,12 +112,12 @@ class Plan(Result):
 
 
 def plan(
-    model_dir: str | os.PathLike[str],
+    model_dir: Location,
     gpu_bytes: int,
     *,
     quant: str = "nf4",
     context: int = CONTEXT,
-    adapter: str | os.PathLike[str] | None = None,
+    adapter: Location | None = None,
 ) -> Plan:
     """Plan a model for one GPU: the least offloading that leaves room for ``context`` tokens.
 
@@ -127,14 +126,15 @@ def plan(
     on.
 
     Args:
-        model_dir: the folder with the model's ``config.json``; no weights are read.
+        model_dir: the folder with the model's ``config.json``, or its Hub id
+            ("google/gemma-4-E4B-it", or "google/gemma-4-E4B-it@REVISION"); no weights are read.
         gpu_bytes: the memory of the GPU, in bytes.
         quant: "nf4" (with double quantisation), "int8" or "bf16".  Offloaded modules stay in
             bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code loads the
             model on the CPU first, and then dispatches it.
         context: the tokens of prompt and answer together.
-        adapter: the folder of a PEFT adapter; it counts in float32, the dtype that PEFT loads it
-            in.
+        adapter: the folder or Hub id of a PEFT adapter; it counts in float32, the dtype that PEFT
+            loads it in.
 
     Raises:
         InputError: an argument is invalid, a file is missing or damaged, or the adapter does not
@@ -144,7 +144,8 @@ def plan(
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
     if context < 1:
         raise InputError(f"context must be at least 1 token, not {context}")
-    model_dir = Path(model_dir)
+    model_dir = located(model_dir)
+    adapter = None if adapter is None else located(adapter)
     lora = sizes.adapter_sizes(adapter) if adapter is not None else ()
     model = meta_model(model_dir, bnb_config(quant))
     _check_context(model, context)
@@ -184,7 +185,7 @@ def plan(
         context=context,
         parts=tuple(_parts(placed, offloaded)),
         adapter=sum(size.on_cuda for size in lora),
-        adapter_dir=None if adapter is None else os.fspath(adapter),
+        adapter_dir=None if adapter is None else str(adapter),
         weights=_resident(placed, offloaded) + sum(size.on_cuda for size in lora),
         kv_cache=kv_cache(model, context),
         activations=activations(model, context) + _streamed(onloaded, offloaded),
@@ -207,14 +208,14 @@ def _fitting_context(model: Any, context: int, room: int) -> int | None:
     return None
 
 
-def _check_adapter(adapter: str | os.PathLike[str], model_dir: Path) -> None:
+def _check_adapter(adapter: Location, model_dir: Location) -> None:
     from .inspection.adapter import inspect_adapter
 
     fit = inspect_adapter(adapter, model_dir).fit
     if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
         return
-    command = f"gemma4-compat adapter {os.fspath(adapter)} --model {model_dir}"
-    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. To see why, run {command}")
+    command = f"gemma4-compat adapter {adapter} --model {model_dir}"
+    raise InputError(f"{adapter}: {fit.verdict}. To see why, run {command}")
 
 
 def _check_context(model: Any, context: int) -> None:
@@ -391,7 +392,7 @@ def _code(plan: Plan) -> str:
         lines.append(")")
     lines += [
         f"model = {plan.architecture}.from_pretrained(",
-        f"    {_quoted(plan.model)},",
+        f"    {_pretrained(plan.model)},",
         "    dtype=torch.bfloat16,",
         '    device_map={"": "cpu"},' if dispatched else "    device_map=device_map,",
         *(["    quantization_config=quantization,"] if options else []),
@@ -404,12 +405,17 @@ def _code(plan: Plan) -> str:
             "model = dispatch_model(model, device_map, skip_keys=skip_keys)",
         ]
     if plan.adapter_dir is not None:
-        lines.append(f"model = PeftModel.from_pretrained(model, {_quoted(plan.adapter_dir)})")
+        lines.append(f"model = PeftModel.from_pretrained(model, {_pretrained(plan.adapter_dir)})")
     if plan.quant != "int8":
         lines.append(
             '# model.generate(..., cache_implementation="static") is several times as fast'
         )
     return "\n".join(lines)
+
+
+def _pretrained(location: str) -> str:
+    name, revision = hub.id_and_revision(location)
+    return _quoted(name) if revision is None else f"{_quoted(name)}, revision={_quoted(revision)}"
 
 
 def _quoted(value: Any) -> str:
@@ -420,7 +426,7 @@ def _quoted(value: Any) -> str:
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    name = Path(plan.model).name or plan.model
+    name = hub.short_name(plan.model)
     yield f"{name} ({plan.architecture}), {plan.quant}"
     yield ""
     numbers = [(part.name, part.gpu, part.cpu) for part in plan.parts]

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import InputError
-from ..model.files import existing_folder, read_config
+from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
+from ..model.hub import Repository
 
 T = TypeVar("T")
+MODEL_HELP = "a folder with config.json, or a Hub id such as google/gemma-4-E4B-it"
 
 
 def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
@@ -25,18 +27,25 @@ def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
     return converted
 
 
-def model_folder(text: str) -> str:
-    """Check for a folder with a readable ``config.json``."""
-    existing_folder(text)
-    read_config(text)
-    return text
+def model_location(text: str) -> str | Repository:
+    """Check for a folder or Hub id with a readable ``config.json``.
+
+    A Hub id is returned as the repository, which has the file's commit.
+    """
+    folder = located(text)
+    read_config(folder)
+    return folder if isinstance(folder, Repository) else text
 
 
-def existing_path(text: str) -> str:
-    """Check for an existing file or folder."""
-    if not os.path.exists(text):
+def adapter_location(text: str) -> str | Repository:
+    """Check for an existing file or folder, or a Hub id with an ``adapter_config.json``."""
+    found = with_repository(text)
+    if isinstance(found, Repository):
+        if found.file(ADAPTER_CONFIG) is None:
+            raise InputError(f"{text}: no {ADAPTER_CONFIG} (is it a model?)")
+    elif not os.path.exists(text):
         raise InputError(f"{text}: no such file or folder")
-    return text
+    return found
 
 
 def at_least_one(text: str) -> int:
@@ -51,12 +60,12 @@ def at_least_one(text: str) -> int:
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``MODEL_DIR``."""
+    """Add the argument ``MODEL``."""
     parser.add_argument(
         "model_dir",
-        metavar="MODEL_DIR",
-        type=argument(model_folder),
-        help="a folder with config.json",
+        metavar="MODEL",
+        type=argument(model_location),
+        help=MODEL_HELP,
     )
 
 

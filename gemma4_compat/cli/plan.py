@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 
 from ..result import Result
-from ._arguments import add_model_dir, argument, at_least_one, existing_path
+from ._arguments import adapter_location, add_model_dir, argument, at_least_one
 from ._command import Command
 from ._libraries import quiet_libraries
 
 _HELP = """\
 Plan a model for a GPU: the memory that it needs, and code that loads it.
 
-Reads MODEL_DIR/config.json and no weights, and needs no GPU.  Prints the bytes
+Reads config.json and no weights, and needs no GPU.  Prints the bytes
 of each part of the model and of the KV cache at --context, a device map that
 offloads the least, as Python to paste, and what else could be offloaded.
 The per-layer embeddings are offloaded first, then vision and audio, then
@@ -52,9 +52,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adapter",
-        metavar="DIR",
-        type=argument(existing_path),
-        help="the folder of a PEFT adapter to load as well",
+        metavar="ADAPTER",
+        type=argument(adapter_location),
+        help="the folder or Hub id of a PEFT adapter to load as well",
     )
 
 
