@@ -439,7 +439,7 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
         InputError: there are no safetensors weights, a file is damaged, or a shard that the index
             names is missing, outside the folder, or lacks a tensor.
     """
-    folder = located(model_dir)
+    folder = _at_one_commit(model_dir, CONFIG)
     if _in_one_file(folder):
         return (header_in(folder, WEIGHTS),)
     index = file_in(folder, INDEX)
@@ -459,6 +459,14 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
                 raise InputError(f"{header.file}: no tensor {tensor}, which {INDEX} lists")
         headers.append(header)
     return tuple(headers)
+
+
+def _at_one_commit(location: Location, config: str) -> Path | Repository:
+    """The folder, or the repository at the present commit: files of an older one may be cached."""
+    folder = located(location)
+    if isinstance(folder, Repository):
+        folder.file(config)
+    return folder
 
 
 def _in_one_file(folder: Path | Repository) -> bool:
@@ -492,7 +500,7 @@ def adapter_header(adapter_dir: Location) -> Header:
     Raises:
         InputError: there is no such file, or its header is damaged.
     """
-    folder = located(adapter_dir)
+    folder = _at_one_commit(adapter_dir, ADAPTER_CONFIG)
     if not is_in(folder, ADAPTER_WEIGHTS):
         raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}")
     return header_in(folder, ADAPTER_WEIGHTS)

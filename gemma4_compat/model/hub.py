@@ -55,8 +55,8 @@ def id_and_revision(location: str) -> tuple[str, str | None]:
 class Repository:
     """A model or an adapter on the Hub.
 
-    All files are read from the commit of the first file that is read, so that they belong together.
-    ``str()`` is the text that the user wrote.
+    All files are read from the commit of the first one that `file` returns, so that they belong
+    together.  ``str()`` is the text that the user wrote.
     """
 
     def __init__(self, id: str, revision: str | None = None) -> None:
