@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
@@ -70,18 +70,50 @@ def add_model_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
-    """Add the argument ``--map``."""
+    """Add the argument ``--map``, which may be given several times."""
     parser.add_argument(
         "--map",
         required=required,
-        metavar="JSON",
+        metavar="MAP",
         dest="device_map",
         type=argument(_device_map),
+        action=_Joined,
         help=help,
     )
 
 
-def _device_map(text: str) -> dict[str, int | str]:
-    from ..model.device_maps import parse_map
+MAP_HELP = """\
+--map takes KEY=DEVICE pairs, JSON or a Python dict, or the name of a file that
+contains one of them (- reads stdin).  It may be given several times:
 
-    return parse_map(text)
+  --map model.vision_tower=cpu --map =0
+  --map '{"model.vision_tower": "cpu", "": 0}'
+  --map my-map.json
+
+The first form needs no quotes, in any shell.  An empty KEY is the rest of the
+model.
+"""
+
+
+class _Joined(argparse.Action):
+    """Joins the device maps of several ``--map``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from ..model.device_maps import joined
+
+        try:
+            setattr(namespace, self.dest, joined(getattr(namespace, self.dest) or {}, values))
+        except InputError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+def _device_map(text: str) -> dict[str, int | str]:
+    from ..model.device_maps import read_map
+
+    return read_map(text)

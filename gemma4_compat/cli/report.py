@@ -32,7 +32,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         type=argument(adapter_location),
         help="an adapter's folder, safetensors file or Hub id",
     )
-    add_map(parser, required=False, help="a device map, to check against --model")
+    add_map(
+        parser,
+        required=False,
+        help="a device map to check against --model, as in gemma4-compat map",
+    )
 
 
 def _run(options: argparse.Namespace) -> Result:

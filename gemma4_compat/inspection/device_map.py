@@ -1,6 +1,6 @@
 """Check a device map against a model before loading: placement, sizes and traps.
 
-``check_device_map`` is also the command ``gemma4-compat map MODEL --map JSON``.
+``check_device_map`` is also the command ``gemma4-compat map MODEL --map MAP``.
 """
 
 from __future__ import annotations

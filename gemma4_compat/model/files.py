@@ -30,6 +30,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _LONGEST_HEADER = 100_000_000
 #: bytes, many times those of the longest tokenizer.json; a longer file is no config
 _LONGEST_JSON = 2**29
+#: bytes, many times those of the longest device map
+_LONGEST_TEXT = 2**24
 _POINTER = b"version https://git-lfs"
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the marks of UTF-32 begin like these
 _ITEM_BITS = {
@@ -240,6 +242,35 @@ def check_readable(path: str | os.PathLike[str]) -> None:
     if not raw:
         raise InputError(f"{file}: an empty file: download it again")
     _refuse_pointer(file, raw)
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A text file that the user wrote, in UTF-8, or in UTF-16 as Windows PowerShell writes it.
+
+    Raises:
+        InputError: the file cannot be read, or is not text.
+    """
+    file = Path(path)
+    with _opened(file) as (opened, size):
+        if size > _LONGEST_TEXT:
+            raise InputError(f"{file}: not a text file: too large ({size} bytes)")
+        return decoded_text(file, opened.read())
+
+
+def decoded_text(source: str | os.PathLike[str], raw: bytes) -> str:
+    """The text of these bytes, as in `read_text`; ``source`` is their name in messages.
+
+    Raises:
+        InputError: they are not text.
+    """
+    encoding = "utf-16" if raw.startswith(_UTF_16) else "utf-8-sig"
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{os.fspath(source)}: not a text in UTF-8: {error.reason}") from error
 
 
 # -- JSON ---------------------------------------------------------------------------------------
