@@ -18,7 +18,7 @@ from .model.files import Location, located
 from .model.meta import QUANTS, bnb_config, bnb_options, meta_model
 from .model.sizes import TensorSize
 from .result import Result
-from .text import size, table
+from .text import command_line, size, table
 
 #: GPU memory of the CUDA context, its libraries and the driver, which PyTorch does not count.
 OUTSIDE = 2**29
@@ -214,7 +214,7 @@ def _check_adapter(adapter: Location, model_dir: Location) -> None:
     fit = inspect_adapter(adapter, model_dir).fit
     if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
         return
-    command = f"gemma4-compat adapter {adapter} --model {model_dir}"
+    command = command_line("gemma4-compat", "adapter", str(adapter), "--model", str(model_dir))
     raise InputError(f"{adapter}: {fit.verdict}. To see why, run {command}")
 
 

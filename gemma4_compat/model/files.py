@@ -519,10 +519,14 @@ def _shards(index: Path) -> dict[str, list[str]]:
         if not isinstance(shard, str):
             raise InputError(f"{index}: the shard of {tensor} cannot be {_shown(shard)}")
         # Links inside the folder are followed: the Hub's cache consists of them.
-        if Path(shard).anchor or ".." in Path(shard).parts:  # on Windows, "C:x" has an anchor
+        if _leaves_folder(shard):
             raise InputError(f"{index}: names a shard outside its folder: {shard}")
         shards.setdefault(shard, []).append(tensor)
     return dict(sorted(shards.items()))
+
+
+def _leaves_folder(path: str) -> bool:
+    return bool(Path(path).anchor) or ".." in Path(path).parts  # on Windows, "C:x" has an anchor
 
 
 def adapter_header(adapter_dir: Location) -> Header:
