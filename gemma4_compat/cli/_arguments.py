@@ -1,4 +1,6 @@
-"""Types of arguments, which check their text before any library is imported."""
+"""Types of arguments, which check their text before a library is imported.
+
+A Hub id needs huggingface_hub, and nothing else."""
 
 from __future__ import annotations
 
