@@ -11,6 +11,7 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 RESOLVE = re.compile(r"/(?P<id>[^/]+/[^/]+)/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<file>.+)")
+STORED = re.compile(r"/storage/(?P<id>[^/]+/[^/]+)/(?P<commit>[^/]+)/(?P<file>.+)")
 LISTING = re.compile(r"/api/models/(?P<id>[^/]+/[^/]+)/(?P<kind>revision|tree)/(?P<revision>.+)")
 
 
@@ -18,7 +19,8 @@ class Hub:
     """Repositories, and what was asked for.
 
     ``gated`` and ``broken`` are ids that the Hub denies, and answers with status 503.  ``sent`` are
-    (method, file, bytes sent) of all answers, ``tokens`` the tokens of all requests.
+    (method, file, bytes sent) of all answers, ``tokens`` the tokens of all requests, and
+    ``storage_tokens`` of those for large files, which another host stores.
     """
 
     def __init__(self, url):
@@ -29,7 +31,7 @@ class Hub:
         self.commits, self.revisions = {}, {}
         self.gated, self.broken = set(), set()
         self.ranges = True
-        self.sent, self.tokens = [], []
+        self.sent, self.tokens, self.storage_tokens = [], [], []
 
     def add(self, id, files, revision="main"):
         """Push these files in place of the present ones; returns the commit."""
@@ -80,6 +82,11 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self):
         hub = self.server.hub
         path = urllib.parse.unquote(self.path.partition("?")[0])
+        stored = STORED.fullmatch(path)
+        if stored is not None:
+            hub.storage_tokens.append(self.headers.get("Authorization"))
+            files = hub.commits[stored["id"], stored["commit"]]
+            return self.send_file(stored["file"], files[stored["file"]], stored["commit"])
         asked = RESOLVE.fullmatch(path) or LISTING.fullmatch(path)
         hub.tokens.append(self.headers.get("Authorization"))
         if asked is None:
@@ -99,7 +106,20 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_listing(asked["kind"], id, commit, files)
         if asked["file"] not in files:
             return self.refuse(404, "EntryNotFound", commit)
+        if asked["file"].endswith(".safetensors"):
+            return self.redirect(id, commit, asked["file"], files[asked["file"]])
         return self.send_file(asked["file"], files[asked["file"]], commit)
+
+    def redirect(self, id, commit, file, content):
+        """To another host, as for every file in Git LFS."""
+        port = self.server.server_port
+        self.send_response(302)
+        self.send_header("Location", f"http://localhost:{port}/storage/{id}/{commit}/{file}")
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("X-Linked-ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Linked-Size", str(len(content)))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def send_listing(self, kind, id, commit, files):
         listing = {"id": id, "sha": commit, "siblings": [{"rfilename": name} for name in files]}

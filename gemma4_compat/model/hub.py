@@ -133,7 +133,7 @@ class Repository:
         Raises:
             InputError: the repository cannot be read.
         """
-        with self._refusals(", ".join(patterns)):
+        with self._refusals("complete copy of it"):
             hub = _imported(self)
             return Path(
                 hub.snapshot_download(

@@ -238,6 +238,7 @@ def test_token(on_hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     files.adapter_header(ADAPTER)
     assert set(on_hub.tokens) == {"Bearer hf_secret"}
+    assert set(on_hub.storage_tokens) == {None}  # it is not sent to another host
 
 
 def test_merge_downloads_the_whole_repository(on_hub):
