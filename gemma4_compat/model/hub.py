@@ -175,6 +175,8 @@ class Repository:
             why = f"no {name}"
         elif status is not None and not 500 <= status < 600:
             why = f"the Hub refuses to send {name}: {reason(error)}"
+        elif isinstance(error, OSError) and error.errno is not None:
+            why = f"{name} cannot be stored in the cache of the Hub: {reason(error)}"
         else:
             return Unavailable(f"{self}: {self._unreachable(name, error)}")
         return InputError(f"{self}: {why}")
@@ -250,6 +252,10 @@ def _imported(repo: Repository) -> Any:
         raise InputError(
             f"{repo}: no such folder; if it is a Hub id: pip install huggingface_hub"
         ) from error
+    if huggingface_hub.__version__.startswith("0."):
+        raise InputError(
+            f"{repo}: Hub ids need huggingface_hub 1.0: pip install -U huggingface_hub"
+        )
     return huggingface_hub
 
 

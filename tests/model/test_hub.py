@@ -315,6 +315,17 @@ def test_refusals(on_hub):
     assert refusal(files.read_config, "google/gated").endswith("and log in: hf auth login")
 
 
+def test_a_cache_that_cannot_be_written(on_hub, tmp_path):
+    (tmp_path / "cache").touch()
+    message = refusal(files.read_config, MODEL)
+    assert message.startswith(f"{MODEL}: config.json cannot be stored in the cache of the Hub: ")
+
+
+def test_old_huggingface_hub(on_hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.__version__", "0.36.0")
+    assert "Hub ids need huggingface_hub 1.0" in refusal(files.read_config, MODEL)
+
+
 def test_without_huggingface_hub(on_hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     expected = f"{MODEL}: no such folder; if it is a Hub id: pip install huggingface_hub"
