@@ -88,12 +88,13 @@ MAP_HELP = """\
 --map takes KEY=DEVICE pairs, JSON or a Python dict, or the name of a file that
 contains one of them (- reads stdin).  It may be given several times:
 
-  --map model.vision_tower=cpu --map =0
+  --map "model.vision_tower=cpu,=0"
+  --map model.vision_tower=cpu --map "=0"
   --map '{"model.vision_tower": "cpu", "": 0}'
   --map my-map.json
 
-The first form needs no quotes, in any shell.  An empty KEY is the rest of the
-model.
+An empty KEY is the rest of the model.  JSON cannot be typed like this in a
+shell of Windows; the other forms can.
 """
 
 

@@ -14,8 +14,8 @@ Check a device map before loading: names that the model does not have, modules
 without an entry, the bytes on each device, what offloading saves on the GPU,
 and known problems, each with the patch that fixes it.
 
-Reads config.json and no weights, and needs no GPU.  Modules that
-a map puts on the CPU are not quantised: that is transformers' design.
+Reads config.json and no weights, and needs no GPU.  Modules that a map puts on
+the CPU are not quantised: that is transformers' design.
 
 A map is for the base model's from_pretrained.  PEFT ignores a device_map: an
 adapter is put on the execution device of the layers that it adapts.

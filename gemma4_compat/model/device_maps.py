@@ -21,10 +21,9 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 _COMPUTES = (
     "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "maia", "npu", "mlu", "musa", "sdaa",
 )  # fmt: skip
-_FORMS = (
-    "write KEY=DEVICE pairs (--map model.vision_tower=cpu --map =0), JSON or a Python dict, or "
-    "name a file that contains one (- reads stdin)"
-)
+# With quotes: zsh expands a word that begins with "=", and a comma separates words in PowerShell.
+_PAIRS = 'KEY=DEVICE pairs (--map "model.vision_tower=cpu,=0")'
+_FORMS = f"write {_PAIRS}, JSON or a Python dict, or name a file that contains one (- reads stdin)"
 #: The beginning of JSON without its quotes, or with the single quotes that cmd.exe keeps.
 _LOST_QUOTES = re.compile(r"""\s*('\s*\{|\{\s*([\w.:]|":))""")
 #: The names that earlier Gemma, LLaVA and other multimodal models use for the parts of Gemma 4.
@@ -218,10 +217,7 @@ def _pairs(text: str) -> list[tuple[str, int | str]] | None:
 
 
 def _lost_quotes(text: str) -> InputError:
-    return InputError(
-        f"{_start(text)}: the shell removed the quotes: write KEY=DEVICE pairs "
-        "(--map model.vision_tower=cpu --map =0) or --map FILE"
-    )
+    return InputError(f"{_start(text)}: the shell removed the quotes: write {_PAIRS} or --map FILE")
 
 
 def _start(text: str) -> str:
