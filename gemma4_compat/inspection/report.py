@@ -430,7 +430,8 @@ def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"- already quantised: {model['quantised']}"
     weights = model.get("weights")
     if weights is None:
-        yield f"- weights: {model.get('weights_unavailable') or 'no safetensors files'}"
+        why = model.get("weights_unavailable", "no safetensors files in the folder")
+        yield f"- weights: {why}"
     else:
         files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
         yield f"- weights: {files}, {size(weights['bytes'])}"
