@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -31,6 +32,14 @@ def some(names: Sequence[str], most: int = 12) -> str:
     """The first ``most`` names with commas between them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def command_line(*words: str) -> str:
+    """A command to copy into a shell; words with spaces are quoted."""
+    import shlex
+    import subprocess
+
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def table(

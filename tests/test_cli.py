@@ -194,7 +194,7 @@ WRONG = [
     ("status no_such_patch", "no patch is named 'no_such_patch'"),
     ("status clippable_lineer", "(did you mean clippable_linear?)"),
     ("stauts", "no command is named 'stauts' (did you mean status?)"),
-    ("plan", "the following arguments are required: MODEL_DIR, --gpu"),
+    ("plan", "the following arguments are required: MODEL, --gpu"),
     ("plan NONE --gpu 8GiB", "NONE: no such folder"),
     ("plan BROKEN --gpu 8GiB", "BROKEN/config.json: not JSON"),
     ("plan MODEL --gpu 8", "--gpu: '8' is not a size"),

@@ -238,7 +238,7 @@ def test_usage_errors_come_before_anything_is_loaded(
     (work / "file").write_text("")
     base, adapter, out = str(model_dir), str(language_adapter_dir), str(work / "out")
     cases = [
-        [["./none", adapter, out], "./none: no such folder"],
+        [["./none", adapter, out], "none: no such folder"],
         [[adapter, adapter, out], f"{adapter}: no config.json"],
         [[base, base, out], f"{base}: no adapter_config.json"],
         [[base, adapter, str(work / "there")], f"{work / 'there'}: exists already"],

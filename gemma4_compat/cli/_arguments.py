@@ -1,16 +1,20 @@
-"""Types of arguments, which check their text before any library is imported."""
+"""Types of arguments, which check their text before a library is imported.
+
+A Hub id needs huggingface_hub, and nothing else."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import InputError
-from ..model.files import existing_folder, read_config
+from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
+from ..model.hub import Repository
 
 T = TypeVar("T")
+MODEL_HELP = "a folder with config.json, or a Hub id such as google/gemma-4-E4B-it"
 
 
 def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
@@ -25,18 +29,25 @@ def argument(convert: Callable[[str], T]) -> Callable[[str], T]:
     return converted
 
 
-def model_folder(text: str) -> str:
-    """Check for a folder with a readable ``config.json``."""
-    existing_folder(text)
-    read_config(text)
-    return text
+def model_location(text: str) -> str | Repository:
+    """Check for a folder or Hub id with a readable ``config.json``.
+
+    A Hub id is returned as the repository, which has the file's commit.
+    """
+    folder = located(text)
+    read_config(folder)
+    return folder if isinstance(folder, Repository) else text
 
 
-def existing_path(text: str) -> str:
-    """Check for an existing file or folder."""
-    if not os.path.exists(text):
+def adapter_location(text: str) -> str | Repository:
+    """Check for an existing file or folder, or a Hub id with an ``adapter_config.json``."""
+    found = with_repository(text)
+    if isinstance(found, Repository):
+        if found.file(ADAPTER_CONFIG) is None:
+            raise InputError(f"{text}: no {ADAPTER_CONFIG} (is it a model?)")
+    elif not os.path.exists(text):
         raise InputError(f"{text}: no such file or folder")
-    return text
+    return found
 
 
 def at_least_one(text: str) -> int:
@@ -51,28 +62,61 @@ def at_least_one(text: str) -> int:
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``MODEL_DIR``."""
+    """Add the argument ``MODEL``."""
     parser.add_argument(
         "model_dir",
-        metavar="MODEL_DIR",
-        type=argument(model_folder),
-        help="a folder with config.json",
+        metavar="MODEL",
+        type=argument(model_location),
+        help=MODEL_HELP,
     )
 
 
 def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
-    """Add the argument ``--map``."""
+    """Add the argument ``--map``, which may be given several times."""
     parser.add_argument(
         "--map",
         required=required,
-        metavar="JSON",
+        metavar="MAP",
         dest="device_map",
         type=argument(_device_map),
+        action=_Joined,
         help=help,
     )
 
 
-def _device_map(text: str) -> dict[str, int | str]:
-    from ..model.device_maps import parse_map
+MAP_HELP = """\
+--map takes KEY=DEVICE pairs, JSON or a Python dict, or the name of a file that
+contains one of them (- reads stdin).  It may be given several times:
 
-    return parse_map(text)
+  --map "model.vision_tower=cpu,=0"
+  --map model.vision_tower=cpu --map "=0"
+  --map '{"model.vision_tower": "cpu", "": 0}'
+  --map my-map.json
+
+An empty KEY is the rest of the model.  JSON cannot be typed like this in a
+shell of Windows; the other forms can.
+"""
+
+
+class _Joined(argparse.Action):
+    """Joins the device maps of several ``--map``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from ..model.device_maps import joined
+
+        try:
+            setattr(namespace, self.dest, joined(getattr(namespace, self.dest) or {}, values))
+        except InputError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+def _device_map(text: str) -> dict[str, int | str]:
+    from ..model.device_maps import read_map
+
+    return read_map(text)

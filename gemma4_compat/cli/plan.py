@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..result import Result
-from ._arguments import add_model_dir, argument, at_least_one, existing_path
+from ._arguments import adapter_location, add_model_dir, argument, at_least_one
 from ._command import Command
 from ._libraries import quiet_libraries
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 _HELP = """\
 Plan a model for a GPU: the memory that it needs, and code that loads it.
 
-Reads MODEL_DIR/config.json and no weights.  Prints the bytes of each part of
-the model and of the KV cache at --context, a device map that offloads the
-least, as Python to paste, and what else could be offloaded.  The per-layer
-embeddings go to the CPU in any case, since that costs little.  If that is not
-enough, vision and audio follow, then decoder layers.
+Reads config.json and no weights.  Prints the bytes of each part of the model
+and of the KV cache at --context, a device map that offloads the least, as
+Python to paste, and what else could be offloaded.  The per-layer embeddings go
+to the CPU in any case, since that costs little.  If that is not enough, vision
+and audio follow, then decoder layers.
 
   gemma4-compat plan gemma-4-E4B-it
   gemma4-compat plan gemma-4-E4B-it --gpu 12GiB --context 65536
@@ -83,9 +83,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adapter",
-        metavar="DIR",
-        type=argument(existing_path),
-        help="the folder of a PEFT adapter to load as well",
+        metavar="ADAPTER",
+        type=argument(adapter_location),
+        help="the folder or Hub id of a PEFT adapter to load as well",
     )
     parser.add_argument(
         "--train",

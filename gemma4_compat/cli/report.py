@@ -6,7 +6,7 @@ import argparse
 
 from ..errors import InputError
 from ..result import Result
-from ._arguments import add_map, argument, existing_path, model_folder
+from ._arguments import MODEL_HELP, adapter_location, add_map, argument, model_location
 from ._command import Command
 from ._libraries import quiet_libraries
 
@@ -25,16 +25,18 @@ file.
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="DIR", type=argument(model_folder), help="a checkpoint's folder"
-    )
+    parser.add_argument("--model", metavar="MODEL", type=argument(model_location), help=MODEL_HELP)
     parser.add_argument(
         "--adapter",
-        metavar="DIR",
-        type=argument(existing_path),
-        help="an adapter's folder or file",
+        metavar="ADAPTER",
+        type=argument(adapter_location),
+        help="an adapter's folder, safetensors file or Hub id",
     )
-    add_map(parser, required=False, help="a device map, to check against --model")
+    add_map(
+        parser,
+        required=False,
+        help="a device map to check against --model, as in gemma4-compat map",
+    )
 
 
 def _run(options: argparse.Namespace) -> Result:

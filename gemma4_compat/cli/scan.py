@@ -13,10 +13,10 @@ _HELP = """\
 Show which modules of a model an adapter's target_modules match, before making
 the adapter.
 
-Reads MODEL_DIR/config.json and no weights.  Names are matched as PEFT matches
-them, by PEFT itself if it is installed.  --targets is a list of names
-(q_proj,v_proj), a regular expression, or all-linear.  Prints the matched
-modules by tower and class, the patch that they need, and a LoRA adapter's size.
+Reads config.json and no weights.  Names are matched as PEFT matches them, by
+PEFT itself if it is installed.  --targets is a list of names (q_proj,v_proj), a
+regular expression, or all-linear.  Prints the matched modules by tower and
+class, the patch that they need, and a LoRA adapter's size.
 
 Exit code: 0 PEFT accepts the targets, with the named patches; 1 no module
 matches, or LoRA cannot adapt a matched module; 2 invalid argument or file.

@@ -95,7 +95,7 @@ class Overview(Result):
             yield table([(each.name, each.state, each.reason) for each in shown])
         if not self.every:
             yield ""
-            yield "gemma4-compat status -v lists every patch; status PATCH explains one"
+            yield wrap("gemma4-compat status -v lists every patch; status PATCH explains one")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 from .. import text
 from ..engine.gate import holds
 from ..errors import InputError
-from ..model.files import Entry, Header, read_adapter_config, read_header
+from ..model.files import (
+    Entry,
+    Header,
+    Location,
+    exists,
+    file_in,
+    header_in,
+    is_in,
+    located,
+    read_adapter_config,
+    read_header,
+)
+from ..model.hub import Repository, short_name
 from ..model.parts import TOWERS, is_shared_kv, tower_of
 from ..result import Result
 from .targets import BaseModel, base_model_of, lora_parameters, matching, needs_patch
@@ -167,19 +179,20 @@ class AdapterInspection(Result):
         return "\n".join(_lines(self))
 
 
-def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterInspection:
+def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
     """Inspect an adapter; with a model, also report which tensors PEFT would load into it.
 
     Args:
-        path: the folder of an adapter, or its safetensors file; only the header is read.
-        model: the folder of a checkpoint, of which only ``config.json`` is read, or a model.
+        path: an adapter's folder, Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") or
+            safetensors file; only the header is read.
+        model: a checkpoint's folder or Hub id, of which only ``config.json`` is read, or a model.
 
     Raises:
         InputError: a file is missing or damaged, or is not an adapter.
         InputError: transformers does not know the model that ``config.json`` describes.
     """
-    file, config = _files(Path(path))
-    header = read_header(file)
+    header, config = _header_and_config(path)
+    file = header.file
     keys = [_Key.of(entry) for entry in header.tensors.values()]
     if not any(key.method for key in keys) and not config.get("peft_type"):
         raise InputError(f"{file}: none of its tensors belongs to an adapter")
@@ -213,30 +226,34 @@ def inspect_adapter(path: str | os.PathLike[str], model: Any = None) -> AdapterI
     )
 
 
-def _files(path: Path) -> tuple[Path, dict[str, Any]]:
-    """The safetensors file and the content of ``adapter_config.json``."""
-    if path.is_dir():
-        file, config = path / WEIGHTS, path / CONFIG
-        if not file.is_file():
-            raise InputError(f"{path}: no {WEIGHTS}{_instead(path)}")
-        if not config.is_file():
-            raise InputError(f"{path}: no {CONFIG}, which PEFT needs")
-        return file, read_adapter_config(config)
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder")
-    if path.suffix in (".bin", ".pt", ".pth"):
-        raise InputError(f"{path}: a pickle file; only safetensors files are read")
-    config = path.parent / CONFIG
-    return path, read_adapter_config(config) if config.is_file() else {}
+def _header_and_config(path: Location) -> tuple[Header, dict[str, Any]]:
+    """The header of the safetensors file, and the content of ``adapter_config.json``."""
+    if not isinstance(path, Repository) and exists(Path(path)) and not os.path.isdir(path):
+        return _of_file(Path(path))
+    folder = located(path, "file or folder")
+    config = file_in(folder, CONFIG)
+    if not is_in(folder, WEIGHTS):
+        raise InputError(f"{folder}: no {WEIGHTS}{_instead(folder)}")
+    if config is None:
+        raise InputError(f"{folder}: no {CONFIG}, which PEFT needs")
+    return header_in(folder, WEIGHTS), read_adapter_config(config)
 
 
-def _instead(folder: Path) -> str:
-    if (folder / "adapter_model.bin").is_file():
+def _of_file(file: Path) -> tuple[Header, dict[str, Any]]:
+    if file.suffix in (".bin", ".pt", ".pth"):
+        raise InputError(f"{file}: a pickle file; only safetensors files are read")
+    config = file.parent / CONFIG
+    return read_header(file), read_adapter_config(config) if config.is_file() else {}
+
+
+def _instead(folder: Path | Repository) -> str:
+    if is_in(folder, "adapter_model.bin"):
         return " (there is an adapter_model.bin, but pickle files are not read)"
-    below = sorted(file.parent.name for file in folder.glob(f"*/{WEIGHTS}"))
+    files = folder.glob(f"*/{WEIGHTS}") if isinstance(folder, Path) else ()
+    below = sorted(file.parent.name for file in files)
     if below:
         return f", but there is one in {', '.join(below)}"
-    return " (is it the folder of a model?)" if (folder / "config.json").is_file() else ""
+    return " (is it the folder of a model?)" if is_in(folder, "config.json") else ""
 
 
 # -- the tensors ----------------------------------------------------------------------------------
@@ -623,7 +640,7 @@ def _lines(report: AdapterInspection) -> Iterator[str]:
 
 
 def _fit_lines(fit: Fit) -> Iterator[str]:
-    name = Path(fit.model).name or fit.model
+    name = short_name(fit.model)
     yield f"in {name} ({fit.architecture})".replace("in  (", "in (")
     with_patches = f"with the patch {', '.join(fit.needs)}" if fit.needs and fit.loads else ""
     rows = [("loads", text.plural(fit.loads, "tensor"), with_patches)]

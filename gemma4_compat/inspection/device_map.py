@@ -1,6 +1,6 @@
 """Check a device map against a model before loading: placement, sizes and traps.
 
-``check_device_map`` is also the command ``gemma4-compat map MODEL_DIR --map JSON``.
+``check_device_map`` is also the command ``gemma4-compat map MODEL --map MAP``.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ..model.device_maps import checked_map
+from ..model.hub import short_name
 from ..result import Result
 from ..text import size, table, wrap
 from .mapped import Mapped, Placed, UnknownKey, source_of
@@ -72,9 +72,10 @@ def check_device_map(
     """Check a device map against a model's module names and sizes; no weight is read.
 
     Args:
-        model: a folder with ``config.json``, or a transformers or PEFT model, loaded or not.  The
-            map is for the base model's ``from_pretrained``.  Given to PEFT, a ``device_map`` has
-            no effect (without ``peft_redispatch``, PEFT dispatches the whole model again): the
+        model: a folder with ``config.json``, a Hub id such as "google/gemma-4-E4B-it" (or with a
+            revision, "google/gemma-4-E4B-it@main"), or a transformers or PEFT model, loaded or not.
+            The map is for the base model's ``from_pretrained``.  Given to PEFT, a ``device_map``
+            has no effect (without ``peft_redispatch``, PEFT dispatches the whole model again): the
             map names modules of the base model, and an adapter follows its base layers.
         device_map: module names to devices: GPU numbers, "cuda:1", "cpu", "disk" or a
             ``torch.device``.
@@ -83,7 +84,8 @@ def check_device_map(
         offload_folder: the argument of ``from_pretrained``.
 
     Raises:
-        InputError: the folder does not exist, or its ``config.json`` is missing or damaged.
+        InputError: the folder or repository does not exist, or its ``config.json`` is missing or
+            damaged.
         InputError: transformers does not know the model, or the device map is invalid.
     """
     given = checked_map(device_map)
@@ -151,7 +153,7 @@ def _folded(entries: Iterable[Placed]) -> list[Placed]:
 
 
 def _lines(check: DeviceMapCheck) -> Iterator[str]:
-    yield f"{Path(check.model).name or check.model} ({check.architecture})"
+    yield f"{short_name(check.model)} ({check.architecture})"
     yield ""
     quants = list(check.saves)
     rows: list[list[str]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from ..model.device_maps import (
     device_order,
     left_out,
 )
-from ..model.files import existing_folder, read_config
+from ..model.files import LOCATIONS, located, read_config
+from ..model.hub import Repository
 from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
 from ..model.parts import decoder_layers, is_under
 from ..model.sizes import TensorSize, tensor_sizes
@@ -58,28 +58,29 @@ class Placed:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder that describes a model without the quantisation of its weights.
+    """A folder or repository that describes a model without the quantisation of its weights.
 
-    ``name`` is the model's name in reports.  If the user gave a checkpoint's folder, ``checkpoint``
-    is that folder, and ``quantization`` is the ``quantization_config`` in its ``config.json``.
+    ``name`` is the model's name in reports.  If the user named a checkpoint, ``checkpoint`` is its
+    folder or repository, and ``quantization`` the ``quantization_config`` in its ``config.json``.
     """
 
     name: str
-    folder: Path
-    checkpoint: Path | None = None
+    folder: Path | Repository
+    checkpoint: Path | Repository | None = None
     quantization: Any = None
 
 
 @contextlib.contextmanager
 def source_of(model: Any) -> Iterator[Source]:
-    """The source for a checkpoint's folder, or for a transformers or PEFT model.
+    """The source for a checkpoint's folder or Hub id, or for a transformers or PEFT model.
 
     Raises:
-        InputError: the folder does not exist, its ``config.json`` is missing or damaged, or
-            ``model`` is neither a folder nor a transformers model.
+        InputError: the folder or repository does not exist, its ``config.json`` is missing or
+            damaged, or ``model`` is neither a folder nor a transformers model.
     """
-    if isinstance(model, (str, os.PathLike)):
-        name, folder, config = os.fspath(model), existing_folder(model), read_config(model)
+    if isinstance(model, LOCATIONS):
+        name, folder = str(model), located(model)
+        config = read_config(folder)
         if "quantization_config" not in config:
             yield Source(name, folder, folder)
             return

@@ -19,7 +19,18 @@ from typing import Any
 from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
-from ..model.files import INDEX, WEIGHTS, existing_folder, read_config, weight_headers
+from ..model.files import (
+    INDEX,
+    LOCATIONS,
+    WEIGHTS,
+    Location,
+    is_in,
+    located,
+    read_config,
+    weight_headers,
+    with_repository,
+)
+from ..model.hub import Repository, Unavailable, short_name
 from ..model.meta import QUANTS
 from ..model.parts import PARTS
 from ..result import Result
@@ -37,8 +48,9 @@ _PATHS = (
     re.compile(
         r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)"
     ),
-    re.compile(r"(?<![\w?(])[A-Za-z]:[\\/](?:[^\\/\"'\n]+[\\/])*([^\\/\s\"']*)"),
-    re.compile(r"(?<![\w\\])\\\\(?:[^\\\"'\n]+\\)+([^\\\s\"']*)"),
+    # Python's own messages double the backslashes.
+    re.compile(r"(?<![\w?(])[A-Za-z]:[\\/]+(?:[^\\/\"'\n]+[\\/]+)*([^\\/\s\"']*)"),
+    re.compile(r"(?<![\w\\])\\{2,}(?:[^\\\"'\n]+\\+)+([^\\\s\"']*)"),
 )
 _ONLY_A_PATH = re.compile(
     r"(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?"
@@ -79,7 +91,7 @@ class Report(Result):
 
 def build_report(
     model: Any = None,
-    adapter: str | os.PathLike[str] | None = None,
+    adapter: Location | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> Report:
     """Build a report to paste into an issue; its ``str()`` is Markdown.
@@ -88,23 +100,24 @@ def build_report(
     environment variables that look like secrets are removed everywhere.
 
     Args:
-        model: a checkpoint's folder, of which only ``config.json`` and the headers of the weights
-            are read, or a loaded model, which is not changed.
-        adapter: an adapter's folder or safetensors file; only headers are read.
+        model: a checkpoint's folder or Hub id, of which only ``config.json`` and the headers of the
+            weights are read, or a loaded model, which is not changed.
+        adapter: an adapter's folder, Hub id or safetensors file; only headers are read.
         device_map: a device map to check against the model.
 
     Raises:
-        InputError: a file or folder is missing or damaged.
+        InputError: a file, folder or repository is missing or damaged.
         InputError: transformers does not know the model, or the device map is invalid.
         InputError: a device map is given without a model.
     """
     from .. import status
 
-    private = _Private([each for each in (model, adapter) if isinstance(each, (str, os.PathLike))])
+    model, adapter = with_repository(model), with_repository(adapter)
+    private = _Private([each for each in (model, adapter) if isinstance(each, LOCATIONS)])
     patches = status(import_targets=True)
     described = placement = mapped = fits = None
-    if isinstance(model, (str, os.PathLike)):
-        described = _checkpoint(model)
+    if isinstance(model, LOCATIONS):
+        described = _checkpoint(located(model))
     elif model is not None:
         from .model import inspect_model
 
@@ -144,9 +157,10 @@ def _as_data(result: Any) -> dict[str, Any]:
 class _Private:
     """Removes what identifies the user and the machine from texts."""
 
-    def __init__(self, named: Iterable[str | os.PathLike[str]]) -> None:
-        exact: dict[str, str] = {}
-        for path in map(Path, named):
+    def __init__(self, named: Iterable[Location]) -> None:
+        # A Hub id names an account, too.
+        exact = {str(each): short_name(str(each)) for each in named if isinstance(each, Repository)}
+        for path in (Path(each) for each in named if not isinstance(each, Repository)):
             # Path.resolve raises where links lead in a circle.
             for form in {str(path), str(path.absolute()), os.path.realpath(path)}:
                 if os.path.basename(form) != form:  # "." would match everywhere
@@ -316,16 +330,15 @@ def _switches() -> dict[str, str]:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def _checkpoint(model_dir: Path | Repository) -> dict[str, Any]:
     from .device_map import model_sizes
 
     config = read_config(model_dir)
-    folder = existing_folder(model_dir)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     quantised = config.get("quantization_config")
     data: dict[str, Any] = {
-        "name": folder.absolute().name,
+        "name": _name(model_dir),
         "model_type": config["model_type"],
         "architectures": config.get("architectures"),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
@@ -334,8 +347,11 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "layers_that_share_kv": text.get("num_kv_shared_layers"),
         "quantised": quantised.get("quant_method") if isinstance(quantised, dict) else None,
     }
-    if (folder / WEIGHTS).is_file() or (folder / INDEX).is_file():
-        headers = weight_headers(folder)
+    try:
+        headers = weight_headers(model_dir) if _has_weights(model_dir) else ()
+    except Unavailable as error:
+        headers, data["weights_unavailable"] = (), str(error)
+    if headers:
         data["weights"] = {
             "files": len(headers),
             "tensors": sum(len(header.tensors) for header in headers),
@@ -350,6 +366,14 @@ def _checkpoint(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
     }
     data["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
     return data
+
+
+def _name(folder: Path | Repository) -> str:
+    return short_name(str(folder)) if isinstance(folder, Repository) else folder.absolute().name
+
+
+def _has_weights(folder: Path | Repository) -> bool:
+    return is_in(folder, INDEX) or is_in(folder, WEIGHTS)
 
 
 def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
@@ -406,7 +430,8 @@ def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"- already quantised: {model['quantised']}"
     weights = model.get("weights")
     if weights is None:
-        yield "- weights: no safetensors files in the folder"
+        why = model.get("weights_unavailable", "no safetensors files in the folder")
+        yield f"- weights: {why}"
     else:
         files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
         yield f"- weights: {files}, {size(weights['bytes'])}"

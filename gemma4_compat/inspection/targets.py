@@ -1,25 +1,24 @@
 """Show what a ``target_modules`` setting matches in a model, before an adapter is made.
 
-``scan_targets`` is also the command ``gemma4-compat scan MODEL_DIR --targets q_proj,v_proj``.
+``scan_targets`` is also the command ``gemma4-compat scan MODEL --targets q_proj,v_proj``.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from .. import text
 from ..engine.status import State
 from ..errors import InputError, suggestion
-from ..model.files import existing_folder
+from ..model.files import LOCATIONS
+from ..model.hub import short_name
 from ..model.meta import checkpoint_model
 from ..model.parts import (
     TOWERS,
@@ -118,12 +117,13 @@ def scan_targets(
     """Match targets in a model as PEFT does; nothing is changed and no weight is read.
 
     Args:
-        model: the folder of a checkpoint, of which only ``config.json`` is read, or a model.
+        model: a checkpoint's folder or Hub id ("google/gemma-4-E4B-it", or with a revision,
+            "google/gemma-4-E4B-it@main"), of which only ``config.json`` is read, or a model.
         target_modules: as in PEFT: a list of names, a regular expression, or "all-linear".
         rank: the rank of the LoRA adapter whose parameters are counted.
 
     Raises:
-        InputError: the folder has no readable ``config.json``.
+        InputError: the checkpoint has no readable ``config.json``.
         InputError: the targets, the rank or the model are invalid.
     """
     if rank < 1:
@@ -203,11 +203,11 @@ class BaseModel:
 
 
 def base_model_of(model: Any) -> BaseModel:
-    """The model, or the one that a folder's ``config.json`` describes, on the meta device."""
+    """The model, or the one that a checkpoint's ``config.json`` describes, on the meta device."""
     quantised: str | None = None
-    if isinstance(model, (str, os.PathLike)):
-        name = os.fspath(model)
-        model, quantised = checkpoint_model(existing_folder(name))
+    if isinstance(model, LOCATIONS):
+        name = str(model)
+        model, quantised = checkpoint_model(model)
     else:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         method = getattr(model, "quantization_method", None)
@@ -344,7 +344,7 @@ def _notes(base: BaseModel, matched: list[str], by_target: Mapping[str, int]) ->
 
 
 def _lines(scan: TargetScan) -> Iterator[str]:
-    name = Path(scan.model).name or scan.model
+    name = short_name(scan.model)
     quantised = f", {scan.quantised}" if scan.quantised else ""
     yield f"{name} ({scan.architecture}{quantised})".strip()
     targets = scan.targets if isinstance(scan.targets, str) else text.some(scan.targets)

@@ -10,6 +10,7 @@ from ..engine.gate import Outcome
 from ..engine.status import State
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, device_order, differs
+from ..model.files import has_safetensors
 from ..model.sizes import bytes_under
 from ..text import plural, size
 from .mapped import OFFLOAD_FLAG, Mapped
@@ -98,7 +99,7 @@ def disk(mapped: Mapped) -> Iterator[Trap]:
     if "disk" not in mapped.map.values() or mapped.offload_folder is not None:
         return
     checkpoint = mapped.source.checkpoint
-    if checkpoint is not None and any(checkpoint.glob("*.safetensors")):
+    if checkpoint is not None and has_safetensors(checkpoint):
         text = (
             "weights on disk are read from the checkpoint's safetensors files; without "
             "offload_folder loading fails only for weights that transformers converts, such as "

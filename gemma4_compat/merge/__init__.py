@@ -40,7 +40,8 @@ def merge_adapter(
     again, and must give the merged model's logits bit for bit.  Only then does ``out`` appear.
 
     Args:
-        base: folder or Hub id of the checkpoint that the adapter is for; not quantised.
+        base: folder or Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") of the checkpoint
+            that the adapter is for; not quantised.
         adapter: folder or Hub id of the adapter.
         out: folder to write.  It gets the tokenizer and processor files of ``base``, or those of
             ``adapter`` if it has its own.

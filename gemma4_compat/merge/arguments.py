@@ -18,6 +18,7 @@ from ..model.files import (
     check_readable,
     existing_folder,
     exists,
+    located,
     read_adapter_config,
     read_config,
     read_generation_config,
@@ -25,9 +26,12 @@ from ..model.files import (
     refuse_cut_off,
     weight_headers,
 )
+from ..model.hub import Repository
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # and the bytes of an element
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# The files of a repository to download.
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "adapter_model.bin")
 # Files to copy beside the weights, first from BASE and then from ADAPTER.
 _COMPANIONS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -107,23 +111,8 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def locate(name: str | os.PathLike[str]) -> Path:
     """The local folder.  If ``name`` is a Hub id, it is downloaded, unless the cache has it."""
-    return Path(name) if os.path.isdir(name) else _from_hub(os.fspath(name))
-
-
-def _from_hub(name: str) -> Path:
-    if exists(Path(name)):
-        existing_folder(name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise InputError(f"{name}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    files = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", _PICKLE]
-    try:
-        return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:
-        raise InputError(
-            f"{name}: no such folder, and the Hub cannot provide it: {reason(error)}"
-        ) from error
+    folder = located(name)
+    return folder.download(_FILES) if isinstance(folder, Repository) else folder
 
 
 def check_base(folder: Path) -> None:

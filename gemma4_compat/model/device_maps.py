@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, suggestion
+from .files import decoded_text, read_text
 from .parts import is_under
 
 OFFLOADED = ("cpu", "disk")
@@ -16,6 +21,11 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 _COMPUTES = (
     "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "maia", "npu", "mlu", "musa", "sdaa",
 )  # fmt: skip
+# With quotes: zsh expands a word that begins with "=", and a comma separates words in PowerShell.
+_PAIRS = 'KEY=DEVICE pairs (--map "model.vision_tower=cpu,=0")'
+_FORMS = f"write {_PAIRS}, JSON or a Python dict, or name a file that contains one (- reads stdin)"
+#: The beginning of JSON without its quotes, or with the single quotes that cmd.exe keeps.
+_LOST_QUOTES = re.compile(r"""\s*('\s*\{|\{\s*([\w.:]|":))""")
 #: The names that earlier Gemma, LLaVA and other multimodal models use for the parts of Gemma 4.
 _FORMER_NAMES = {
     "multi_modal_projector": "embed_vision",
@@ -109,20 +119,110 @@ def device_name(text: str) -> str:
     return text
 
 
-def parse_map(text: str) -> dict[str, int | str]:
-    """Read a device map from JSON, as in ``{"model.vision_tower": "cpu", "": 0}``.
+def read_map(text: str) -> dict[str, int | str]:
+    """The device map that one ``--map`` names.
+
+    It is a file's name, "-" for stdin, or a text as in `parse_map`.  An existing file is preferred.
 
     Raises:
-        InputError: the text is not JSON or not an object, or a value is not a device.
+        InputError: it is none of them, or a value is not a device.
     """
+    if text == "-":
+        return parse_map(decoded_text("stdin", sys.stdin.buffer.read()), "stdin")
+    if os.path.isfile(text):
+        return parse_map(read_text(text), text)
+    return parse_map(text)
+
+
+def parse_map(text: str, source: str | None = None) -> dict[str, int | str]:
+    """Read a device map from text.
+
+    The text is JSON or a Python dict, as in ``{"model.vision_tower": "cpu", "": 0}``, also after
+    ``device_map =``, or KEY=DEVICE pairs with commas between them, as in
+    ``model.vision_tower=cpu,=0``.  ``source`` is where the text comes from; messages name it.
+
+    Raises:
+        InputError: it is none of them, or a value is not a device.
+    """
+    body = re.sub(r"^\s*device_map\s*=\s*(?=\{)", "", text).strip()
+    if body in _AUTOMATIC:
+        return checked_map(body)
+    if body[:1] in ("{", "[", '"'):
+        return checked_map(_literal(body, source))
+    pairs = _pairs(body)
+    if pairs is not None:
+        return checked_map(_without_duplicates(pairs))
+    if _LOST_QUOTES.match(text) and source is None:
+        raise _lost_quotes(text)
+    what = "is neither a file nor a device map" if source is None else "contains no device map"
+    raise InputError(f"{source or _start(text)} {what}: {_FORMS}")
+
+
+def joined(first: Mapping[str, int | str], second: Mapping[str, int | str]) -> dict[str, int | str]:
+    """Both device maps together.
+
+    Raises:
+        InputError: both have an entry of the same name.
+    """
+    return _without_duplicates([*first.items(), *second.items()])
+
+
+def _literal(text: str, source: str | None) -> Any:
     try:
-        parsed = json.loads(text, object_pairs_hook=_without_duplicates)
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        hint = "; put the map in single quotes, and names in double quotes" if "'" in text else ""
-        raise InputError(f"{text!r} is not JSON: {error}{hint}") from error
-    return checked_map(parsed)
+        why = error
+    try:
+        return _python_dict(text)
+    except InputError:
+        raise
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    if _LOST_QUOTES.match(text) and source is None:
+        raise _lost_quotes(text) from why
+    what = f"is not JSON ({why}), and not a Python dict"
+    raise InputError(f"{source or _start(text)} {what}: {_FORMS}") from why
+
+
+def _python_dict(text: str) -> Any:
+    tree = ast.parse(text, mode="eval").body
+    if not isinstance(tree, ast.Dict):
+        raise ValueError("not a dict")
+    pairs = []
+    for key, value in zip(tree.keys, tree.values, strict=True):
+        if key is None:
+            raise ValueError("not a literal")
+        pairs.append((ast.literal_eval(key), ast.literal_eval(value)))
+    return _without_duplicates(pairs)
+
+
+def _pairs(text: str) -> list[tuple[str, int | str]] | None:
+    """The entries of "KEY=DEVICE,KEY=DEVICE", or ``None``; a key may contain commas.
+
+    In a file there may be lines instead of commas.
+    """
+    pairs: list[tuple[str, int | str]] = []
+    key = ""
+    for piece in filter(str.strip, re.split("[,\n]", text)):
+        start, equals, device = piece.rpartition("=")
+        if not equals:
+            key += f"{piece},"
+            continue
+        device = device.strip()
+        pairs.append(((key + start).strip(), int(device) if device.isdecimal() else device))
+        key = ""
+    return None if key or not pairs else pairs
+
+
+def _lost_quotes(text: str) -> InputError:
+    return InputError(f"{_start(text)}: the shell removed the quotes: write {_PAIRS} or --map FILE")
+
+
+def _start(text: str) -> str:
+    # Not repr, which doubles the backslashes of a path.
+    return f"'{text if len(text) <= 60 else text[:57] + '...'}'"
 
 
 def checked_map(device_map: Any) -> dict[str, int | str]:
@@ -145,7 +245,7 @@ def checked_map(device_map: Any) -> dict[str, int | str]:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise InputError(f'the device map has two entries "{twice}"')
     return dict(pairs)

@@ -1,7 +1,8 @@
 """Reads the JSON files and safetensors headers of a checkpoint or an adapter.
 
 This module reads every file that a user names, and refuses invalid ones.  It reads no tensor data,
-so it does not refuse a file whose tensor data is cut off.
+so it does not refuse a file whose tensor data is cut off.  A checkpoint or an adapter is a local
+folder or a repository on the Hub: `located` says which, and the other functions accept both.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from ..errors import InputError
+from .hub import Repository, repository
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -28,6 +30,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _LONGEST_HEADER = 100_000_000
 #: bytes, many times those of the longest tokenizer.json; a longer file is no config
 _LONGEST_JSON = 2**29
+#: bytes, many times those of the longest device map
+_LONGEST_TEXT = 2**24
 _POINTER = b"version https://git-lfs"
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # the marks of UTF-32 begin like these
 _ITEM_BITS = {
@@ -35,6 +39,10 @@ _ITEM_BITS = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+T = TypeVar("T")
+#: what names a checkpoint or an adapter: a folder's path or a Hub id
+Location = str | os.PathLike[str] | Repository
+LOCATIONS = (str, os.PathLike, Repository)
 _Kinds = Mapping[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]]
 _NUMBER = (int, float)
 #: the type of each entry of a config, and the type of the values inside a list or dict
@@ -83,7 +91,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    file: Path
+    file: PurePath
 
     @property
     def numel(self) -> int:
@@ -101,16 +109,74 @@ class Header:
     bytes by which the file is too short for its tensors; 0 if it is complete.
     """
 
-    file: Path
+    file: PurePath
     tensors: Mapping[str, Entry]
     metadata: Mapping[str, str]
     missing: int
 
 
+class _Readable(Protocol):
+    def read(self, count: int, /) -> bytes: ...
+
+
+# -- folders and repositories -------------------------------------------------------------------
+
+
+def located(location: Location, kind: str = "folder") -> Path | Repository:
+    """The local folder, or the repository on the Hub.
+
+    An existing path is never taken for a Hub id.  The Hub is not asked yet.  ``kind`` is what the
+    error message says is missing.
+
+    Raises:
+        InputError: there is no such folder, and the text cannot be a Hub id.
+    """
+    found = with_repository(location)
+    return found if isinstance(found, Repository) else existing_folder(found, kind)
+
+
+def with_repository(location: T) -> T | Repository:
+    """The repository that a Hub id names; anything else, such as a path or a model, unchanged."""
+    found = None
+    if isinstance(location, str) and not exists(Path(location)):
+        found = repository(location)
+    return location if found is None else found
+
+
+def file_in(folder: Path | Repository, name: str) -> Path | None:
+    """A small file of a folder or repository, or ``None``; one on the Hub is downloaded.
+
+    Raises:
+        InputError: the repository cannot be read.
+    """
+    if isinstance(folder, Repository):
+        return folder.file(name)
+    return folder / name if exists(folder / name) else None
+
+
+def is_in(folder: Path | Repository, name: str) -> bool:
+    """Whether a folder or repository has a file of this name; nothing is downloaded.
+
+    Raises:
+        InputError: the repository cannot be read.
+    """
+    return folder.contains(name) if isinstance(folder, Repository) else exists(folder / name)
+
+
+def label(folder: Path | Repository, name: str) -> PurePath:
+    """The name of a file in messages."""
+    return folder / name if isinstance(folder, Path) else PurePosixPath(str(folder), name)
+
+
+def has_safetensors(folder: Path | Repository) -> bool:
+    """Whether the weights are safetensors files; assumed of a repository on the Hub."""
+    return isinstance(folder, Repository) or any(folder.glob("*.safetensors"))
+
+
 # -- the file system ----------------------------------------------------------------------------
 
 
-def existing_folder(path: str | os.PathLike[str]) -> Path:
+def existing_folder(path: str | os.PathLike[str], kind: str = "folder") -> Path:
     """The folder as a ``Path``.
 
     Raises:
@@ -119,7 +185,7 @@ def existing_folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     if os.path.isdir(folder):
         return folder
-    with _refusals(folder, "folder"):
+    with _refusals(folder, kind):
         folder.stat()
     raise InputError(f"{folder}: not a folder")
 
@@ -159,7 +225,7 @@ def _opened(file: Path) -> Iterator[tuple[BinaryIO, int]]:
             yield opened, status.st_size
 
 
-def _refuse_pointer(file: Path, raw: bytes) -> None:
+def _refuse_pointer(file: PurePath, raw: bytes) -> None:
     if raw.startswith(_POINTER):
         raise InputError(f"{file}: a Git LFS pointer, not the file itself: run git lfs pull")
 
@@ -176,6 +242,35 @@ def check_readable(path: str | os.PathLike[str]) -> None:
     if not raw:
         raise InputError(f"{file}: an empty file: download it again")
     _refuse_pointer(file, raw)
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """A text file that the user wrote, in UTF-8, or in UTF-16 as Windows PowerShell writes it.
+
+    Raises:
+        InputError: the file cannot be read, or is not text.
+    """
+    file = Path(path)
+    with _opened(file) as (opened, size):
+        if size > _LONGEST_TEXT:
+            raise InputError(f"{file}: not a text file: too large ({size} bytes)")
+        return decoded_text(file, opened.read())
+
+
+def decoded_text(source: str | os.PathLike[str], raw: bytes) -> str:
+    """The text of these bytes, as in `read_text`; ``source`` is their name in messages.
+
+    Raises:
+        InputError: they are not text.
+    """
+    encoding = "utf-16" if raw.startswith(_UTF_16) else "utf-8-sig"
+    try:
+        return raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{os.fspath(source)}: not a text in UTF-8: {error.reason}") from error
 
 
 # -- JSON ---------------------------------------------------------------------------------------
@@ -237,17 +332,27 @@ def _check_kinds(file: Path, content: Mapping[str, Any], kinds: _Kinds) -> None:
             raise InputError(f"{file}: {name} cannot be {_shown(value)}")
 
 
-def read_config(model_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The ``config.json`` in a model's folder.
+def config_file(model_dir: Location) -> Path:
+    """The local ``config.json`` of a model; that of a repository is in the Hub's cache.
 
     Raises:
-        InputError: the folder does not exist, or has no ``config.json`` of a model.
+        InputError: there is none.
     """
-    folder = existing_folder(model_dir)
-    file = folder / CONFIG
-    if not exists(file):
-        kind = " (an adapter's folder?)" if exists(folder / ADAPTER_CONFIG) else ""
+    folder = located(model_dir)
+    file = file_in(folder, CONFIG)
+    if file is None:
+        kind = " (an adapter's folder?)" if is_in(folder, ADAPTER_CONFIG) else ""
         raise InputError(f"{folder}: no {CONFIG}{kind}")
+    return file
+
+
+def read_config(model_dir: Location) -> dict[str, Any]:
+    """The ``config.json`` of a model.
+
+    Raises:
+        InputError: there is no such folder or repository, or it has no ``config.json`` of a model.
+    """
+    file = config_file(model_dir)
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{file}: not a model's config (no model_type)")
@@ -290,10 +395,31 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     file = Path(path)
     with _opened(file) as (opened, size):
-        start = opened.read(8)
-        length = int.from_bytes(start, "little")
-        readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)
-        raw = opened.read(length) if readable else start + opened.read(len(_POINTER))
+        return _header(file, opened, size)
+
+
+def header_in(folder: Path | Repository, name: str) -> Header:
+    """The header of a safetensors file of a folder or repository.
+
+    Of a file on the Hub that is not in the cache, only the header is fetched.
+
+    Raises:
+        InputError: as in `read_header`, or the repository cannot be read.
+    """
+    if isinstance(folder, Path):
+        return read_header(folder / name)
+    cached = folder.cached(name)
+    if cached is not None:
+        return read_header(cached)
+    opened = folder.open(name)
+    return _header(label(folder, name), opened, opened.size)
+
+
+def _header(file: PurePath, opened: _Readable, size: int) -> Header:
+    start = opened.read(8)
+    length = int.from_bytes(start, "little")
+    readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)
+    raw = opened.read(length) if readable else start + opened.read(len(_POINTER))
     _refuse_pointer(file, raw)
     if not readable:
         if len(start) < 8 or length <= _LONGEST_HEADER:
@@ -323,7 +449,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def _placed(
-    name: str, described: Mapping[str, Any], file: Path
+    name: str, described: Mapping[str, Any], file: PurePath
 ) -> tuple[tuple[int, int], tuple[str, Entry]]:
     """The offsets at which a tensor's data begins and ends, its name, and its entry."""
     dtype, shape, (start, end) = (described[key] for key in ("dtype", "shape", "data_offsets"))
@@ -337,33 +463,48 @@ def _placed(
     return (start, end), (name, entry)
 
 
-def weight_headers(model_dir: str | os.PathLike[str]) -> tuple[Header, ...]:
+def weight_headers(model_dir: Location) -> tuple[Header, ...]:
     """The headers of a checkpoint's weights: ``model.safetensors``, or the shards of its index.
 
     Raises:
-        InputError: the folder has no safetensors weights, a file is damaged, or a shard that the
-            index names is missing, outside the folder, or lacks a tensor.
+        InputError: there are no safetensors weights, a file is damaged, or a shard that the index
+            names is missing, outside the folder, or lacks a tensor.
     """
-    folder = existing_folder(model_dir)
-    if exists(folder / WEIGHTS):
-        return (read_header(folder / WEIGHTS),)
-    if not exists(folder / INDEX):
+    folder = _at_one_commit(model_dir, CONFIG)
+    if _in_one_file(folder):
+        return (header_in(folder, WEIGHTS),)
+    index = file_in(folder, INDEX)
+    if index is None:
         other = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")
-                 if exists(folder / name)]  # fmt: skip
+                 if is_in(folder, name)]  # fmt: skip
         only = f" (only {other[0]}, which is not supported)" if other else ""
         raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}{only}")
-    shards = _shards(folder / INDEX)
     headers = []
-    for shard, tensors in shards.items():
+    for shard, tensors in _shards(index).items():
         try:
-            header = read_header(folder / shard)
+            header = header_in(folder, shard)
         except InputError as error:
-            raise InputError(f"{error} (a shard that {INDEX} names)") from error
+            raise type(error)(f"{error} (a shard that {INDEX} names)") from error
         for tensor in tensors:
             if tensor not in header.tensors:
                 raise InputError(f"{header.file}: no tensor {tensor}, which {INDEX} lists")
         headers.append(header)
     return tuple(headers)
+
+
+def _at_one_commit(location: Location, config: str) -> Path | Repository:
+    """The folder, or the repository at the present commit: files of an older one may be cached."""
+    folder = located(location)
+    if isinstance(folder, Repository):
+        folder.file(config)
+    return folder
+
+
+def _in_one_file(folder: Path | Repository) -> bool:
+    # The cache may hold an index without the note that the repository has no model.safetensors.
+    if isinstance(folder, Repository) and folder.cached(INDEX) and not folder.cached(WEIGHTS):
+        return False
+    return is_in(folder, WEIGHTS)
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
@@ -378,22 +519,26 @@ def _shards(index: Path) -> dict[str, list[str]]:
         if not isinstance(shard, str):
             raise InputError(f"{index}: the shard of {tensor} cannot be {_shown(shard)}")
         # Links inside the folder are followed: the Hub's cache consists of them.
-        if Path(shard).anchor or ".." in Path(shard).parts:  # on Windows, "C:x" has an anchor
+        if _leaves_folder(shard):
             raise InputError(f"{index}: names a shard outside its folder: {shard}")
         shards.setdefault(shard, []).append(tensor)
     return dict(sorted(shards.items()))
 
 
-def adapter_header(adapter_dir: str | os.PathLike[str]) -> Header:
+def _leaves_folder(path: str) -> bool:
+    return bool(Path(path).anchor) or ".." in Path(path).parts  # on Windows, "C:x" has an anchor
+
+
+def adapter_header(adapter_dir: Location) -> Header:
     """The header of an adapter's ``adapter_model.safetensors``.
 
     Raises:
-        InputError: the folder has no such file, or its header is damaged.
+        InputError: there is no such file, or its header is damaged.
     """
-    folder = existing_folder(adapter_dir)
-    if not exists(folder / ADAPTER_WEIGHTS):
+    folder = _at_one_commit(adapter_dir, ADAPTER_CONFIG)
+    if not is_in(folder, ADAPTER_WEIGHTS):
         raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}")
-    return read_header(folder / ADAPTER_WEIGHTS)
+    return header_in(folder, ADAPTER_WEIGHTS)
 
 
 def refuse_cut_off(header: Header) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,31 +14,35 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .files import CONFIG, read_config
+from .files import CONFIG, Location, config_file, label, located, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 
 
 def meta_model(
-    model_dir: str | os.PathLike[str],
+    model_dir: Location,
     quantization_config: Any = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model of a folder's ``config.json`` on the meta device, in bfloat16; no weight is read.
+    """The model of a ``config.json`` on the meta device, in bfloat16; no weight is read.
 
     With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
     transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
 
     Raises:
-        InputError: the folder does not exist, its ``config.json`` describes no model that the
-            installed transformers knows, or the checkpoint is quantised already.
+        InputError: there is no such folder or repository, its ``config.json`` describes no model
+            that the installed transformers knows, or the checkpoint is quantised already.
     """
     import torch
     import transformers
 
-    file = _config_file(model_dir)
+    folder = located(model_dir)
+    file = label(folder, CONFIG)
+    if "quantization_config" in read_config(folder):
+        raise InputError(f"{file}: a quantised checkpoint. Name the unquantised checkpoint instead")
+    config_dir = config_file(folder).parent
     try:
-        config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
     except Exception as error:  # a config can be wrong in many ways
         why = str(error).strip().partition("\n")[0]
         raise InputError(f"{file}: not understood by transformers {_version()}: {why}") from error
@@ -74,8 +77,8 @@ def _untie(model: Any) -> None:
         setattr(model.get_submodule(module), leaf, nn.Parameter(tied.detach().clone(), False))
 
 
-def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
-    """The model of a folder on meta, and its quantisation method, or ``None``.
+def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
+    """The model of a checkpoint on meta, and its quantisation method, or ``None``.
 
     With bitsandbytes, the model is built as if it were quantised now: the layers have the same
     classes, however the weights are stored.  With other methods, they are those of the unquantised
@@ -84,6 +87,7 @@ def checkpoint_model(folder: Path) -> tuple[Any, str | None]:
     Raises:
         InputError: as in `meta_model`; or bitsandbytes is needed but not installed.
     """
+    folder = located(folder)
     config = read_config(folder)
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -158,13 +162,6 @@ def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, 
         # Without it, transformers refuses a device map with both CPU and GPU.
         options["llm_int8_enable_fp32_cpu_offload"] = True
     return options
-
-
-def _config_file(model_dir: str | os.PathLike[str]) -> Path:
-    file = Path(model_dir) / CONFIG
-    if "quantization_config" in read_config(model_dir):
-        raise InputError(f"{file}: a quantised checkpoint. Name the unquantised checkpoint instead")
-    return file
 
 
 def _version() -> str:

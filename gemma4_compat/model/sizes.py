@@ -6,13 +6,12 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .files import adapter_header
+from .files import Location, adapter_header
 from .parts import LAYERS, is_under, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
@@ -99,13 +98,13 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         yield TensorSize(name, tensor.numel() * 2)  # bfloat16, whatever the replaced layer has
 
 
-def adapter_sizes(adapter_dir: str | os.PathLike[str]) -> tuple[TensorSize, ...]:
+def adapter_sizes(adapter_dir: Location) -> tuple[TensorSize, ...]:
     """The tensors of an adapter as PEFT loads them: in float32, on the GPU.
 
     This reads only the header of ``adapter_model.safetensors``.
 
     Raises:
-        InputError: the folder has no such file, or its header is damaged.
+        InputError: there is no such file, or its header is damaged.
     """
     entries = adapter_header(adapter_dir).tensors.values()
     return tuple(TensorSize(entry.name, 4 * entry.numel) for entry in entries)

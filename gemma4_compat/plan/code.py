@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..model import parts
+from ..model import hub, parts
 from ..model.meta import bnb_options
 from .demand import TARGETS
 
@@ -72,7 +72,7 @@ class Load:
             yield from (f"    {key}={_quoted(value)}," for key, value in options.items())
             yield ")"
         yield f"model = {self.architecture}.from_pretrained("
-        yield f"    {_quoted(self.model)},"
+        yield f"    {_pretrained(self.model)},"
         yield f"    dtype=torch.{self.dtype},"
         yield '    device_map={"": "cpu"},' if self.dispatches else "    device_map=device_map,"
         if options:
@@ -85,7 +85,7 @@ class Load:
             yield "model = dispatch_model(model, device_map, skip_keys=skip_keys)"
         if self.adapter_dir is not None:
             trainable = ", is_trainable=True" if self.train else ""
-            folder = _quoted(self.adapter_dir)
+            folder = _pretrained(self.adapter_dir)
             yield f"model = PeftModel.from_pretrained(model, {folder}{trainable})"
         elif trains:
             yield "config = LoraConfig("
@@ -106,6 +106,11 @@ def unquantised(offloaded: Iterable[str]) -> list[str]:
     """The modules that are not in 4 bits in a model that is dispatched after loading."""
     others = (parts.LAYERS, parts.PLE)
     return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
+
+
+def _pretrained(location: str) -> str:
+    name, revision = hub.id_and_revision(location)
+    return _quoted(name) if revision is None else f"{_quoted(name)}, revision={_quoted(revision)}"
 
 
 def _quoted(value: Any) -> str:

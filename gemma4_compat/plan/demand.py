@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InputError
 from ..model import parts, sizes
+from ..model.files import ADAPTER_CONFIG, Location, file_in, located
 from ..model.sizes import TensorSize
 
 #: GPU memory of the CUDA context, its libraries and the driver, which PyTorch does not count.
@@ -86,12 +88,15 @@ def training(model: Any, *, checkpointing: bool) -> Job:
     )
 
 
-def with_adapter(model: Any, adapter: str | None, rank: int) -> Any:
-    """The model on meta with the adapter of a folder, else with LoRA on the decoder's layers."""
+def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:
+    """The model on meta with this adapter, else with LoRA on the decoder's linear layers."""
     from peft import LoraConfig, PeftConfig, get_peft_model
 
     if adapter is not None:
-        config = PeftConfig.from_pretrained(adapter)
+        file = file_in(located(adapter), ADAPTER_CONFIG)
+        if file is None:
+            raise InputError(f"{adapter}: no {ADAPTER_CONFIG}")
+        config = PeftConfig.from_pretrained(str(file.parent))
         config.inference_mode = False
     else:
         config = LoraConfig(r=rank, target_modules=TARGETS, exclude_modules=f".*{_IN_TOWERS}.*")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..model import parts, sizes
-from ..model.files import read_config
+from ..model.files import Location, located, read_config
 from ..model.host_memory import available_memory, page_locked_limit
 from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
+from ..text import command_line
 from .code import Load, unquantised
 from .demand import (
     CONTEXT,
@@ -33,12 +32,12 @@ from .result import Memory, Plan, further
 
 
 def plan(
-    model_dir: str | os.PathLike[str],
+    model_dir: Location,
     gpu: int | str | Gpu | Iterable[int | str | Gpu] | None = None,
     *,
     quant: str | None = None,
     context: int | None = None,
-    adapter: str | os.PathLike[str] | None = None,
+    adapter: Location | None = None,
     train: bool = False,
     rank: int = 16,
     reserve: int | str = 0,
@@ -52,7 +51,8 @@ def plan(
     the last one on.  If there are more GPUs, these parts go to them before they go to the CPU.
 
     Args:
-        model_dir: the folder with the model's ``config.json``; no weights are read.
+        model_dir: the folder with the model's ``config.json``, or its Hub id
+            ("google/gemma-4-E4B-it", or "google/gemma-4-E4B-it@REVISION"); no weights are read.
         gpu: a GPU's memory as "12GiB" or in bytes, the name of a card as "RTX 4070", or several of
             these.  The default is the GPUs of this machine, with the memory that is free now.
         quant: "nf4" (the default, with double quantisation), "int8" or "bf16".  Offloaded modules
@@ -61,8 +61,8 @@ def plan(
             quantised already is planned as it is.
         context: the tokens of prompt and answer together; 32768 by default.  When training, the
             tokens of a sequence; 2048 by default.
-        adapter: the folder of a PEFT adapter; it counts in float32, the dtype that PEFT loads it
-            in.
+        adapter: the folder or Hub id of a PEFT adapter; it counts in float32, the dtype that PEFT
+            loads it in.
         train: plan a training step of the adapter, with AdamW, on one sequence.
         rank: when training without ``adapter``, the rank of a LoRA adapter on all linear layers of
             the decoder.
@@ -81,7 +81,9 @@ def plan(
     """
     gpus = _usable(gpus_of(gpu), _bytes(reserve))
     context = _context(context, train)
-    model, quant, label = _model(Path(model_dir), quant)
+    model_dir = located(model_dir)
+    adapter = None if adapter is None else located(adapter)
+    model, quant, label = _model(model_dir, quant)
     limit = _limit(model, context)
     if adapter is not None:
         _check_adapter(adapter, model_dir)
@@ -104,7 +106,7 @@ def plan(
         quant=quant,
         dtype="bfloat16" if all(each.bfloat16 for each in gpus) else "float16",
         device_map=placement.device_map(),
-        adapter_dir=None if adapter is None else os.fspath(adapter),
+        adapter_dir=None if adapter is None else str(adapter),
         train=train,
         rank=rank,
     )
@@ -165,20 +167,20 @@ def _ram(ram: int | str | None, gpus: tuple[Gpu, ...]) -> int | None:
     return available_memory() if all(gpu.here for gpu in gpus) else None
 
 
-def _check_adapter(adapter: str | os.PathLike[str], model_dir: str | os.PathLike[str]) -> None:
+def _check_adapter(adapter: Location, model_dir: Location) -> None:
     from ..inspection.adapter import inspect_adapter
 
     fit = inspect_adapter(adapter, model_dir).fit
     if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
         return
-    command = f"gemma4-compat adapter {os.fspath(adapter)} --model {os.fspath(model_dir)}"
-    raise InputError(f"{os.fspath(adapter)}: {fit.verdict}. To see why, run {command}")
+    command = command_line("gemma4-compat", "adapter", str(adapter), "--model", str(model_dir))
+    raise InputError(f"{adapter}: {fit.verdict}. To see why, run {command}")
 
 
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _model(folder: Path, quant: str | None) -> tuple[Any, str | None, str]:
+def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
     """The model on meta, its ``quant`` or ``None`` if it is quantised already, and its name."""
     if quant is not None and quant not in QUANTS:
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
@@ -198,9 +200,9 @@ def _model(folder: Path, quant: str | None) -> tuple[Any, str | None, str]:
 
 def _job(
     model: Any,
-    model_dir: str | os.PathLike[str],
+    model_dir: Location,
     quant: str | None,
-    adapter: str | os.PathLike[str] | None,
+    adapter: Location | None,
     train: bool,
     rank: int,
     context: int,
@@ -210,15 +212,15 @@ def _job(
         return generating(model, sizes.adapter_sizes(adapter) if adapter is not None else ()), 0
 
     def adapted() -> Any:  # PEFT changes the model
-        plain = _model(Path(model_dir), quant)[0]
-        return with_adapter(plain, None if adapter is None else os.fspath(adapter), rank)
+        plain = _model(model_dir, quant)[0]
+        return with_adapter(plain, adapter, rank)
 
     without = training(adapted(), checkpointing=False).activations(context)
     return training(adapted(), checkpointing=True), without
 
 
 def _placed_sizes(
-    whole: tuple[TensorSize, ...], load: Load, model_dir: str | os.PathLike[str]
+    whole: tuple[TensorSize, ...], load: Load, model_dir: Location
 ) -> tuple[TensorSize, ...]:
     """The tensors of the loaded model: offloaded modules are not all quantised."""
     kept = [name for name in load.offloaded if parts.part_of(name) != parts.PLE]

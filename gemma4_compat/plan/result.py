@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from ..model import parts
+from ..model import hub, parts
 from ..result import Result
 from ..text import size, table, wrap
 from .demand import PREFILL
@@ -138,7 +137,7 @@ class Plan(Result):
 
 def _lines(plan: Plan) -> Iterator[str]:
     job = ", training" if plan.train else ""
-    yield f"{Path(plan.model).name or plan.model} ({plan.architecture}), {plan.quant}{job}"
+    yield f"{hub.short_name(plan.model)} ({plan.architecture}), {plan.quant}{job}"
     yield ""
     yield _table(plan)
     yield plan.verdict

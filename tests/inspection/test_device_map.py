@@ -14,7 +14,7 @@ from gemma4_compat.engine.status import State
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.device_map import DeviceMapCheck, check_device_map
 from gemma4_compat.model import meta, sizes
-from gemma4_compat.model.device_maps import parse_map
+from gemma4_compat.model.device_maps import parse_map, read_map
 from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, offloaded, quantization, run_command
@@ -457,20 +457,108 @@ def test_no_maps(model_dir, given, message):
         check_device_map(model_dir, given)
 
 
+TOWER = {"model.vision_tower": "cpu", "": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"model.vision_tower": "cpu", "": 0}', TOWER),
+        ("{'model.vision_tower': 'cpu', '': 0,}", TOWER),
+        ("device_map = {\n    'model.vision_tower': 'cpu',  # offloaded\n    '': 0,\n}", TOWER),
+        ("model.vision_tower=cpu,=0", TOWER),
+        (" model.vision_tower = cpu , = 0 ", TOWER),
+        ("model.vision_tower=cpu\n\n=0\n", TOWER),  # in a file
+        ("=cuda:1", {"": "cuda:1"}),
+        (r"layers\.\d{1,2}=cpu,=0", {r"layers\.\d{1,2}": "cpu", "": 0}),
+    ],
+)
+def test_forms_of_a_map(text, expected, tmp_path, monkeypatch):
+    """As an argument, in a file and from stdin; the order of the entries is kept."""
+    assert list(parse_map(text).items()) == list(expected.items())
+    for name, encoding in (("my map=1.txt", "utf-8"), ("m.json", "utf-8-sig"), ("m", "utf-16")):
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert read_map(str(tmp_path / name)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert read_map("my map=1.txt") == expected
+    with (tmp_path / "m").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert read_map("-") == expected
+
+
+FORMS = r".*KEY=DEVICE pairs \(.*\), JSON or a Python dict, or name a file .*\(- reads stdin\)$"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{'': 0}", "not JSON.*put the map in single quotes"),
-        ('{"": 0', "not JSON"),
-        ("", "not JSON"),
+        ("{'': 0", "^'{'': 0' is not JSON .*, and not a Python dict" + FORMS),
+        ('{"": 0', "is not JSON .*, and not a Python dict" + FORMS),
+        ("", "^'' is neither a file nor a device map" + FORMS),
+        (r"C:\my maps\m.json", r"^'C:\\my maps\\m.json' is neither a file nor" + FORMS),
+        ("model.vision_tower", "is neither a file nor a device map" + FORMS),
+        ("=0,model.vision_tower", "is neither a file nor a device map" + FORMS),
         ('{"": 0, "": 1}', 'two entries ""'),
+        ("{'': 0, '': 1}", 'two entries ""'),
+        ("=0,=1", 'two entries ""'),
+        ("{**{}}", "not a Python dict"),
+        ("{'': device}", "not a Python dict"),
+        ("{[]: 0}", "not a Python dict"),
+        ("{0: 0}", "module names must be strings"),
+        ("=gpu", r"'gpu' is not a device \(did you mean cpu"),
+        ("=", "\"\": '' is not a device"),
+        ("auto", "'auto' is not a device map: from_pretrained makes one"),
         ("[]", "is an object such as"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, r"^'\[{57}\.\.\.' is not JSON"),
+        ("{" * 100_000, "is not JSON|removed the quotes"),
     ],
 )
-def test_bad_json(text, message, capsys):
-    with pytest.raises(InputError, match=message):
-        parse_map(text)
+def test_bad_maps(text, message, tmp_path):
+    with pytest.raises(InputError, match=message) as raised:
+        read_map(text)
+    assert len(str(raised.value)) < 400
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'{model.vision_tower:",  # cmd.exe
+        "'{:0}'",
+        '{model.vision_tower: cpu, ": 0}',  # Windows PowerShell
+        "{model.vision_tower:cpu,:0}",
+        "{: 0}",
+        '{": 0}',
+    ],
+)
+def test_a_shell_that_removes_quotes(text):
+    """What these shells make of '{"model.vision_tower": "cpu", "": 0}' and of '{"": 0}'."""
+    with pytest.raises(InputError, match=r"removed the quotes: .* KEY=DEVICE .* or --map FILE$"):
+        read_map(text)
+
+
+def test_bad_map_files(tmp_path):
+    for content, message in (
+        (b"", "contains no device map"),
+        (b"{", "is not JSON"),
+        (b"\xff\x00\xff", "not a text in UTF-8"),
+        (b"a" * (2**24 + 1), "too large"),
+    ):
+        file = tmp_path / "map.json"
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=message) as raised:
+            read_map(str(file))
+        assert str(raised.value).startswith(f"{file}")
+        assert len(str(raised.value)) < 400
+
+
+def test_several_maps(model_dir, capsys):
+    tower = ("--map", "model.vision_tower=cpu")
+    assert run(model_dir, *tower, "--map", "=0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["device_map"] == TOWER
+    assert run(model_dir, *tower, "--map", json.dumps(TOWER)) == 2
+    message = '--map: the device map has two entries "model.vision_tower"\n'
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_devices_as_torch_knows_them(model_dir):
@@ -539,7 +627,7 @@ def test_many_layers_are_one_row(deep_dir, capsys):
 def test_exit_codes(model_dir, capsys):
     assert run(model_dir, "--map", '{"model.multi_modal_projector": "cpu", "": 0}') == 1
     assert "model.embed_vision" in capsys.readouterr().out
-    assert run(model_dir, "--map", "{'': 0}") == 2
+    assert run(model_dir, "--map", "{'': 0") == 2
     assert capsys.readouterr().err.startswith("gemma4-compat map: --map: ")
     assert run("nowhere", "--map", '{"": 0}') == 2
     assert capsys.readouterr().err == "gemma4-compat map: nowhere: no such folder\n"

@@ -183,6 +183,9 @@ def test_nothing_private(model_dir, adapter_dir, tmp_path):
         ("(/data/models/x)", "(x)"),
         (r"C:\Users\Jane Doe\models\gemma", "gemma"),
         (r"\\server\share\gemma", "gemma"),
+        (r"C:\Users\Jane Doe\my models\gemma 4\config.json: not JSON", "config.json: not JSON"),
+        (r"no such file: 'C:\\Users\\Jane Doe\\my models\\gemma'", "no such file: 'gemma'"),
+        (r"no such file: '\\\\server\\Jane Doe\\gemma'", "no such file: 'gemma'"),
         ("../up/there", "there"),
         ("~/models/gemma", "gemma"),
         ("/data/my models/the base", "the base"),
@@ -283,5 +286,5 @@ def test_links_in_a_circle(tmp_path):
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(InputError, match="cannot be read"):
         build_report(tmp_path / "a")
-    with pytest.raises(InputError, match="no such file or folder"):
+    with pytest.raises(InputError, match="cannot be read"):
         build_report(adapter=tmp_path / "a")

@@ -18,7 +18,7 @@ NOTICE = re.compile(
     r"bitsandbytes does not quantise the experts of (?P<layers>\d+) layers "
     r"\(fused tensors such as (?P<name>[\w.]+)\): "
     r"they are loaded in (?P<dtype>\w+) and take (?P<size>[\d.e+-]+) GiB\.  "
-    r"To find a device map that fits your GPU, run gemma4-compat plan MODEL_DIR --gpu SIZE\."
+    r"To find a device map that fits your GPU, run gemma4-compat plan MODEL --gpu SIZE\."
 )
 
 

@@ -261,7 +261,7 @@ def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
         logger.warning(
             "PEFT's %s ignores %s: %s  To place the model differently, pass device_map (and "
             "max_memory, offload_folder) to the base model's from_pretrained; run "
-            "gemma4-compat map MODEL_DIR --map JSON to see the result.",
+            "gemma4-compat map MODEL --map MAP to see the result.",
             caller, ", ".join(given), why,
         )  # fmt: skip
 

@@ -94,7 +94,7 @@ def _warn(model: Any, device_map: dict[str, Any]) -> None:
     logger.warning(
         "the device_map has entries that name no module or parameter of %s: %s.  They are ignored."
         "  The modules that they were meant for may follow other entries, or go to the CPU.%s  "
-        "Correct these names; gemma4-compat map MODEL_DIR --map JSON checks a map.",
+        "Correct these names; gemma4-compat map MODEL --map MAP checks a map.",
         type(model).__name__, ", ".join(hints),
         "" if all(similar.values()) else f"  The model has: {', '.join(parts)}.",
     )  # fmt: skip

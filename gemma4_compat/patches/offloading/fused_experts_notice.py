@@ -92,7 +92,7 @@ def _warn(quantizer: Any, model: Any) -> None:
     logger.warning(
         "bitsandbytes does not quantise the experts of %d layers (fused tensors such as %s): they "
         "are loaded in %s and take %.3g GiB.  To find a device map that fits your GPU, run "
-        "gemma4-compat plan MODEL_DIR --gpu SIZE.",
+        "gemma4-compat plan MODEL --gpu SIZE.",
         len({name.rpartition(".")[0] for name in skipped}), next(iter(skipped)),
         " and ".join(sorted(dtypes)), size / 2**30,
     )  # fmt: skip

@@ -1,0 +1,283 @@
+"""Reads single files of a repository on the Hugging Face Hub.
+
+The cache of huggingface_hub is used as transformers uses it: a file is looked up on the Hub, and
+taken from the cache if it is unchanged or the Hub cannot be reached.  Weights are never downloaded:
+of a file that is not in the cache, `RemoteFile` reads single bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, reason
+
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_LOCATION = re.compile(rf"({_NAME}/{_NAME})(?:@([^\s@\\]+))?", re.ASCII)
+#: the end of a name that is a file's, not a repository's
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
+
+
+class Unavailable(InputError):
+    """A file of a repository is not in the cache, and the Hub cannot be reached."""
+
+
+def repository(text: str) -> Repository | None:
+    """The repository that "NAMESPACE/NAME" or "NAMESPACE/NAME@REVISION" names.
+
+    ``None`` if the text cannot be a Hub id.  The Hub is not asked.
+    """
+    match = _LOCATION.fullmatch(text)
+    if match is None or match[1].endswith(_FILES) or "--" in match[1] or ".." in match[1]:
+        return None
+    return Repository(match[1], match[2])
+
+
+def short_name(location: str) -> str:
+    """The last component of a path or a Hub id, for a title; the revision is kept."""
+    match = _LOCATION.fullmatch(location)
+    if match is not None and match[2] and not os.path.exists(location):
+        return location.partition("/")[2]
+    return Path(location).name or location
+
+
+def id_and_revision(location: str) -> tuple[str, str | None]:
+    """The arguments of ``from_pretrained`` for a folder or a Hub id; the revision may be None."""
+    found = None if os.path.exists(location) else repository(location)
+    return (location, None) if found is None else (found.id, found.revision)
+
+
+class Repository:
+    """A model or an adapter on the Hub.
+
+    All files are read from the commit of the first one that `file` returns, so that they belong
+    together.  ``str()`` is the text that the user wrote.
+    """
+
+    def __init__(self, id: str, revision: str | None = None) -> None:
+        self.id, self.revision = id, revision
+        self._commit: str | None = None
+
+    def __str__(self) -> str:
+        return self.id if self.revision is None else f"{self.id}@{self.revision}"
+
+    def __repr__(self) -> str:
+        return f"Repository({str(self)!r})"
+
+    def file(self, name: str) -> Path | None:
+        """The local copy of a small file, or ``None`` if the repository has no such file.
+
+        Raises:
+            InputError: the repository cannot be read.
+        """
+        with self._refusals(name):
+            hub = _imported(self)
+            cached = self.cached(name)
+            # If the cache lacks the file, hf_hub_download tries for half a minute to reach the Hub.
+            if cached is None and not self.contains(name):
+                return None
+            try:
+                with _quiet():
+                    file = Path(hub.hf_hub_download(self.id, name, revision=self._at))
+            except hub.errors.RemoteEntryNotFoundError:
+                return None
+            except Exception as error:
+                if cached is None or isinstance(error, hub.errors.RevisionNotFoundError):
+                    raise
+                file = cached
+            self._commit = self._commit or file.parents[name.count("/")].name
+            return file
+
+    def cached(self, name: str) -> Path | None:
+        """The file in the cache, or ``None``; the Hub is not asked."""
+        hub = _imported(self)
+        found = hub.try_to_load_from_cache(self.id, name, revision=self._at)
+        return Path(found) if isinstance(found, str) else None
+
+    def contains(self, name: str) -> bool:
+        """Whether the repository has this file, which is not downloaded.
+
+        Raises:
+            InputError: the repository cannot be read.
+        """
+        with self._refusals(name):
+            hub = _imported(self)
+            known = hub.try_to_load_from_cache(self.id, name, revision=self._at)
+            if isinstance(known, str):
+                return True
+            if known is not None and (self._commit or hub.constants.is_offline_mode()):
+                return False  # the cache also stores that a commit has no such file
+            try:
+                with _quiet():
+                    hub.get_hf_file_metadata(hub.hf_hub_url(self.id, name, revision=self._at))
+            except hub.errors.RemoteEntryNotFoundError:
+                return False
+            return True
+
+    def open(self, name: str) -> RemoteFile:
+        """A file on the Hub, to read its first bytes.
+
+        Raises:
+            InputError: the repository cannot be read, or has no such file.
+        """
+        return RemoteFile(self, name)
+
+    def download(self, patterns: Sequence[str]) -> Path:
+        """The folder of the cache that holds all files that match these patterns.
+
+        Raises:
+            InputError: the repository cannot be read.
+        """
+        with self._refusals("complete copy of it"):
+            hub = _imported(self)
+            return Path(
+                hub.snapshot_download(
+                    self.id, revision=self.revision, allow_patterns=list(patterns)
+                )
+            )
+
+    @property
+    def _at(self) -> str | None:
+        return self._commit or self.revision
+
+    @contextlib.contextmanager
+    def _refusals(self, name: str) -> Iterator[None]:
+        """Turn the errors of huggingface_hub into ``InputError``."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # also those of the HTTP library
+            raise self._refusal(name, error) from error
+
+    def _refusal(self, name: str, error: Exception) -> InputError:
+        from huggingface_hub import constants, errors
+
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(error, errors.GatedRepoError):
+            url = f"{constants.ENDPOINT}/{self.id}"
+            why = f"gated: accept the licence at {url} and log in: hf auth login"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            why = (
+                "not a folder here, and not found on the Hub. Is it misspelt? If it is private, "
+                "log in: hf auth login"
+            )
+        elif isinstance(error, errors.RevisionNotFoundError):
+            why = f"the Hub has no revision {self.revision} of it"
+        elif status in (401, 403):
+            why = f"the Hub denies access (status {status}). Log in again: hf auth login"
+        elif isinstance(error, errors.RemoteEntryNotFoundError):
+            why = f"no {name}"
+        elif status is not None and not 500 <= status < 600:
+            why = f"the Hub refuses to send {name}: {reason(error)}"
+        elif isinstance(error, OSError) and error.errno is not None:
+            why = f"{name} cannot be stored in the cache of the Hub: {reason(error)}"
+        else:
+            return Unavailable(f"{self}: {self._unreachable(name, error)}")
+        return InputError(f"{self}: {why}")
+
+    def _unreachable(self, name: str, error: Exception) -> str:
+        from huggingface_hub import constants
+
+        if constants.is_offline_mode():
+            return (
+                f"not a folder here, and the cache of the Hub has no {name}. HF_HUB_OFFLINE is "
+                f"set: unset it, or name a local folder"
+            )
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        return (
+            f"not a folder here, the cache of the Hub has no {name}, and the Hub does not answer "
+            f"({reason(cause)}). Check the network, or name a local folder"
+        )
+
+
+class RemoteFile:
+    """A file on the Hub, of which only the bytes that are read are fetched.
+
+    ``size`` is the size of the whole file in bytes.
+    """
+
+    def __init__(self, repo: Repository, name: str) -> None:
+        self._repo, self._name, self._position = repo, name, 0
+        self.size = 0
+        self._start = self._fetched(8)
+
+    def read(self, count: int) -> bytes:
+        """The next bytes; fewer at the end of the file."""
+        held = self._start[self._position : self._position + count]
+        self._position += len(held)
+        more = self._fetched(count - len(held)) if count > len(held) else b""
+        self._position += len(more)
+        return held + more
+
+    def _fetched(self, count: int) -> bytes:
+        first = self._position
+        with self._repo._refusals(self._name):
+            hub = _imported(self._repo)
+            url = hub.hf_hub_url(self._repo.id, self._name, revision=self._repo._at)
+            headers = hub.utils.build_hf_headers() | {
+                "Range": f"bytes={first}-{first + count - 1}",
+                "Accept-Encoding": "identity",
+            }
+            timeout = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
+            session = hub.utils.get_session()
+            with _quiet(), session.stream("GET", url, headers=headers, timeout=timeout) as response:
+                if response.status_code == 416:  # the file ends before
+                    return b""
+                hub.utils.hf_raise_for_status(response)
+                # A server may ignore the range and begin at the first byte.
+                skipped = 0 if response.status_code == 206 else first
+                whole = response.headers.get("Content-Range", "").rpartition("/")[2]
+                self.size = int(whole or response.headers["Content-Length"])
+                read = b""
+                for chunk in response.iter_raw(min(skipped + count, 2**16)):
+                    read += chunk
+                    if len(read) >= skipped + count:
+                        break
+        return read[skipped : skipped + count]
+
+
+def _imported(repo: Repository) -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise InputError(
+            f"{repo}: no such folder; if it is a Hub id: pip install huggingface_hub"
+        ) from error
+    if huggingface_hub.__version__.startswith("0."):
+        raise InputError(
+            f"{repo}: Hub ids need huggingface_hub 1.0: pip install -U huggingface_hub"
+        )
+    return huggingface_hub
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide progress bars and warnings while a small file is fetched."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+        logging,
+    )
+
+    shown, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.set_verbosity_error()
+            if shown:
+                disable_progress_bars()
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            enable_progress_bars()

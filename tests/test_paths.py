@@ -1,0 +1,90 @@
+"""Paths with backslashes and spaces, also under the rules of Windows."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import shlex
+from pathlib import PurePosixPath, PureWindowsPath
+
+import pytest
+
+from gemma4_compat import text
+from gemma4_compat.model import files, hub
+from gemma4_compat.plan import Plan
+from tests.support import run_command
+
+WINDOWS = [
+    r"C:\Users\Jane Doe\new models\tiny",
+    r"\\server\share\new models\tiny",
+    r"D:/models\tiny",
+    r"..\tiny",
+]
+ODD = r"my \new 'model' (1)"
+
+
+@pytest.mark.parametrize("path", [*WINDOWS, "/data/new models/tiny", ODD])
+def test_code_that_plan_prints(path):
+    """The paths in the code are those that the user wrote."""
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(Plan)), 0)
+    empty |= {"model": path, "adapter_dir": path, "quant": "nf4", "device_map": {"": 0}}
+    tree = ast.parse(Plan(**empty | {"architecture": "Gemma4ForConditionalGeneration"}).code)
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    assert strings.count(path) == 2
+
+
+def test_names_in_titles(monkeypatch):
+    assert hub.short_name("google/gemma@refs/pr/1") == "gemma@refs/pr/1"
+    assert hub.short_name("google/gemma") == "gemma"
+    assert hub.short_name("/data/my models/tiny/") == "tiny"
+    assert hub.short_name(".") == "."
+    monkeypatch.setattr(hub, "Path", PureWindowsPath)
+    assert [hub.short_name(path) for path in WINDOWS] == ["tiny"] * 4
+
+
+def test_windows_paths_are_no_hub_ids():
+    assert [hub.repository(path) for path in WINDOWS] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("flavour", "outside"),
+    [
+        (PurePosixPath, ["/x", "../x", "a/../x"]),
+        (
+            PureWindowsPath,
+            ["/x", r"\x", "C:x", r"C:\x", r"..\x", r"a\..\x", "../x", r"\\server\a\x"],
+        ),
+    ],
+)
+def test_shards_outside_the_folder(flavour, outside, monkeypatch):
+    monkeypatch.setattr(files, "Path", flavour)
+    assert all(map(files._leaves_folder, outside))
+    assert not any(map(files._leaves_folder, ["x", "a/x", "a b/x..y"]))
+
+
+@pytest.mark.parametrize("name", ["posix", "nt"])
+def test_commands_to_copy(name, monkeypatch):
+    words = ["gemma4-compat", "adapter", r"C:\my models\tiny"]
+    monkeypatch.setattr(text.os, "name", name)
+    line = text.command_line(*words)
+    monkeypatch.undo()
+    if name == "nt":
+        assert line == r'gemma4-compat adapter "C:\my models\tiny"'
+    else:
+        assert shlex.split(line) == words
+
+
+def test_commands(model_dir, adapter_dir, tmp_path, monkeypatch, capsys):
+    """Backslash, quotes and spaces in the names of the folders and of the map's file."""
+    (tmp_path / ODD).symlink_to(model_dir)
+    (tmp_path / f"{ODD} lora").symlink_to(adapter_dir)
+    (tmp_path / f"{ODD}.json").write_text('{"": 0}')
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("map", ODD, "--map", f"{ODD}.json"),
+        ("scan", ODD, "--targets", "q_proj"),
+        ("adapter", f"{ODD} lora", "--model", ODD),
+        ("plan", ODD, "--gpu", "8GiB", "--adapter", f"{ODD} lora"),
+    ):
+        assert run_command(*arguments) == 0, capsys.readouterr()
+        assert ODD in capsys.readouterr().out
