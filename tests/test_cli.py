@@ -577,3 +577,12 @@ def test_what_messages_name_exists():
     assert functions == {"inspect_model"}
     for name in functions:
         assert callable(getattr(importlib.import_module("gemma4_compat.inspection"), name))
+
+
+def test_interrupted_while_the_hub_is_asked(monkeypatch, capsys):
+    def interrupted(self, name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gemma4_compat.model.hub.Repository.file", interrupted)
+    assert run_command("plan", "google/gemma-4-E4B-it", "--gpu", "8GiB") == 130
+    assert capsys.readouterr().err == "gemma4-compat plan: interrupted\n"

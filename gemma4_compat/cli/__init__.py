@@ -36,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     _check_command(parser, argv[0])
-    options = parser.parse_args(argv, argparse.Namespace(program=program))
+    try:
+        options = parser.parse_args(argv, argparse.Namespace(program=program))
+    except KeyboardInterrupt:  # while the Hub is asked for an argument
+        parser.exit(130, f"gemma4-compat {argv[0]}: interrupted\n")
     if options.command == run.COMMAND.name and not program:
         parser.error("run: name a script or program, or a module after -m")
     try:

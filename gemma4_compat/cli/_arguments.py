@@ -1,17 +1,20 @@
 """Types of arguments, which check their text before a library is imported.
 
-A Hub id needs huggingface_hub, and nothing else."""
+A Hub id needs huggingface_hub, and nothing else.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
 from ..model.hub import Repository
+from ._terminal import waiting
 
 T = TypeVar("T")
 MODEL_HELP = "a folder with config.json, or a Hub id such as google/gemma-4-E4B-it"
@@ -35,7 +38,8 @@ def model_location(text: str) -> str | Repository:
     A Hub id is returned as the repository, which has the file's commit.
     """
     folder = located(text)
-    read_config(folder)
+    with _asking(folder):
+        read_config(folder)
     return folder if isinstance(folder, Repository) else text
 
 
@@ -43,11 +47,18 @@ def adapter_location(text: str) -> str | Repository:
     """Check for an existing file or folder, or a Hub id with an ``adapter_config.json``."""
     found = with_repository(text)
     if isinstance(found, Repository):
-        if found.file(ADAPTER_CONFIG) is None:
+        with _asking(found):
+            file = found.file(ADAPTER_CONFIG)
+        if file is None:
             raise InputError(f"{text}: no {ADAPTER_CONFIG} (is it a model?)")
     elif not os.path.exists(text):
         raise InputError(f"{text}: no such file or folder")
     return found
+
+
+def _asking(location: object) -> AbstractContextManager[None]:
+    is_remote = isinstance(location, Repository)
+    return waiting(f"gemma4-compat: asking the Hub for {location} ..." if is_remote else "")
 
 
 def at_least_one(text: str) -> int:

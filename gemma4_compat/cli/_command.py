@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ._libraries import missing_libraries
+from ._terminal import shows_colour, waiting
 
 _GREEN, _RED = "32", "31"
 
@@ -60,7 +59,7 @@ class Command:
                 names = ", ".join(missing)
                 raise InputError(f'needs {names}: pip install "gemma4-compat[gemma4]"')
             assert self.run is not None
-            with _line(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
+            with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
                 result = self.run(options)
         except InputError as error:
             return self._fails(str(error), 2)
@@ -93,32 +92,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-@contextmanager
-def _line(text: str) -> Iterator[None]:
-    """A block during which the terminal shows this line."""
-    if not text or not sys.stderr.isatty():
-        yield
-        return
-    print(text, end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r" + " " * len(text), end="\r", file=sys.stderr, flush=True)
-
-
 def _print(result: Result, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result.as_dict(), indent=2))
         return
     text = str(result)
-    if result.verdict and _shows_colour():
+    if result.verdict and shows_colour():
         colour = _GREEN if result.ok else _RED
         text = text.replace(result.verdict, f"\033[{colour}m{result.verdict}\033[0m", 1)
     print(text)
-
-
-def _shows_colour() -> bool:
-    """Whether stdout is a terminal, and neither NO_COLOR nor TERM=dumb is set."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return sys.stdout.isatty()
