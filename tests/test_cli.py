@@ -586,3 +586,17 @@ def test_interrupted_while_the_hub_is_asked(monkeypatch, capsys):
     monkeypatch.setattr("gemma4_compat.model.hub.Repository.file", interrupted)
     assert run_command("plan", "google/gemma-4-E4B-it", "--gpu", "8GiB") == 130
     assert capsys.readouterr().err == "gemma4-compat plan: interrupted\n"
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error(monkeypatch, capsys, model_dir):
+    import transformers
+
+    def interrupted(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module") from error
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", interrupted)
+    assert run_command("scan", model_dir, "--targets", "q_proj") == 130
+    assert capsys.readouterr().err == "gemma4-compat scan: interrupted\n"

@@ -37,9 +37,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     _check_command(parser, argv[0])
     try:
-        options = parser.parse_args(argv, argparse.Namespace(program=program))
+        options, unknown = parser.parse_known_args(argv, argparse.Namespace(program=program))
     except KeyboardInterrupt:  # while the Hub is asked for an argument
         parser.exit(130, f"gemma4-compat {argv[0]}: interrupted\n")
+    if unknown:
+        name = f"gemma4-compat {options.command}"
+        message = f"unrecognized arguments: {' '.join(unknown)}"
+        parser.exit(2, f"{name}: {message} ({name} --help lists the arguments)\n")
     if options.command == run.COMMAND.name and not program:
         parser.error("run: name a script or program, or a module after -m")
     try:

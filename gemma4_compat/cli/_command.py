@@ -62,6 +62,8 @@ class Command:
             with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
                 result = self.run(options)
         except InputError as error:
+            if _is_interrupted(error):
+                return self._fails(f"interrupted{self.stopped}", 130)
             return self._fails(str(error), 2)
         except PatchError as error:  # the strict switch is on
             return self._fails(str(error), 1)
@@ -81,13 +83,20 @@ class Command:
         return code
 
 
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused this error: transformers turns it into a failed import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that prints an error in the arguments as one line."""
 
     def error(self, message: str) -> NoReturn:
         # Positional arguments are in capitals; their messages name the value.
         message = re.sub(r"^argument ([A-Z_]+: )?", "", message)
-        if message.startswith(("the following arguments", "unrecognized")):
+        if message.startswith("the following arguments"):
             message += f" ({self.prog} --help lists the arguments)"
         self.exit(2, f"{self.prog}: {message}\n")
 
