@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from gemma4_compat.model import meta, peak
-from tests.support import load_model
+from tests.shapes import E2B_TEXT, write_config
+from tests.support import load_model, quantization
 
 KIB = 1024
 
@@ -112,3 +113,93 @@ def test_the_model_is_unchanged(model_dir):
     names = [name for name, _ in model.named_modules()]
     peak.forward_peak(model, 4, 0)
     assert [name for name, _ in model.named_modules()] == names
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory):
+    """A checkpoint with the widths of an E2B, ten layers and a small vocabulary."""
+    from transformers import AutoConfig, Gemma4ForCausalLM
+
+    text = {**E2B_TEXT, "num_hidden_layers": 10, "layer_types": E2B_TEXT["layer_types"][:10]}
+    text |= {"num_kv_shared_layers": 5, "vocab_size": 32768, "vocab_size_per_layer_input": 32768}
+    folder = write_config(tmp_path_factory.mktemp("wide"), text)
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    Gemma4ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def on_gpu(folder, kind):
+    from transformers import Gemma4ForCausalLM
+
+    options = {"quantization_config": quantization(kind)} if kind else {}
+    return Gemma4ForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": 0}, **options
+    )
+
+
+def measured(run):
+    """The peak of a second run above the memory that remains after it."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    kept = run()
+    torch.cuda.synchronize()
+    peaked = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del kept
+    return peaked
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("past", [0, 2048, 14336])
+@pytest.mark.parametrize("kind", [None, "nf4-nested"])
+def test_a_forward_on_a_gpu(wide_dir, kind, past):
+    from transformers import DynamicCache
+
+    model = on_gpu(wide_dir, kind).eval()
+    ids = torch.full((1, past + 2048), 3, device=0)
+    caches = []
+    for _ in range(2):
+        caches.append(DynamicCache(config=model.config))
+        with torch.no_grad():
+            for start in range(0, past, 2048):
+                step = ids[:, start : start + 2048]
+                model(input_ids=step, past_key_values=caches[-1], logits_to_keep=1)
+
+    def run():
+        cache = caches.pop()
+        with torch.no_grad():
+            model(input_ids=ids[:, past:], past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
+    real = measured(run)
+    assert real <= peak.forward_peak(plain, 2048, past) <= 1.15 * real
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kind", [None, "nf4-nested"])
+def test_a_training_step_on_a_gpu(wide_dir, kind, checkpointing):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        model.is_loaded_in_4bit = kind is not None
+        config = peft.LoraConfig(r=16, target_modules=r".*layers\.\d+\.(self_attn|mlp)\.\w+_proj")
+        return peft.get_peft_model(model, config)
+
+    model = adapted(on_gpu(wide_dir, kind)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    ids = torch.full((1, 1024), 3, device=0)
+
+    def run():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+
+    plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
+    real = measured(run)
+    predicted = peak.training_peak(adapted(plain), 1024, checkpointing=checkpointing)
+    assert real <= predicted <= 1.15 * real
