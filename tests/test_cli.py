@@ -199,7 +199,7 @@ WRONG = [
     ("plan BROKEN --gpu 8GiB", "BROKEN/config.json: not JSON"),
     ("plan MODEL --gpu 8XB", "--gpu: '8XB' is not a size"),
     ("plan MODEL --gpu 8GiB --context 0", "--context: '0' is not a whole number of 1 or more"),
-    ("plan MODEL --gpu 8GiB --quant nf5", "--quant: invalid choice: 'nf5'"),
+    ("plan MODEL --gpu 8GiB --quant nf5", "--quant: 'nf5' is not one of nf4, 4bit"),
     ("plan MODEL --gpu 8GiB --adapter NONE", "--adapter: NONE: no such file or folder"),
     ("map MODEL", "the following arguments are required: --map"),
     ("map NONE --map {}", "NONE: no such folder"),

@@ -445,6 +445,17 @@ def test_json(model_dir, adapter_dir, capsys):
     assert found["needed"] == list(expected.needed)
 
 
+def test_other_names_of_arguments(model_dir, capsys):
+    shown = []
+    for arguments in (
+        ["--quant", "8bit", "--context", "1k"],
+        ["--quant", "int8", "--context", "1024"],
+    ):
+        assert main(["plan", str(model_dir), "--gpu", "8", *arguments]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ..errors import InputError
 from ..result import Result
 from ._arguments import adapter_location, add_model_dir, argument, at_least_one
 from ._command import Command
@@ -13,6 +14,14 @@ from ._libraries import quiet_libraries
 if TYPE_CHECKING:
     from ..plan import Gpu
 
+_QUANTS = {
+    "nf4": "nf4",
+    "4bit": "nf4",
+    "int4": "nf4",
+    "int8": "int8",
+    "8bit": "int8",
+    "bf16": "bf16",
+}
 _HELP = """\
 Plan a model for a GPU: the memory that it needs, and code that loads it.
 
@@ -47,6 +56,19 @@ def _size(text: str) -> int:
     return parse_size(text)
 
 
+def _quant(text: str) -> str:
+    name = _QUANTS.get(text.lower())
+    if name is None:
+        raise InputError(f"{text!r} is not one of {', '.join(_QUANTS)}")
+    return name
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens as "8192" or "8k"."""
+    thousands = text.lower().removesuffix("k")
+    return at_least_one(thousands) * (1 if thousands == text else 1024)
+
+
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_dir(parser)
     parser.add_argument(
@@ -72,14 +94,15 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quant",
-        choices=("nf4", "int8", "bf16"),
-        help="of the weights on the GPU (default: nf4, with double quantisation)",
+        type=argument(_quant),
+        metavar="QUANT",
+        help="nf4 (or 4bit; the default, with double quantisation), int8 (or 8bit) or bf16",
     )
     parser.add_argument(
         "--context",
-        type=argument(at_least_one),
+        type=argument(_tokens),
         metavar="TOKENS",
-        help="prompt and answer together (default: 32768), or a sequence to train on (2048)",
+        help="prompt and answer together (default: 32k), or a sequence to train on (2k)",
     )
     parser.add_argument(
         "--adapter",
