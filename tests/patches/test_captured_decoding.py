@@ -177,7 +177,7 @@ def test_sampling(model):
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["Gemma3n", "Gemma4 experts"])
 def test_other_families(family, tmp_path, caplog):
-    """Gemma 3n cannot be captured before transformers 5.23: each step copies a number from the CPU."""
+    """Before transformers 5.23, Gemma 3n cannot be captured: steps copy a number from the CPU."""
     import transformers
 
     support.save_random(family, tmp_path, vocab_size=512, vocab_size_per_layer_input=512)
@@ -213,7 +213,7 @@ def test_image_prompt(model):
 
 @pytest.mark.cuda
 def test_calls_in_a_row(model, monkeypatch):
-    """The first call captures one graph before the window is full and one after; others use them."""
+    """The first call captures two graphs, before and after the window is full; others use them."""
     lengths = [6, 5, 4, 6, 2, 3, 6, 1, 5, 6]
     inputs = [prompt(model, length, seed=i) for i, length in enumerate(lengths)]
     # From transformers 5.19 on, a new cache is never shorter than the previous one.

@@ -58,7 +58,7 @@ def adapted(model, tuner, name="default"):
 
 
 def plain(model_dir, kind, tuner, model):
-    """The expected result of dequantize(): the adapter on a base model that was dequantised first."""
+    """The expected result of dequantize(): an adapter on a base that was dequantised before."""
     base = load_model(model_dir, kind)
     base.dequantize()
     expected = adapted(base, tuner)

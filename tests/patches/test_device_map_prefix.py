@@ -24,7 +24,7 @@ def deep(folder):
     return LlamaForCausalLM
 
 
-# A module that is placed by chance has no entry of its own: root_device_map comes first.
+# The misplaced module has no entry of its own, so the bug of root_device_map comes first.
 @pytest.mark.regression("device_map_prefix", NO_VALUE, behind="root_device_map")
 def test_layer_1_without_layer_10(tmp_path):
     model_class, ids = deep(tmp_path / "model"), torch.arange(8)[None]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 DIFFERENT = r"the gradients of two micro batches differ by \d"
 VERSION = Version(transformers.__version__)
-#: Only in transformers 5.5 does the class not declare accepts_loss_kwargs.
+#: From transformers 5.6 on, the class declares accepts_loss_kwargs.
 DECLARED = Version("5.6") <= VERSION
 SMOOTHED = Version("5.15") <= VERSION
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
