@@ -163,7 +163,7 @@ def test_offloaded_buffers(model_dir, tmp_path):
 
 @pytest.fixture
 def _stable_eight_bit():
-    """Skip old releases, which quantise an 8-bit weight again when accelerate moves it to the CPU."""
+    """Skip old releases: moving an 8-bit weight to the CPU quantises it again."""
     import bitsandbytes
     from packaging.version import Version
 
