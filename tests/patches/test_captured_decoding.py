@@ -601,7 +601,7 @@ def test_deleted_model_is_freed(model_dir, device_map):
         gc.collect()
         return torch.cuda.memory_allocated()
 
-    assert used() == used()  # cuBLAS keeps the memory that it allocates for the first
+    assert used() == used()  # cuBLAS keeps the memory that it allocates for the first model
 
 
 @pytest.mark.cuda
@@ -753,7 +753,7 @@ def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8", None])
 def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, monkeypatch, kind):
-    """Nothing prevents capturing before the first forward, nor after it with page-locked layers."""
+    """Capturing is possible before the first forward, and after it if layers are page-locked."""
     from accelerate import cpu_offload
     from peft import PeftModel
 

@@ -437,7 +437,7 @@ def test_long_lists_of_full_names(base):
 
 
 def test_every_wrapper(base):
-    """Some names occur in one tower only, and some name other modules elsewhere."""
+    """Some names occur in one tower only, and some layers have other names in the other tower."""
     names = {name.rpartition(".")[2] for name in wrappers(base)}
     assert tuned(adapted(base, sorted(names))) >= {f"{name}.linear" for name in wrappers(base)}
 
@@ -565,7 +565,7 @@ def test_second_adapter(base):
     model.set_adapter("second")
     second = logits(randomized(model, seed=2))
     assert (second["image"] - first["image"]).abs().max() > 1e-2
-    assert_same({"text": second["text"]}, {"text": plain["text"]})  # only towers have it
+    assert_same({"text": second["text"]}, {"text": plain["text"]})  # the towers alone have it
     model.set_adapter("default")
     assert_same(logits(model), first)
     with model.disable_adapter():
@@ -666,7 +666,7 @@ def test_compiled_wrapper(base):
 
 @pytest.fixture(scope="module")
 def reference(loaded, adapter_dir, tmp_path_factory):
-    """Logits with the adapter by PEFT without the patch, with inner keys and inner targets."""
+    """Logits with the adapter, from PEFT without the patch: inner keys and inner targets."""
     path = tmp_path_factory.mktemp("explicit")
     copy_adapter(adapter_dir, path, target_modules=INNER)
     with unpatched():

@@ -1,4 +1,4 @@
-"""PEFT methods with their own search for targets find those in Gemma4ClippableLinear."""
+"""PEFT methods with their own search for targets find the layers in Gemma4ClippableLinear."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_notice_is_true(moe_dir, kind, dtype, notices):
     assert said["name"] in experts
     assert {p.dtype for p in experts.values()} == {getattr(torch, said["dtype"])}
     size = sum(p.untyped_storage().nbytes() for p in experts.values())
-    assert float(said["size"]) == pytest.approx(size / 2**30, rel=5e-3)  # it has three digits
+    assert float(said["size"]) == pytest.approx(size / 2**30, rel=5e-3)  # rounded to three digits
 
 
 def test_nothing_else_changes(moe_dir, notices):

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 DIFFERENT = r"the gradients of two micro batches differ by \d"
 VERSION = Version(transformers.__version__)
-#: From transformers 5.6 on, the class declares accepts_loss_kwargs.
+#: From transformers 5.6 on, Gemma4ForConditionalGeneration declares accepts_loss_kwargs.
 DECLARED = Version("5.6") <= VERSION
 SMOOTHED = Version("5.15") <= VERSION
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
@@ -383,7 +383,7 @@ class PassesOn(transformers.Trainer):
 
 @pytest.mark.parametrize("cls", [Ignores, type("Inherits", (Ignores,), {})])
 def test_a_trainer_that_ignores_the_number(cls, model_dir, tmp_path, caplog):
-    """The gradients are those without the patch, and one warning says so."""
+    """The gradients are those without the patch, and one warning describes them."""
     options = {"micro_batches": 2, "cls": cls}
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
         found = gradients(gemma4(model_dir), tmp_path, rows(), **options)

@@ -144,7 +144,7 @@ def test_no_token(dtype):
 
 @pytest.mark.regression("inputs_embeds_lookup", r"DID NOT RAISE")
 def test_two_tokens_and_none():
-    """A token with two matches and a token without a match are not mistaken for ids."""
+    """The lookup rejects a token with two matches together with a token without a match."""
     model = text_model().model
     with torch.no_grad():
         model.embed_tokens.weight[9] = model.embed_tokens.weight[5]

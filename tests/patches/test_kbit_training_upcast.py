@@ -198,7 +198,7 @@ def assert_same_training(found, expected):
 @pytest.mark.parametrize("kind", ["nf4", None], ids=["nf4", "bf16"])
 @pytest.mark.parametrize("family", ["Gemma4", "Gemma3n"])
 def test_training_with_per_layer_embeddings(folders, family, kind, autocast, pristine):
-    """The results are equal: a row times a power of two is exact in bfloat16, then in float32."""
+    """Results are equal: rows times a power of two are exact in bfloat16; the rest is float32."""
     options = {"use_gradient_checkpointing": True}
     options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     model = adapted(prepare(load(folders(family), kind), **options))

@@ -1,4 +1,4 @@
-"""Each offloaded decoder layer is copied to the GPU at once, and computes the same as before."""
+"""Each offloaded decoder layer goes to the GPU in one copy, and computes the same as before."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_other_layers(model_dir, kind):
 @pytest.mark.parametrize("room", [2, 1, 0], ids="room for {} layers".format)
 @pytest.mark.usefixtures("cpu_streams")
 def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
-    """With little room no layer is copied ahead; with none, accelerate copies each tensor."""
+    """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
     expected = logits(load_model(model_dir, kind))
     model = offloaded(load_model(model_dir, kind))
     empty_like = _streaming._empty_like
@@ -150,7 +150,7 @@ def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, ch
 
     def gradients(base):
         model = PeftModel.from_pretrained(base, language_adapter_dir, is_trainable=True)
-        if base.lm_head.weight.is_meta:  # it would pack the weights of a whole model for the CPU
+        if base.lm_head.weight.is_meta:  # a forward packs the weights of a whole model
             with torch.inference_mode():
                 model(**inputs)
         if checkpointing:

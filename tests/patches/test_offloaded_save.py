@@ -197,7 +197,7 @@ def test_eight_bit(model_dir, tmp_path):
     "offloaded_save", r"\d+ tensors missing in the file", behind="hf_initialized_flag"
 )
 def test_eight_bit_after_a_forward(model_dir, tmp_path):
-    """accelerate cannot run such layers on the CPU; the test sets the state after a forward."""
+    """accelerate cannot run offloaded 8-bit layers on the CPU, so the test sets their state."""
     reference = saved(load_model(model_dir, "int8"), tmp_path / "reference")
     model = load_model(model_dir, "int8")
     model = split(model, tmp_path / "offload", spelled_out(model))

@@ -499,7 +499,7 @@ def assert_split_is_whole(model_dir, config, place, tmp_path):
             assert any(name.startswith(place) for name in map(plain, offloaded(model)))
         with model.disable_adapter():
             assert_same(logits(model, ("text",)), logits(load_model(model_dir), ("text",)))
-    if place != "model.language_model.embed_tokens":  # is tied in the whole model
+    if place != "model.language_model.embed_tokens":  # tied in the whole model
         merged, expected = loaded.merge_and_unload(), one.merge_and_unload()
         assert_same(logits(merged, ("text",)), logits(expected, ("text",)))
 

@@ -122,7 +122,7 @@ def test_images(model_dir):
 
 
 def test_nothing_is_left_behind(model_dir, inputs):
-    """Even after an error, the base model expects that all its ``inputs_embeds`` are of tokens."""
+    """Even after an error, the base model rejects ``inputs_embeds`` that are not of tokens."""
     model = with_prompt(load_model(model_dir), "prompt tuning").eval()
     with pytest.raises(Exception, match=r"."):
         model(input_ids=torch.full((1, 4), 10**6))

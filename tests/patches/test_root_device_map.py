@@ -1,4 +1,4 @@
-"""With an entry for "" in a device map, other entries are not placed or hooked twice.
+"""With an entry for "" in a device map, modules of other entries are placed and hooked once.
 
 Without a GPU, the main device is the CPU.  The second device is "meta", which computes no values.
 """
