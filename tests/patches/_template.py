@@ -1,7 +1,7 @@
-# The template of a patch's test, which `nox -s new` copies without this line.
-"""What users do, and what they get.
+# The template of a patch's test; `nox -s new` copies it without this line.
+"""What a user does, and the result that the user gets.
 
-Small models come from the fixtures of tests/conftest.py and the functions of tests/support.py.
+The fixtures of tests/conftest.py and the functions of tests/support.py provide small models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 WEIGHTS = {"layer.weight": 1, "layer.bias": 2, "other.weight": 3}
 
 
-# Without the patch the test must fail with an exception that matches the second argument: the
-# users' own message.  A bug without an exception shows as a failed assertion; match its message.
+# Without the patch, the test must fail with an exception that matches the second argument: the
+# message that users see.  If the bug raises no exception, match the message of an assertion.
 @pytest.mark.regression("patch_name", r"KeyError: 'layer\.layer\.weight'")
 def test_a_view_is_what_it_says():
     from accelerate.utils.offload import PrefixedDataset

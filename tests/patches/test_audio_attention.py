@@ -1,4 +1,4 @@
-"""An explicit attn_implementation and the audio tower."""
+"""A model with an audio tower accepts an explicit attn_implementation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_implementation_set_later(model_dir, implementation):
 
 
 def tower_alone(model_dir, implementation):
-    """Flash attention for the whole model needs a package and a GPU; the tower never gets there."""
+    """Create only the tower: in the whole model, flash attention needs a package and a GPU."""
     from transformers import AutoConfig, AutoModel
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
 
@@ -78,7 +78,7 @@ def test_tower_alone(model_dir, implementation):
 
 
 def test_kernel_from_the_hub(model_dir):
-    """Is not fetched for a tower that could not use it."""
+    """The kernel is not downloaded, because the tower cannot use it."""
     tower = tower_alone(model_dir, "kernels-community/flash-attn")
     assert tower.config._attn_implementation == "eager"
 

@@ -1,7 +1,7 @@
-"""The audio tower computes the same under eager attention as under sdpa, and what its mask says.
+"""The audio tower computes the same under eager attention as under sdpa, and obeys its mask.
 
-Its attention is its own, whatever is asked for: only the mask is made differently.  So all is equal
-bit for bit.
+The tower has one implementation of attention.  The setting changes only how the mask is made, so
+the outputs are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load(model_dir, implementation, dtype=torch.float32):
 
 
 def sounds(config, padded):
-    """Two sounds of 14 soft tokens; the last third of the second is padding, if any is."""
+    """Two sounds of 14 soft tokens; with ``padded``, the last third of the second is padding."""
     inputs = audio_inputs(config, batch=2)
     if padded:
         inputs["input_features_mask"][1, 36:] = False
@@ -77,7 +77,7 @@ def test_gradients(model_dir):
 
 @SDPA
 def test_whole_model(model_dir):
-    """The language model sums in another order under eager; the tower does not."""
+    """Both language models use eager attention, which adds in another order than sdpa."""
     model, reference = (load(model_dir, name, torch.bfloat16) for name in ("eager", "sdpa"))
     reference.set_attn_implementation({"": "eager", "audio_config": "sdpa"})
     assert model.model.audio_tower.config._attn_implementation == "eager"
@@ -87,7 +87,7 @@ def test_whole_model(model_dir):
 
 @pytest.mark.regression("audio_eager_mask", "a position beyond the window tells in the output")
 def test_reach(model_dir):
-    """A position hears what is in its window, and nothing else; from the gradients of one layer."""
+    """The gradients of one layer show that a position attends to its window and nothing else."""
     model = load(model_dir, "eager")
     tower = model.model.audio_tower
     config = tower.config

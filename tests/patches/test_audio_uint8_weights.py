@@ -1,4 +1,4 @@
-"""Audio in a model whose audio tower is quantised as well."""
+"""A model processes audio when its audio tower is quantised as well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def quantized(model_dir, kind):
 
 
 def features(model):
-    """(tokens, hidden) audio features of the tower, float32."""
+    """Return the audio features of the tower: float32, (tokens, hidden)."""
     inputs = audio_inputs(model.config)
     with torch.no_grad():
         found = model.model.audio_tower(
@@ -32,8 +32,8 @@ def features(model):
 @pytest.mark.regression("audio_uint8_weights", FINFO, then="cpu_strided_input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
-    """Against the same weights, dequantised: the roundings of the activations are between, to
-    bfloat16 (2 ** -8) or to int8 (2 ** -7), through two layers."""
+    """The reference has the same weights, dequantised.  It lacks the rounding of the activations to
+    bfloat16 (2 ** -8) or to int8 (2 ** -7) in two layers."""
     found = features(quantized(model_dir, kind))
     expected = features(dequantized(quantized(model_dir, kind)))
     error = ((found - expected).norm() / expected.norm()).item()

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs.
+"""Decode steps run as CUDA graphs.
 
-``disable_compile=True`` is the eager decoding of the same static cache: the kernels are the same,
-so logits are compared bit for bit.
+The reference is eager decoding with the same static cache (``disable_compile=True``).  It uses the
+same kernels, so logits are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOWERS_ON_CPU = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
 PLE_ON_CPU = {"": 0, "model.language_model.embed_tokens_per_layer": "cpu"}
 MAPS = {"whole": {"": 0}, "towers on the CPU": TOWERS_ON_CPU, "PLE on the CPU": PLE_ON_CPU}
 PLACES = [*MAPS, "layers on the CPU"]
-#: with a prompt of 12 tokens, and a sliding window of 8, all windows are full; with 2 none is
+#: A prompt of 12 tokens fills the sliding window of 8 tokens; a prompt of 2 does not.
 NEW_TOKENS = 24
 
 
@@ -47,7 +47,7 @@ def prompt(model, length=12, batch=1, seed=0):
 
 
 def generated(model, inputs, eager=False, tokens=NEW_TOKENS, **options):
-    """Tokens and logits of a static cache."""
+    """Generate with a static cache; return the tokens and the logits, on the CPU."""
     options.setdefault("do_sample", False)
     output = model.generate(
         **inputs,
@@ -74,19 +74,19 @@ def base_of(model):
 
 
 def captures(model):
-    """How many steps are captured for a model as it is."""
+    """The number of steps that are captured for the model in its present state."""
     decoding = vars(base_of(model)).get("_decoding")
     return 0 if decoding is None else sum(len(memory.steps) for memory in decoding.memories)
 
 
 @contextlib.contextmanager
 def counted(monkeypatch):
-    """A list that gets an entry for each capture."""
+    """Yield a list that gets an entry for each capture."""
     seen = []
     original = _cuda_graph._captured
 
     def counting(*args):
-        seen.append("a capture")  # and not the cache, which would not be free then
+        seen.append("a capture")  # a reference to the cache would keep it alive
         return original(*args)
 
     with monkeypatch.context() as patch:
@@ -95,7 +95,7 @@ def counted(monkeypatch):
 
 
 def load_in(place, model_dir, kind="nf4", **options):
-    """A model in one of ``PLACES``."""
+    """Load the model with the device map or the offloading of one of ``PLACES``."""
     if place in MAPS:
         return load_model(model_dir, kind, MAPS[place], **options)
     return support.with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}, **options))
@@ -107,7 +107,7 @@ def model(request, model_dir):
 
 
 def check(model, inputs, **options):
-    """Captured equals eager, and something was captured."""
+    """Captured decoding equals eager decoding, and at least one step is captured."""
     expected = generated(model, inputs, eager=True, **options)
     found = generated(model, inputs, **options)
     assert_same(found, expected)
@@ -115,10 +115,10 @@ def check(model, inputs, **options):
 
 
 def check_many(model, inputs, tokens):
-    """The same over many tokens.
+    """The same as ``check``, over many tokens.
 
-    bitsandbytes' 4-bit kernel for one row is not exact before 0.50: eager decoding differs from
-    itself at one step of some 600, by a unit in the last place.
+    Before bitsandbytes 0.50, the 4-bit kernel for one row is not deterministic.  Two runs of eager
+    decoding differ at about one step in 600, by a unit in the last place.
     """
     import bitsandbytes
 
@@ -177,7 +177,7 @@ def test_sampling(model):
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["Gemma3n", "Gemma4 experts"])
 def test_other_families(family, tmp_path, caplog):
-    """Before 5.23 each step of Gemma 3n copies a number from the CPU, which no graph can hold."""
+    """Before transformers 5.23, Gemma 3n cannot be captured: steps copy a number from the CPU."""
     import transformers
 
     support.save_random(family, tmp_path, vocab_size=512, vocab_size_per_layer_input=512)
@@ -213,10 +213,10 @@ def test_image_prompt(model):
 
 @pytest.mark.cuda
 def test_calls_in_a_row(model, monkeypatch):
-    """The first captures, before the window is full and after; the others use its graphs."""
+    """The first call captures two graphs, before and after the window is full; others use them."""
     lengths = [6, 5, 4, 6, 2, 3, 6, 1, 5, 6]
     inputs = [prompt(model, length, seed=i) for i, length in enumerate(lengths)]
-    # transformers from 5.19 on never makes a shorter cache than before
+    # From transformers 5.19 on, a new cache is never shorter than the previous one.
     expected = [generated(model, each, eager=True) for each in inputs]
     with counted(monkeypatch) as seen:
         for each, wanted in zip(inputs, expected, strict=True):
@@ -488,7 +488,7 @@ def test_two_models_in_two_threads(model, model_dir):
 @pytest.mark.cuda
 @pytest.mark.parametrize("place", MAPS)
 def test_one_model_in_two_threads(model_dir, place):
-    """Not with offloaded layers: accelerate's hooks change modules that both threads run."""
+    """Offloaded layers are left out: accelerate's hooks change modules that both threads run."""
     model = load_in(place, model_dir)
     inputs = [prompt(model, seed=seed) for seed in range(4)]
     expected = [generated(model, i, eager=True) for i in inputs]
@@ -510,7 +510,7 @@ def works_afterwards(model, inputs, expected):
 
 @contextlib.contextmanager
 def while_capturing(monkeypatch, action):
-    """Do something in the first layer of a step that is being captured."""
+    """Call ``action`` in the layers of a step that is being captured."""
     from transformers import Cache
 
     original = Cache.update
@@ -601,7 +601,7 @@ def test_deleted_model_is_freed(model_dir, device_map):
         gc.collect()
         return torch.cuda.memory_allocated()
 
-    assert used() == used()  # cuBLAS keeps what it took for the first
+    assert used() == used()  # cuBLAS keeps the memory that it allocates for the first model
 
 
 @pytest.mark.cuda
@@ -609,7 +609,7 @@ def test_uninstall_frees_the_graphs(model):
     inputs = prompt(model)
     check(model, inputs)
     expected = generated(model, inputs)
-    # Without quant_state_offload offloaded 4-bit layers do not work at all.
+    # Offloaded 4-bit layers need quant_state_offload, so it stays installed for them.
     layers = model.model.language_model.layers
     names = ["captured_decoding"] if layers[1].mlp.up_proj.weight.is_meta else []
     try:
@@ -661,7 +661,7 @@ def test_inputs_on_the_cpu(model_dir):
 @pytest.mark.parametrize("layers", [range(6), (0, 2, 5)], ids=["all", "some"])
 @pytest.mark.parametrize("kind", ["nf4-nested", None, "int8"])
 def test_streamed_layers(model_dir, kind, layers):
-    """As on one device, where the same values are on one device."""
+    """Streamed layers compute the same as the same weights on one device."""
     options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
     whole = load_model(model_dir, kind, {"": 0}, **options)
     expected = generated(whole, prompt(whole), eager=True)
@@ -675,7 +675,7 @@ def test_streamed_layers(model_dir, kind, layers):
 
 @pytest.mark.cuda
 def test_streamed_weights_that_change(model_dir):
-    """In place the graph sees it; others are captured anew, or eager."""
+    """A graph sees changes in place; after others, steps are captured again or run eagerly."""
     model = load_in("layers on the CPU", model_dir, None)
     check(model, prompt(model))
     norm = model.model.language_model.layers[2].input_layernorm
@@ -753,7 +753,7 @@ def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8", None])
 def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, monkeypatch, kind):
-    """Expected before the first forward, and true after it."""
+    """Capturing is possible before the first forward, and after it if layers are page-locked."""
     from accelerate import cpu_offload
     from peft import PeftModel
 
@@ -970,7 +970,7 @@ def test_copies_of_a_cache_have_their_own_memory(model_dir):
 
 
 def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
-    """They may mean anything; what is left of an image prompt means nothing."""
+    """The user's own inputs prevent capturing; token types that remain from a prompt do not."""
     monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
     model, said = load_model(model_dir), []
     cache = static_cache(model)

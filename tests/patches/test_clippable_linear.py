@@ -1,4 +1,4 @@
-"""Adapters on Gemma4ClippableLinear: patterns that match the wrapper count for the layer inside.
+"""Adapters on Gemma4ClippableLinear: a pattern that matches the wrapper targets the inner layer.
 
 The reference is PEFT without the patch, with targets that name the inner layers.
 """
@@ -27,10 +27,10 @@ NEWEST_PEFT = Version(peft.__version__) >= Version("0.21")
 BROAD = "|".join(BROAD_TARGETS)
 OUTER_TOWERS = rf".*_tower\..*\.({BROAD})"
 INNER_TOWERS = rf"{OUTER_TOWERS}\.linear"
-#: what BROAD_TARGETS means, for PEFT as it is
+#: the same targets as BROAD_TARGETS, written for PEFT without the patch
 INNER = rf".*language_model.*\.({BROAD})|{INNER_TOWERS}"
 
-#: options without which a method does not start, or not on a layer of 128 x 128
+#: options that a method requires in general, or for a layer of 128 x 128
 OPTIONS = {
     "ADALORA": {"total_step": 10},
     "BOFT": {"boft_block_size": 4},
@@ -54,7 +54,7 @@ VARIANTS = {
     "LORA-orthogonal": {"init_lora_weights": "orthogonal"},
     "LOKR-rank": {"rank_pattern": {"q_proj": 2}, "r": 4, "decompose_both": True},
 }
-#: they adapt whole attention or decoder layers, modules of any kind, or embeddings
+#: methods that adapt whole attention or decoder layers, modules of any kind, or embeddings
 NOT_FOR_LINEAR = {"ADAPTION_PROMPT", "LN_TUNING", "TRAINABLE_TOKENS", "SHADOW"}
 KINDS = [
     kind.value
@@ -66,7 +66,7 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def loaded(model_dir):
-    # float32: whatever is compared with a tolerance is then exact to a few ulp of the logits
+    # In float32, results that are compared with a tolerance differ by a few ulp of the logits.
     return load_model(model_dir).float()
 
 
@@ -78,7 +78,7 @@ def base(loaded):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """On tensors this small threads only wait for each other."""
+    """Use one thread: the tensors are too small for several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,7 +101,7 @@ def adapted(model, targets, kind="LORA", **options):
 
 
 def randomized(model, seed=1, scale=0.05):
-    """Every trainable value off its initial one, so that the adapter does something."""
+    """Change every trainable value, so that the adapter has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,7 +111,7 @@ def randomized(model, seed=1, scale=0.05):
 
 
 def tuned(model):
-    """Names of the layers with an adapter, without PEFT's own prefix."""
+    """The names of the layers with an adapter, without PEFT's own prefix."""
     layers = [n for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
     return {name.removeprefix("base_model.model.") for name in layers}
 
@@ -136,7 +136,7 @@ def outputs(model, kind):
 
 
 def outcome(function, *args):
-    """The result, or the kind of exception."""
+    """The result of the function, or the name of its exception's type."""
     try:
         return function(*args)
     except Exception as error:
@@ -163,7 +163,7 @@ def saved_keys(path):
 
 # -- every method ----------------------------------------------------------------------------
 
-#: most methods say it in words of their own; OSF skips the towers in silence
+#: The messages differ between methods; OSF skips the towers without a message.
 REFUSED = (
     r"Gemma4ClippableLinear.*not supported|does not support target modules of type"
     r"|Gemma4ClippableLinear.*is not a plain torch.nn.Linear|No layer types compatible with FRoD"
@@ -176,14 +176,14 @@ REFUSED = (
 def test_every_method(base, kind, tmp_path):
     if kind == "ADAMSS":
         pytest.importorskip("sklearn")
-    reloads = kind != "ADAMSS" or NEWEST_PEFT  # PEFT 0.19 does not save all that AdaMSS needs
+    reloads = kind != "ADAMSS" or NEWEST_PEFT  # PEFT 0.19 saves AdaMSS incompletely
     targets, inner = BROAD_TARGETS, INNER
-    if kind == "FROD":  # wants one shape per kind of layer, which the language model has not
+    if kind == "FROD":  # needs one shape per kind of layer; the language model has several
         targets, inner = OUTER_TOWERS, INNER_TOWERS
     options = feedforward(kind)
     if kind == "LOKR-rank":
         options = {"rank_pattern": {r"q_proj(\.linear)?": 2}}
-    if kind == "LILY":  # shares weights by the entries of a list
+    if kind == "LILY":  # layers that match the same entry of a list share weights
         inner = [*BROAD_TARGETS, *(f"{name}.linear" for name in BROAD_TARGETS)]
         options = {"exclude_modules": r".*_tower\..*_proj"}
     with unpatched():
@@ -197,7 +197,7 @@ def test_every_method(base, kind, tmp_path):
         n for n, p in expected.named_parameters() if p.requires_grad
     }
 
-    # RandLora multiplies its few parameters by a lot; more would saturate the attention.
+    # RandLora amplifies its few parameters; larger values would saturate the attention.
     randomized(found, scale=0.001 if kind == "RANDLORA" else 0.05)
     expected.load_state_dict(found.state_dict())
     live = outputs(found, kind)
@@ -292,7 +292,7 @@ def test_rank_and_alpha_by_different_names(base):
 
 
 def test_patterns_of_inner_targets_stay(base):
-    """PEFT compares them with the inner name: adapters trained like that must load alike."""
+    """PEFT matches them against the inner name; adapters trained that way must load as before."""
     options = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 5}}
     with unpatched():
         expected = adapted(base, INNER, **options)
@@ -336,7 +336,7 @@ def feedforward(kind):
 def test_feedforward_modules(base, names):
     with unpatched():
         expected = adapted(base, INNER, "IA3", **feedforward("IA3"))
-    # PEFT wants a subset of the targets
+    # PEFT requires that feedforward_modules is a subset of the targets
     targets = rf".*\.({BROAD})" if isinstance(names, str) else {*BROAD_TARGETS, *names}
     found = adapted(base, targets, "IA3", feedforward_modules=names)
     assert_same_state(found, expected)
@@ -367,7 +367,7 @@ def test_exclude_modules(base, exclude):
 
 
 def test_wrapper_excluded_inner_targeted(base):
-    """How PEFT as it is can be made to take a pattern that matches both."""
+    """Without the patch, PEFT accepts a pattern that matches both if the wrapper is excluded."""
     options = {"exclude_modules": r".*_tower\..*_proj"}
     targets = r".*\.q_proj(\.linear)?"
     with unpatched():
@@ -423,7 +423,7 @@ def test_one_adapter_for_each_wrapper(base, targets):
 
 
 def test_long_lists_of_full_names(base):
-    """PEFT shortens lists of 20 names and more."""
+    """PEFT shortens lists of 20 or more names."""
     outer = sorted(n for n in wrappers(base) if n.endswith(tuple(BROAD_TARGETS)))
     language = [f"model.language_model.layers.{i}.self_attn.q_proj" for i in range(6)]
     expected = {f"{name}.linear" for name in outer} | set(language)
@@ -437,7 +437,7 @@ def test_long_lists_of_full_names(base):
 
 
 def test_every_wrapper(base):
-    """Names that occur in one tower alone, and names that the towers give otherwise."""
+    """Some names occur in one tower only, and some layers have other names in the other tower."""
     names = {name.rpartition(".")[2] for name in wrappers(base)}
     assert tuned(adapted(base, sorted(names))) >= {f"{name}.linear" for name in wrappers(base)}
 
@@ -451,7 +451,7 @@ def test_modules_to_save(base, tmp_path):
     keys = saved_keys(tmp_path)
     assert "base_model.model.model.vision_tower.encoder.layers.0.mlp.up_proj.input_max" in keys
     assert_same(logits(peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)), expected)
-    # Newer versions of transformers' own loader know of modules_to_save.
+    # In newer versions, transformers' own loader supports modules_to_save.
     with unpatched():
         plain = copy.deepcopy(base)
         config = peft.LoraConfig.from_pretrained(tmp_path)
@@ -497,7 +497,7 @@ def test_diffusion_gemma():
 
 
 class Plain(torch.nn.Module):
-    """No wrapper, but names that look like one."""
+    """A model without wrappers, with module names that look like a wrapper's."""
 
     def __init__(self):
         super().__init__()
@@ -547,7 +547,7 @@ def test_language_targets_are_untouched(base):
 
 
 def test_ln_tuning_is_untouched(base):
-    """It takes modules of any kind, wrappers included."""
+    """LN tuning accepts modules of any kind, including the wrappers."""
     with unpatched():
         expected = adapted(base, ["q_proj"], "LN_TUNING")
     assert_same_state(adapted(base, ["q_proj"], "LN_TUNING"), expected)
@@ -565,7 +565,7 @@ def test_second_adapter(base):
     model.set_adapter("second")
     second = logits(randomized(model, seed=2))
     assert (second["image"] - first["image"]).abs().max() > 1e-2
-    assert_same({"text": second["text"]}, {"text": plain["text"]})  # towers alone
+    assert_same({"text": second["text"]}, {"text": plain["text"]})  # the towers alone have it
     model.set_adapter("default")
     assert_same(logits(model), first)
     with model.disable_adapter():
@@ -582,7 +582,7 @@ def test_weighted_adapter(base):
     model.add_adapter("second", config_of("LORA", ["q_proj", "v_proj.linear"]))
     model.add_weighted_adapter(["default", "second"], [1.0, 0.5], "sum", combination_type="cat")
     model.set_adapter("sum")
-    # "second" is still at its initial value, zero.
+    # "second" still has its initial value, zero.
     assert_same(logits(model), first, tolerance=2e-4)
     assert {name for name, m in model.named_modules() if "sum" in getattr(m, "lora_A", ())} == {
         f"base_model.model.{name}" for name in tuned(model)
@@ -604,7 +604,7 @@ def test_merge_bfloat16(model_dir, adapter_dir):
     model = peft.PeftModel.from_pretrained(load_model(model_dir), adapter_dir).eval()
     live = logits(model)
     merged = logits(model.merge_and_unload(safe_merge=True))
-    # The merged weights are rounded to bfloat16, 8 bits; the tiny model multiplies that.
+    # The merged weights are rounded to bfloat16 (8 bits); the tiny model amplifies the error.
     for kind, value in live.items():
         assert (merged[kind] - value).norm() / value.norm() < 0.15
 
@@ -626,7 +626,7 @@ def test_copies(base):
     model = randomized(adapted(base, BROAD_TARGETS, rank_pattern={"q_proj": 2}))
     expected = logits(model)
     assert_same(logits(copy.deepcopy(model)), expected)
-    # transformers' output capturing leaves closures behind that nobody can pickle
+    # Only the tower: transformers' output capturing leaves closures that cannot be pickled.
     again = pickle.loads(pickle.dumps(model.base_model.model.model.vision_tower))
     assert tuned(again) == {
         name.removeprefix("model.vision_tower.") for name in tuned(model) if "vision_" in name
@@ -666,7 +666,7 @@ def test_compiled_wrapper(base):
 
 @pytest.fixture(scope="module")
 def reference(loaded, adapter_dir, tmp_path_factory):
-    """Logits with the adapter, by PEFT as it is: inner keys and inner targets."""
+    """Logits with the adapter, from PEFT without the patch: inner keys and inner targets."""
     path = tmp_path_factory.mktemp("explicit")
     copy_adapter(adapter_dir, path, target_modules=INNER)
     with unpatched():
@@ -685,7 +685,7 @@ def copy_adapter(source, path, **changes):
 
 @pytest.fixture(params=["inner", "outer"])
 def layout(request, adapter_dir, outer_adapter_dir):
-    """The adapter as a folder, keys with ``.linear`` and without."""
+    """The folder of an adapter whose keys for the towers have ``.linear`` or lack it."""
     return adapter_dir if request.param == "inner" else outer_adapter_dir
 
 
@@ -714,7 +714,7 @@ def test_from_pretrained(base, layout, reference, low_cpu_mem_usage, tmp_path):
 def test_outer_keys_are_not_lost_in_silence(
     base, outer_adapter_dir, reference, tmp_path, native, request
 ):
-    """Targets that PEFT takes as it is, keys that it then leaves aside."""
+    """Without the patch, PEFT accepts these targets and then ignores the keys."""
     if native:
         request.getfixturevalue("native_adapters")
     path = copy_adapter(outer_adapter_dir, tmp_path, target_modules=INNER)
@@ -749,7 +749,7 @@ def test_inject_and_set_state(base, layout, reference, low_cpu_mem_usage, with_s
     if with_state:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="While injecting the PEFT adapters")
-            # names, where the state dict does not decide alone: those that PEFT would find as well
+            # PEFT warns if these targets and the state dict name different layers.
             config.target_modules = [name.removesuffix(".linear") for name in names]
             peft.inject_adapter_in_model(
                 config, model, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state

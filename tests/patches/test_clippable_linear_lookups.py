@@ -1,4 +1,4 @@
-"""PEFT methods that look for their targets on their own, and Gemma4ClippableLinear."""
+"""PEFT methods with their own search for targets find the layers in Gemma4ClippableLinear."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def eva_of(base):
 
 @pytest.fixture
 def native_wrappers(pristine):
-    """As with a PEFT whose tuners know the wrappers: clippable_linear is not applied."""
+    """Simulate a PEFT whose tuners support the wrappers: clippable_linear is not applied."""
     from gemma4_compat.patches.adapters.clippable_linear import PATCH
 
     gemma4_compat.uninstall("clippable_linear")

@@ -1,4 +1,4 @@
-"""CorDA prepares a split model as it prepares one on one device."""
+"""CorDA prepares a split model in the same way as a model on one device."""
 
 from __future__ import annotations
 

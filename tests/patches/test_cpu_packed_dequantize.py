@@ -1,4 +1,4 @@
-"""Reading a 4-bit weight that bitsandbytes has repacked for the CPU."""
+"""A 4-bit weight is dequantised correctly after bitsandbytes has repacked it for the CPU."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_dora(model_dir, monkeypatch):
     packed = found()
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     never_packed = found()
-    # The two kernels round differently: 0.02 in a model without DoRA, too.
+    # The two kernels round differently: without DoRA, the difference is 0.02 as well.
     relative = ((packed - never_packed).norm() / never_packed.norm()).item()
     assert relative <= 0.05, f"logits differ by {relative:.2g}, relatively"
 
 
 def test_without_the_other_patch():
-    """The way back is then an approximation: the scales have been rounded to bfloat16."""
+    """Without cpu_packed_state, packing rounds the scales to bfloat16: unpacking is approximate."""
     module = layer(False)
     expected = dequantised(module)
     with gemma4_compat.disabled("cpu_packed_state"):

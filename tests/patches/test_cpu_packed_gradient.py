@@ -1,4 +1,4 @@
-"""Training a 4-bit layer after bitsandbytes has repacked its weight for the CPU."""
+"""A 4-bit layer can be trained after bitsandbytes has repacked its weight for the CPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_evaluation_is_as_before():
 
 
 def test_evaluation_with_a_trained_leaf_stays_packed():
-    """Without autograd nothing is unpacked, whatever the input says of itself."""
+    """Without autograd the weight stays packed, even if the input requires a gradient."""
     module = layer(True)
     run(module)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_lora_gradients_after_an_evaluation(model_dir):
 @pytest.mark.regression("cpu_packed_gradient", "the adapter differs from one trained without")
 @pytest.mark.parametrize("between", ["evaluate", "generate"])
 def test_trainer(between, model_dir, tmp_path):
-    """An evaluation, or a sample, between two steps changes nothing of what is learnt."""
+    """An evaluation or a generation between two steps does not change the trained adapter."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from tests.patches.test_gradient_accumulation import adapted, rows

@@ -1,4 +1,4 @@
-"""The quant state of a 4-bit layer that bitsandbytes has repacked for the CPU."""
+"""A 4-bit layer that bitsandbytes has repacked for the CPU is saved and copied correctly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layer(nested):
 
 
 def pack(module):
-    """What ``Linear4bit.forward`` does on first use, on a CPU that has the instructions."""
+    """Do what ``Linear4bit.forward`` does on first use, on a CPU with AVX512-BF16."""
     weight = module.weight
     weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
         weight.data, weight.quant_state

@@ -1,4 +1,4 @@
-"""4-bit layers on the CPU and inputs that are not contiguous."""
+"""4-bit layers on the CPU compute correctly with inputs that are not contiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of transformers' own, deleted, and the model saved."""
+"""A model can be saved after transformers' own delete_adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("native_adapters")
 
 Q_PROJ = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
-#: what from_pretrained makes of missing weights; it cannot initialise quantised ones
+#: from_pretrained initialises missing weights randomly; it fails if they are quantised
 RANDOM = r"text logits differ|\"normal_kernel_cpu\" not implemented for 'Byte'"
 LEFT = r"base_layer"
 
@@ -32,7 +32,7 @@ def test_deleted_and_saved(model_dir, tmp_path, kind):
     model.delete_adapter("default")
     model.save_pretrained(tmp_path)
     assert_same(logits(model), expected)
-    # The file says how it is quantised.
+    # The saved config contains the quantisation config.
     from transformers import Gemma4ForConditionalGeneration
 
     again = Gemma4ForConditionalGeneration.from_pretrained(

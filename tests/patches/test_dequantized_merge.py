@@ -1,4 +1,4 @@
-"""dequantize() of a model with adapters, and merging them then."""
+"""Adapters can be merged after dequantize() of their model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIGS = {
     "hira": lambda: peft.HiraConfig(target_modules=MLP, r=8),
     "pvera": lambda: peft.PveraConfig(target_modules=MLP, r=8),
 }
-# They cannot be merged into quantised weights, with or without dequantize.
+# PEFT cannot merge these into quantised weights; without the patch, dequantize does not help.
 NEVER_MERGED = {
     "ia3": lambda: peft.IA3Config(target_modules=MLP, feedforward_modules=[]),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=MLP, total_step=10),
@@ -38,7 +38,7 @@ NEVER_MERGED = {
 
 
 def adapted(model, tuner, name="default"):
-    """The model with an adapter that has random values in all its tensors."""
+    """Return the model with an adapter whose tensors all have random values."""
     configs = CONFIGS | NEVER_MERGED
     try:
         config = configs[tuner]()
@@ -58,13 +58,13 @@ def adapted(model, tuner, name="default"):
 
 
 def plain(model_dir, kind, tuner, model):
-    """What dequantize() is to make of `model`: the adapter put on a base that was dequantised."""
+    """The expected result of dequantize(): an adapter on a base that was dequantised before."""
     base = load_model(model_dir, kind)
     base.dequantize()
     expected = adapted(base, tuner)
     dtypes = {name: tensor.dtype for name, tensor in expected.state_dict().items()}
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == dtypes
-    # PEFT rounds initial values of adapters to bfloat16 where the base weight is bfloat16.
+    # Copy the adapter: PEFT rounds its initial values to bfloat16 if the base weight is bfloat16.
     adapter = {n: t for n, t in model.state_dict().items() if ".base_layer." not in n}
     assert not expected.load_state_dict(adapter, strict=False).unexpected_keys
     return expected
@@ -75,15 +75,15 @@ def layers(model):
 
 
 def assert_close(found, expected, tolerance):
-    """Relative difference of the logits, in the 2-norm."""
+    """Compare the logits by their relative difference, in the 2-norm."""
     for kind, wanted in expected.items():
         relative = ((found[kind] - wanted).norm() / wanted.norm()).item()
         assert relative <= tolerance, f"{kind} logits differ by {relative:.2g}, relatively"
 
 
-# Rounding to bfloat16 in another order is all that distinguishes the merged model from the one
-# with the adapter; in the unquantised model merging moves the logits by 0.02.  In 8 bit the
-# activations are quantised as well, which ends with dequantize.
+# The merged model differs from the model with the adapter only in the order of rounding to
+# bfloat16.  In the unquantised model, merging changes the logits by 0.02.  In 8 bit, activations
+# are quantised as well, but not after dequantize.
 TOLERANCE = {"nf4": 0.05, "nf4-nested": 0.05, "int8": 0.1}
 
 
@@ -167,7 +167,7 @@ def test_training_and_copies_after_dequantize(model_dir):
 
 
 def test_quantised_layers_are_left_alone(model_dir):
-    """Another model's layers, and those of a model that is not dequantised."""
+    """dequantize() of one model does not change the layers of another model."""
     model = adapted(load_model(model_dir, "nf4"), "lora")
     other = adapted(load_model(model_dir, "nf4"), "lora")
     other.dequantize()

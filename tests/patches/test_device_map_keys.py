@@ -1,4 +1,4 @@
-"""Entries of a device map that name nothing in the model."""
+"""A warning names the keys of a device map that match no module of the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support import assert_same, load_model, logits
 
 OURS = "gemma4_compat.patches.offloading.device_map_keys"
 PROJECTOR = "model.multi_modal_projector"
-#: as for Gemma 3, on one device: accelerate never sees this map
+#: a map for Gemma 3 on one device; transformers does not pass it to accelerate
 PARTS = {**dict.fromkeys(("model.language_model", *TOWERS, PROJECTOR, "lm_head"), "cpu")}
 
 
 @pytest.fixture
 def listen(caplog):
-    """Run a function; what it returned, all that was said meanwhile, and what we said of it."""
+    """Run a function; return its result, all messages of the call, and those of the patch."""
 
     def run(function, *args, **kwargs):
         caplog.clear()
@@ -53,7 +53,7 @@ def test_unknown_key_is_told(model_dir, listen):
 
 
 def test_the_map_is_used_as_it_is(model_dir, listen, tmp_path):
-    """Two devices: accelerate has a warning of its own; ours comes once, and changes nothing."""
+    """With two devices accelerate warns, too.  Our warning is logged once and changes nothing."""
     device_map = {"": "cpu", PROJECTOR: "disk"}
 
     def load():
@@ -103,7 +103,7 @@ def test_closest_names(model_dir, listen):
 
 
 def test_known_keys(model_dir, listen):
-    """Whatever has a name may be a key: parameters, buffers, tied and shared modules."""
+    """A key may name any parameter, buffer or module, including tied and shared ones."""
     model = load_model(model_dir)
     names = {"": "cpu"}
     for named in (model.named_modules, model.named_parameters, model.named_buffers):
@@ -120,7 +120,7 @@ def test_maps_without_names(model_dir, device_map, listen):
 
 
 def test_part_that_this_checkpoint_goes_without(model_dir, tmp_path, listen):
-    """31B and 26B-A4B have no audio tower; a map for all sizes names it all the same."""
+    """31B and 26B-A4B have no audio tower, but a map for all sizes may name it."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     config = Gemma4Config.from_pretrained(model_dir)
@@ -133,7 +133,7 @@ def test_part_that_this_checkpoint_goes_without(model_dir, tmp_path, listen):
 
 
 def test_text_model_alone(model_dir, listen):
-    """The map of the whole model, given to its text model."""
+    """The text model is loaded with the map of the whole model."""
     from transformers import Gemma4ForCausalLM
 
     def load():
@@ -168,7 +168,7 @@ def test_uncovered_parameters_are_accelerates_own_error(model_dir, tmp_path, cap
 
 
 def test_adapter_on_a_model_with_such_a_map(model_dir, language_adapter_dir, listen, tmp_path):
-    """transformers' load_adapter goes by the base model's map again: nothing new to say."""
+    """transformers' load_adapter reads the base model's map again; the warning is not repeated."""
     device_map = {"": "cpu", PROJECTOR: "disk"}
     model = load_model(model_dir, device_map=device_map, offload_folder=str(tmp_path))
     assert PROJECTOR in model.hf_device_map

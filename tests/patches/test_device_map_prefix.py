@@ -1,4 +1,4 @@
-"""Entries of a device map whose names are the beginning of other modules' names."""
+"""An entry ``layers.1`` of a device map does not apply to ``layers.10``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_VALUE = r"we need a `value` to put in on cpu"
 
 
 def deep(folder):
-    """A Llama of twelve layers: ``layers.1`` is the beginning of ``layers.10``."""
+    """Save a Llama of twelve layers, so that it has ``layers.1`` and ``layers.10``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -24,7 +24,7 @@ def deep(folder):
     return LlamaForCausalLM
 
 
-# A module that is placed by chance has no entry of its own: root_device_map comes first.
+# The misplaced module has no entry of its own, so the bug of root_device_map comes first.
 @pytest.mark.regression("device_map_prefix", NO_VALUE, behind="root_device_map")
 def test_layer_1_without_layer_10(tmp_path):
     model_class, ids = deep(tmp_path / "model"), torch.arange(8)[None]

@@ -1,4 +1,4 @@
-"""A model of which everything is on the disk."""
+"""A model can be loaded with all its modules on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts Gemma 4 under bitsandbytes."""
+"""A warning says that bitsandbytes does not quantise the experts of Gemma 4."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_notice_is_true(moe_dir, kind, dtype, notices):
     assert said["name"] in experts
     assert {p.dtype for p in experts.values()} == {getattr(torch, said["dtype"])}
     size = sum(p.untyped_storage().nbytes() for p in experts.values())
-    assert float(said["size"]) == pytest.approx(size / 2**30, rel=5e-3)  # three digits
+    assert float(said["size"]) == pytest.approx(size / 2**30, rel=5e-3)  # rounded to three digits
 
 
 def test_nothing_else_changes(moe_dir, notices):
@@ -86,7 +86,7 @@ def test_nothing_else_changes(moe_dir, notices):
 
 
 def test_quantised_checkpoint(moe_dir, tmp_path, notices):
-    """Saved in 4 bits and loaded again, the experts are still what they were."""
+    """When a 4-bit model is saved and loaded again, its experts are still in bfloat16."""
     model, (first,) = notices(load, moe_dir, "nf4")
     model.save_pretrained(tmp_path)
     again, (second,) = notices(load, tmp_path)

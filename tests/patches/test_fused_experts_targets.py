@@ -1,4 +1,4 @@
-"""Adapters on the MLP of a mixture-of-experts Gemma 4."""
+"""A warning says that adapters on the MLP of Gemma 4 do not include the experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(path):
 
 
 def told(caplog, function, *args, **kwargs):
-    """What we said meanwhile, and the function's result."""
+    """Call the function; return the warnings of the patch and the function's result."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         result = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The loss of Gemma 3n; see test_gradient_accumulation_loss."""
+"""Gemma 3n divides its loss by ``num_items_in_batch``; see test_gradient_accumulation_loss."""
 
 from __future__ import annotations
 

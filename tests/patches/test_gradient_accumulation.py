@@ -1,8 +1,8 @@
-"""A step over micro batches of unequal lengths equals the step over all of them as one batch.
+"""A step over micro batches of unequal lengths equals the step over a single batch of all rows.
 
-The references are the mean over all tokens, computed by hand from the logits, and ``Trainer`` with
-one batch a step.  In float32 the sums over tokens are rounded in another order: relative to the
-norm of all gradients they differ by some 1e-7.
+There are two references: the mean over all tokens, computed by hand from the logits, and
+``Trainer`` with one batch a step.  In float32, the sums over tokens are rounded in another order.
+They differ by about 1e-7, relative to the norm of all gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 DIFFERENT = r"the gradients of two micro batches differ by \d"
 VERSION = Version(transformers.__version__)
-#: In 5.5 the forward takes the number, and only there is a class without the declaration.
+#: From transformers 5.6 on, Gemma4ForConditionalGeneration declares accepts_loss_kwargs.
 DECLARED = Version("5.6") <= VERSION
 SMOOTHED = Version("5.15") <= VERSION
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
@@ -67,7 +67,7 @@ def unified(model_dir):
 
 
 def gemma3n(model_dir):
-    """With a vision tower that needs no timm; the data are text."""
+    """Use a vision tower that does not need timm; the data contain only text."""
     text = {
         **TEXT,
         "num_kv_shared_layers": 0,
@@ -90,7 +90,7 @@ def gemma3n(model_dir):
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     vision.vocab_size, vision.vocab_offset, vision.rms_norm_eps = 8, 496, 1e-6
-    vars(config)["vision_config"] = vision  # the type is checked where it is set
+    vars(config)["vision_config"] = vision  # setattr would check the type
     return randomised(transformers.Gemma3nForConditionalGeneration, config)
 
 
@@ -120,7 +120,7 @@ def adapted(model):
 
 
 def rows(kind="text", config=None):
-    """Two rows, of which the first has three targets and the second almost all tokens."""
+    """Two rows: three tokens of the first and almost all tokens of the second are targets."""
     if kind != "text":
         batch = INPUTS[kind](config, batch=2)
     else:
@@ -176,7 +176,7 @@ def gradients(*args, **kwargs):
 
 
 def by_hand(model, data):
-    """The mean over all targets of all rows, and its gradients."""
+    """The mean loss over all targets of all rows, and its gradients."""
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
     labels = batch.pop("labels")[:, 1:]
     output = model.train()(**batch).logits[:, :-1].float()
@@ -215,7 +215,7 @@ def test_two_micro_batches(make, with_adapter, model_dir, tmp_path):
 @pytest.mark.parametrize("kind", ["image", "audio"])
 @pytest.mark.regression("gradient_accumulation", DIFFERENT, behind="gradient_accumulation_loss")
 def test_images_and_sound(kind, model_dir, tmp_path):
-    """The number passes through the towers as well."""
+    """The forward passes ``num_items_in_batch`` to the towers as well."""
     data = rows(kind, gemma4(model_dir).config)
     _, expected = by_hand(gemma4(model_dir), data)
     assert_equal(gradients(gemma4(model_dir), tmp_path, data, micro_batches=2), expected)
@@ -231,9 +231,10 @@ def test_checkpointing(model_dir, tmp_path):
 
 
 def test_quantised_and_split(model_dir, tmp_path):
-    """Half the work is in bfloat16 here: compared is one batch, on one device and not split.
+    """The reference is one batch on a quantised model that is not split.
 
-    A row alone and a row in a batch round alike, but the last division is another.
+    Much of the arithmetic is in bfloat16.  A row alone is rounded like a row in a batch, but the
+    final division differs.
     """
     expected = gradients(adapted(load_model(model_dir, "nf4")), tmp_path, rows())
     model = adapted(split(load_model(model_dir, "nf4"), tmp_path / "offloaded"))
@@ -278,7 +279,7 @@ def test_sft_trainer(model_dir, tmp_path):
 @pytest.mark.slow
 @pytest.mark.regression("gradient_accumulation", DIFFERENT)
 def test_two_processes(model_dir, tmp_path):
-    """Each has one of the rows."""
+    """Each process has one of the rows."""
     code = (
         "import sys, gemma4_compat, torch\n"
         "from tests.patches import test_gradient_accumulation as here\n"
@@ -301,7 +302,7 @@ def test_two_processes(model_dir, tmp_path):
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     found = torch.load(tmp_path / "gradients.pt")
-    # Two processes, two micro batches each: every row is there twice.
+    # Two processes run two micro batches each, so every row occurs twice.
     _, expected = by_hand(adapted(gemma4(model_dir)), rows())
     assert_equal(found, expected)
 
@@ -317,7 +318,7 @@ def test_evaluation(make, model_dir, tmp_path):
 
 
 def test_a_batch_without_targets(model_dir, tmp_path):
-    """Its loss is no mean of nothing, NaN."""
+    """The batch has the loss 0, not NaN, which is the mean of no values."""
     data = rows()
     data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
     _, expected = by_hand(gemma4(model_dir), data[1:])
@@ -382,7 +383,7 @@ class PassesOn(transformers.Trainer):
 
 @pytest.mark.parametrize("cls", [Ignores, type("Inherits", (Ignores,), {})])
 def test_a_trainer_that_ignores_the_number(cls, model_dir, tmp_path, caplog):
-    """Its gradients are as without us, and one warning says what they are."""
+    """The gradients are those without the patch, and one warning describes them."""
     options = {"micro_batches": 2, "cls": cls}
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
         found = gradients(gemma4(model_dir), tmp_path, rows(), **options)
@@ -402,7 +403,7 @@ def test_a_trainer_that_passes_the_number_on(model_dir, tmp_path):
 
 
 def test_a_loss_function_of_the_users(model_dir, tmp_path):
-    """Is given the number by Trainer as ever."""
+    """With and without the patch, Trainer passes the number to the function."""
 
     def loss(outputs, labels, num_items_in_batch=None):
         logits, labels = outputs.logits[:, :-1].float(), labels[:, 1:]
@@ -421,7 +422,7 @@ def test_a_loss_function_of_the_users(model_dir, tmp_path):
 
 
 def test_label_smoothing(model_dir, tmp_path):
-    """As without us where the smoother does not know the number; else equal to one batch."""
+    """If the smoother uses the number, the step equals one batch; if not, nothing changes."""
     options = {"label_smoothing_factor": 0.1}
     found = gradients(gemma4(model_dir), tmp_path, rows(), micro_batches=2, **options)
     if SMOOTHED:

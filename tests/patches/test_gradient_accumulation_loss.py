@@ -1,4 +1,4 @@
-"""The forward's loss is a sum divided by ``num_items_in_batch``, where it is given one."""
+"""The loss of a forward with ``num_items_in_batch`` is the sum divided by that number."""
 
 from __future__ import annotations
 

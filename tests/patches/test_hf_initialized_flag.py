@@ -1,4 +1,4 @@
-"""_is_hf_initialized and the constructors of bitsandbytes parameters."""
+"""bitsandbytes parameters with the flag _is_hf_initialized can be rebuilt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.version import Version
 
 
 def stamped(name, device="cpu"):
-    """A module with a quantised parameter as transformers leaves it after loading."""
+    """A module whose quantised parameter has the flag, as after loading with transformers."""
     import bitsandbytes as bnb
 
     if name == "Params4bit":
@@ -36,7 +36,7 @@ def test_parameter_is_rebuilt(name):
 
 @pytest.fixture
 def flag_is_kept():
-    """bitsandbytes 0.50 takes the flag, and an accelerate before 1.14 then loses it: no bug."""
+    """Skip a harmless combination: accelerate before 1.14 loses the flag with bitsandbytes 0.50."""
     bnb, accelerate = (Version(metadata.version(n)) for n in ("bitsandbytes", "accelerate"))
     if bnb >= Version("0.50") and accelerate < Version("1.14"):
         pytest.skip("accelerate loses the flag")

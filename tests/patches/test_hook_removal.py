@@ -1,4 +1,4 @@
-"""accelerate's hooks come off a split model with adapters; all weights are there afterwards."""
+"""accelerate removes its hooks from a split model with adapters and loads all weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check(model_dir, tmp_path, config, remove):
 
 @pytest.mark.regression("hook_removal", NOT_ITS_OWN)
 def test_dispatched_again(model_dir, tmp_path):
-    """What dispatch_model does with a model that has hooks."""
+    """The model is dispatched again after its hooks are removed, as dispatch_model does."""
     expected = logits(adapted(load_model(model_dir), CONFIGS["LoRA"]()), ["text"])
     model = adapted(split(load_model(model_dir), tmp_path / "one", MAP), CONFIGS["LoRA"]())
     submodules(model)
@@ -76,7 +76,7 @@ def test_dispatched_again(model_dir, tmp_path):
 
 
 def test_compiled(model_dir, tmp_path):
-    """torch.compile's wrapper passes attributes on, too, and deletes them where they are."""
+    """torch.compile's wrapper forwards attributes as well; it deletes them on the inner module."""
     from accelerate.hooks import remove_hook_from_module
 
     model = split(load_model(model_dir), tmp_path, MAP)

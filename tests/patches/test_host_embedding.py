@@ -1,4 +1,4 @@
-"""Embeddings that rest on the host or on disk: rows are looked up there."""
+"""An offloaded embedding looks up its rows on the host or on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table(model):
 
 
 def allocated(call):
-    """Bytes of host memory that a call allocates, freed again or not; mapping a file is free."""
+    """The bytes of host memory that a call allocates in total, without memory-mapped files."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -50,7 +50,7 @@ def allocated(call):
 
 
 class Offloaded:
-    """An embedding of a kind, on the host or on disk, and the same one that never left."""
+    """An embedding that is offloaded to the host or to disk, and a copy that is not offloaded."""
 
     def __init__(self, where, folder, make=nn.Embedding, dtype=torch.bfloat16):
         from accelerate import cpu_offload, disk_offload
@@ -102,7 +102,7 @@ def test_shapes_and_dtypes(tmp_path, where, ids, dtype):
 
 
 class Scaled(nn.Embedding):
-    """Reads its weight's dtype and device, as Gemma's does, and its values."""
+    """The forward reads the weight's dtype and device, as Gemma's does, and its values."""
 
     def forward(self, ids):
         scale = torch.tensor(3.0, device=self.weight.device).to(self.weight.dtype)
@@ -134,7 +134,7 @@ def test_after_a_forward_that_raised(tmp_path):
 
 
 def test_who_loads_the_weight_gets_it(tmp_path):
-    """PEFT, for one, when it merges."""
+    """Other code can load the weight through the hook, as PEFT does when it merges."""
     pair = Offloaded("disk", tmp_path)
     hook = pair.embedding._hf_hook
     hook.pre_forward(pair.embedding)
@@ -179,7 +179,7 @@ def test_model(model_dir, tmp_path, kind, names):
 
 
 def test_model_from_its_own_checkpoint_file(model_dir, tmp_path):
-    """transformers leaves modules on "disk" in the checkpoint's safetensors."""
+    """transformers reads modules on "disk" from the safetensors file of the checkpoint."""
 
     expected = logits(load_model(model_dir))
     model = load_model(model_dir)
@@ -248,7 +248,7 @@ def test_adapter_on_the_embedding_itself(model_dir, tmp_path):
 
 
 class Peak:
-    """GPU bytes allocated at most within the block, beyond what was before it."""
+    """Measures the peak of the GPU memory in a block: ``bytes``, above the amount before it."""
 
     def __enter__(self):
         torch.cuda.synchronize()
@@ -312,7 +312,7 @@ def test_more_rows_than_are_staged_at_once(tmp_path):
 
 @pytest.mark.cuda
 def test_natural_map(model_dir):
-    """As a user writes it."""
+    """The map is passed to from_pretrained, as in a user's script."""
     expected = logits(load_model(model_dir, None, {"": 0}))
     model = load_model(model_dir, None, {PLE: "cpu", "": 0})
     assert_same(logits(model), expected)
@@ -320,7 +320,7 @@ def test_natural_map(model_dir):
 
 
 def test_forward_that_raises_leaves_the_weight_at_rest(model_dir, tmp_path):
-    """accelerate does not call ``post_forward`` then."""
+    """After an error, accelerate does not call ``post_forward``."""
     model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     expected = logits(model)
     with pytest.raises((IndexError, RuntimeError)):
@@ -365,7 +365,7 @@ def test_two_threads_look_up_at_once(model_dir, tmp_path):
 
 
 def on_gpu(embedding):
-    """The embedding, with its weight on the CPU and computing on the GPU."""
+    """Offload the embedding to the CPU, with a GPU as execution device."""
     from accelerate import dispatch_model
 
     model = dispatch_model(nn.Sequential(embedding, nn.Identity()), {"0": "cpu", "1": 0}, 0)
@@ -387,7 +387,7 @@ def test_table_is_read_in_place(dtype):
         for _ in range(3):
             assert torch.equal(model(ids), expected)
     assert locked.nbytes == 5000 * 64 * whole.weight.element_size()
-    assert torch.equal(model(ids), expected)  # the same with a graph
+    assert torch.equal(model(ids), expected)  # the same with an autograd graph
 
 
 @pytest.mark.cuda
@@ -420,13 +420,13 @@ def test_page_locked_memory_is_given_back():
 
 @pytest.mark.cuda
 def test_memory_that_cannot_be_page_locked(caplog):
-    """It goes through the CPU, as said once; CUDA's error reaches no kernel after it."""
+    """Rows go through the CPU, with one warning; the CUDA error does not affect later kernels."""
     embedding = nn.Embedding(5000, 64)
     ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
     expected = copy.deepcopy(embedding).cuda()(ids)
     model, hook = on_gpu(embedding)
     memory = _page_locked.host_tensor(hook.weights_map, "weight")
-    assert _page_locked.page_lock(memory)  # CUDA refuses to lock it twice
+    assert _page_locked.page_lock(memory)  # CUDA does not lock memory twice
     _page_locked._warn_pageable.cache_clear()
     with torch.no_grad(), caplog.at_level("WARNING", "gemma4_compat"):
         for _ in range(2):

@@ -1,9 +1,9 @@
-"""Images are bidirectional in sliding layers alone, and within the window.
+"""Attention to images is bidirectional only in sliding layers, and only within the window.
 
-The reference is Gemma 4's rule, worked out token by token: a layer with full attention is causal;
-in a sliding layer a token attends to earlier tokens and to its own image, but not before its
-window.  The masks are compared exactly, the logits with those of a model that is given the masks of
-the rule.
+The reference is Gemma 4's rule, evaluated token by token.  A layer with full attention is causal.
+In a sliding layer, a token attends to earlier tokens and to its own image, but not to tokens before
+its window.  The masks are compared exactly.  The logits are compared with those of a model that
+gets the masks of the rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIFFERENT = r"the masks differ|logits differ by up to \d"
 
 
 def rule(types, padding, query, key, window=None):
-    """Whether one token attends to another, in a sliding layer if there is a window."""
+    """Whether one token attends to another; a sliding layer has a ``window``."""
     if not padding[key] or (window is not None and key <= query - window):
         return False
     if key <= query:
@@ -28,7 +28,7 @@ def rule(types, padding, query, key, window=None):
 
 
 def rule_masks(types, padding):
-    """bool [batch, 1, length, length] for each kind of layer."""
+    """The masks of the rule for each kind of layer: bool, [batch, 1, length, length]."""
     length = types.shape[1]
     found = {}
     for name, window in (("full_attention", None), ("sliding_attention", SLIDING_WINDOW)):
@@ -40,21 +40,23 @@ def rule_masks(types, padding):
 
 
 def token_types(config, lengths=(IMAGE_TOKENS, 3)):
-    """Text, an image longer than the window, text, a short image, text: a row and its reverse."""
+    """One row has text, an image longer than the window, text, a short image and text.
+
+    The other row is its reverse."""
     long, short = lengths
     row = [0] * 3 + [1] * long + [0] * 2 + [2] * short + [0] * 4
     return torch.tensor([row, row[::-1]])
 
 
 def embedded(model, types):
-    """Inputs of which no image is made: only where images are counts here."""
+    """Random embeddings: only the positions of the images matter in these tests."""
     generator = torch.Generator().manual_seed(3)
     size = model.config.text_config.hidden_size
     return torch.randn((*types.shape, size), generator=generator)
 
 
 def made(model, padding=None, types=None, implementation="sdpa"):
-    """The masks that the language model is given, and its logits."""
+    """The masks that the language model gets, and its logits."""
     types = token_types(model.config) if types is None else types
     padding = torch.ones_like(types) if padding is None else padding
     model.set_attn_implementation({"": implementation, "audio_config": "eager"})
@@ -75,7 +77,7 @@ def made(model, padding=None, types=None, implementation="sdpa"):
 
 
 def as_bool(mask, length):
-    """``None`` is causal for sdpa; an additive mask of eager attention has 0 where it allows."""
+    """Convert a mask: ``None`` is causal for sdpa; in eager attention's mask, 0 means allowed."""
     if mask is None:
         return torch.ones(2, 1, length, length, dtype=torch.bool).tril()
     return mask == 0 if mask.is_floating_point() else mask
@@ -84,7 +86,7 @@ def as_bool(mask, length):
 def assert_masks(found, expected, padding):
     for name in ("full_attention", "sliding_attention"):
         mask = as_bool(found[name], padding.shape[1]).expand_as(expected[name])
-        real = padding.bool()[:, None, :, None]  # what padding attends to is nobody's business
+        real = padding.bool()[:, None, :, None]  # rows of padding are not compared
         wrong = ((mask != expected[name]) & real).sum().item()
         assert wrong == 0, f"the masks differ: {wrong} of {mask.numel()} places in {name}"
 
@@ -114,7 +116,7 @@ def test_masks(model, padding, implementation):
 
 @pytest.mark.regression("image_block_mask", DIFFERENT)
 def test_unified():
-    """The same rule, and the same function, in a module of its own."""
+    """Gemma 4 unified has the same rule and its own copy of the function."""
     pytest.importorskip("transformers.models.gemma4_unified")
     from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
 
@@ -139,7 +141,7 @@ def test_unified():
 
 
 def logits_and_gradients(model, masks=None):
-    """In training; the masks are the model's own unless they are given."""
+    """Logits and gradients in training mode, with the model's own masks or with ``masks``."""
     types = token_types(model.config)
     embeds = embedded(model, types).requires_grad_()
     masks = torch.ones_like(types) if masks is None else masks
@@ -158,7 +160,7 @@ def logits_and_gradients(model, masks=None):
 
 @pytest.mark.regression("image_block_mask", DIFFERENT)
 def test_logits_and_gradients(model):
-    """``None`` for a causal mask lets sdpa choose another kernel: hence the tolerance."""
+    """If a causal mask is ``None``, sdpa may choose another kernel: hence the tolerance."""
     model.set_attn_implementation({"": "sdpa", "audio_config": "eager"})
     types = token_types(model.config)
     expected = logits_and_gradients(model, rule_masks(types, torch.ones_like(types)))
@@ -169,7 +171,7 @@ def test_logits_and_gradients(model):
 
 
 def test_generate(model_dir):
-    """An image in a prompt, decoded with a cache; recomputed without one, by the rule."""
+    """Generating with a cache gives the logits of a forward without a cache, by the rule."""
     model = large_model(model_dir)
     inputs = image_inputs(model.config)
     output = model.generate(
@@ -189,7 +191,7 @@ def test_generate(model_dir):
 
 
 def test_text_is_as_ever(model):
-    """Where there is no image the mask is causal; sdpa may be given ``None`` for it."""
+    """Without an image the mask is causal, and may be ``None`` for sdpa: hence the tolerance."""
     import gemma4_compat
 
     types = torch.zeros_like(token_types(model.config))
@@ -212,7 +214,7 @@ def test_small_models_are_as_ever(model_dir):
 
 
 def test_gemma_3_is_as_ever():
-    """There images are bidirectional in all layers."""
+    """In Gemma 3, attention to images is bidirectional in all layers."""
     from transformers import Gemma3TextConfig
     from transformers.masking_utils import create_masks_for_generate
 

@@ -1,4 +1,4 @@
-"""Embeddings alone give what their token ids give, whatever they are offloaded to."""
+"""``inputs_embeds`` give the same logits as their token ids, also in an offloaded model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.support import config_of, load_model, split
 
 NOT_EXACT = r"do not exactly match the embedding weights"
-#: With embed_tokens offloaded the search meets a weight on meta.
+#: If embed_tokens is offloaded, the search reads a weight on meta.
 META = r"on device meta is not on the expected device|exactly match the embedding weights"
 EMBEDDINGS = "model.language_model.embed_tokens"
 MAPS = {
@@ -21,7 +21,7 @@ MAPS = {
 
 
 class Largest(TorchDispatchMode):
-    """The size in bytes of the largest tensor that is made."""
+    """Measures the size of the largest tensor that is created, in bytes."""
 
     nbytes = 0
 
@@ -33,14 +33,14 @@ class Largest(TorchDispatchMode):
 
 
 def text_model(dtype=torch.float32, **options):
-    """A model with per-layer embeddings; each row of these is another one."""
+    """A model with per-layer embeddings that differ between tokens."""
     torch.manual_seed(0)
     model_class, config = config_of("Gemma4", **options)
     return model_class(config).to(dtype).eval()
 
 
 def embeds(model, inputs):
-    """The inputs, with embeddings in place of token ids."""
+    """The inputs with ``inputs_embeds`` in place of ``input_ids``."""
     found = model.get_input_embeddings()(inputs["input_ids"]).detach()
     rest = {name: value for name, value in inputs.items() if name != "input_ids"}
     return {**rest, "inputs_embeds": found}
@@ -81,7 +81,7 @@ def test_generate():
 
 @pytest.mark.regression("inputs_embeds_lookup", r"a tensor of \d+ bytes")
 def test_memory():
-    """In float32 the search succeeds, where there is room for it."""
+    """In float32 the search of transformers succeeds, but it needs much memory."""
     model = text_model()
     ids = torch.arange(1, 101).repeat(1, 20)
     inputs = embeds(model, {"input_ids": ids})
@@ -96,7 +96,7 @@ def test_memory():
 @pytest.mark.parametrize("hidden_size", [128, 96, 54])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_all_tokens(dtype, hidden_size):
-    """Of every token, also where rows do not divide into words of eight bytes."""
+    """Every token is found, even if the size of a row is not a multiple of eight bytes."""
     model = text_model(dtype, hidden_size=hidden_size).model
     ids = torch.randperm(128, generator=torch.Generator().manual_seed(1)).view(2, 64)
     found = model.get_per_layer_inputs(None, model.embed_tokens(ids))
@@ -105,7 +105,7 @@ def test_all_tokens(dtype, hidden_size):
 
 @pytest.mark.regression("inputs_embeds_lookup", NOT_EXACT)
 def test_gradients():
-    """The embeddings keep their gradient, and the per-layer embeddings theirs."""
+    """The embeddings and the per-layer embeddings get the same gradients as with token ids."""
     model = text_model(torch.bfloat16)
     ids = torch.arange(1, 13)[None]
     found = []
@@ -125,7 +125,7 @@ def test_gradients():
 
 
 def test_factor_of_transformers():
-    """What the search finds without us: rows times the factor that is not rounded."""
+    """Rows times the unrounded factor are found as well, as they are without the patch."""
     model = text_model(torch.bfloat16).model
     ids = torch.arange(1, 13)[None]
     given = model.embed_tokens.weight[ids] * model.config.hidden_size**0.5
@@ -144,7 +144,7 @@ def test_no_token(dtype):
 
 @pytest.mark.regression("inputs_embeds_lookup", r"DID NOT RAISE")
 def test_two_tokens_and_none():
-    """One match too many and one too few are not the ids of anything."""
+    """The lookup rejects a token with two matches together with a token without a match."""
     model = text_model().model
     with torch.no_grad():
         model.embed_tokens.weight[9] = model.embed_tokens.weight[5]

@@ -1,4 +1,4 @@
-"""accelerate prepares offloaded 4-bit models for training, where that is sound."""
+"""accelerate prepares offloaded 4-bit models for training if the offloaded weights are frozen."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_same_training(found, expected):
 
 @pytest.mark.regression("kbit_offload_training", REFUSED)
 def test_frozen_tower_on_disk(accelerator, model_dir, tmp_path):
-    """The tower is not quantised, as are all modules that a map given to transformers offloads."""
+    """transformers does not quantise modules that a map offloads, so the tower is not quantised."""
     model = load_model(model_dir, "nf4", llm_int8_skip_modules=[*TOWERS, "lm_head"])
     device_map = {"model.audio_tower": "disk", "": "cpu"}
     model = split(model, tmp_path, device_map).requires_grad_(False)
@@ -61,7 +61,7 @@ def test_frozen_tower_on_disk(accelerator, model_dir, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 def test_offloaded_decoder_layers(accelerator, model_dir, kind, tmp_path):
-    """The offloaded layers are in the graph, unlike towers that a text does not use."""
+    """The offloaded layers are in the autograd graph, unlike towers that a text does not use."""
     expected = trained(accelerator, adapted(load_model(model_dir, kind)))
     assert len(set(expected[0])) == 3
     model = split(load_model(model_dir, kind), tmp_path, {**LAYERS, "": "cpu"})

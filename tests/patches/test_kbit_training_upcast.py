@@ -1,4 +1,4 @@
-"""Per-layer embeddings and fused experts stay as they are when a model is prepared for training."""
+"""prepare_model_for_kbit_training does not cast per-layer embeddings and fused experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAST = r"cast to torch.float32"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One checkpoint a family, bfloat16."""
+    """A function that returns the folder of a family's checkpoint in bfloat16."""
     found = {}
 
     def folder(family):
@@ -44,7 +44,7 @@ def load(folder, kind="nf4"):
 
 
 def prepare(model, **options):
-    # By the name a user's script has taken; the reference copy is made without the patch.
+    # The import is that of a user's script; prepared_as_upstream calls this without the patch.
     from peft import prepare_model_for_kbit_training
 
     options.setdefault("use_gradient_checkpointing", False)
@@ -76,7 +76,7 @@ def assert_left_alone(model, before):
 
 
 def pinned(model):
-    """The giants as they are: other tensors on the same memory."""
+    """Tensors that share memory with the parameters of ``giants``."""
     return {name: parameter.detach() for name, parameter in giants(model).items()}
 
 
@@ -163,7 +163,7 @@ def adapted(model):
 
 
 def trained(model, steps=3, autocast=False):
-    """The losses of a few steps, and logits and adapter afterwards."""
+    """Train for a few steps; return the losses, and the logits and the adapter afterwards."""
     tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(1))
     losses = []
 
@@ -198,7 +198,7 @@ def assert_same_training(found, expected):
 @pytest.mark.parametrize("kind", ["nf4", None], ids=["nf4", "bf16"])
 @pytest.mark.parametrize("family", ["Gemma4", "Gemma3n"])
 def test_training_with_per_layer_embeddings(folders, family, kind, autocast, pristine):
-    """Bit for bit: a row times a power of two is exact in bfloat16, and float32 from there on."""
+    """Results are equal: rows times a power of two are exact in bfloat16; the rest is float32."""
     options = {"use_gradient_checkpointing": True}
     options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     model = adapted(prepare(load(folders(family), kind), **options))
@@ -216,9 +216,9 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "batched_m
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_experts(folders, autocast, implementation, pristine):
-    """They multiply in bfloat16, as the 4-bit layers do: four roundings of 2**-9.
+    """The experts multiply in bfloat16, as the 4-bit layers do: four roundings of 2**-9.
 
-    Autocast has float32 experts multiply in bfloat16 too, but not with grouped_mm.
+    Under autocast, float32 experts also multiply in bfloat16, except with grouped_mm.
     """
     states = torch.randn(10, 128, generator=torch.Generator().manual_seed(0))
     index = torch.arange(20).reshape(10, 2)
@@ -238,7 +238,7 @@ def test_experts(folders, autocast, implementation, pristine):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_training_with_experts(folders, autocast, pristine):
-    """No further from upstream's float32 experts than the model was as it was loaded."""
+    """The logits differ from those of upstream's float32 experts no more than before preparing."""
     tokens = {"input_ids": torch.arange(1, 25).reshape(2, 12)}
     as_loaded = load(folders("Gemma4 experts"))
     model = adapted(prepare(load(folders("Gemma4 experts"))))

@@ -1,4 +1,4 @@
-"""Keys and values are shared whether or not there is a cache."""
+"""Layers share keys and values with a cache and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of transformers' own, merged by PEFT, and the model saved."""
+"""A model can be saved after PEFT has merged an adapter of transformers' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_adapter(model, adapter_dir, way):
 
 
 def around(model, way):
-    """PEFT's model around one that has adapters of transformers' own."""
+    """Wrap a model that has an adapter of transformers' own in a PeftModel."""
     if way == "same adapter":
         return peft.PeftModel(model, model.peft_config["default"])
     config = peft.LoraConfig(r=4, target_modules=OTHER_LAYERS, init_lora_weights=False)

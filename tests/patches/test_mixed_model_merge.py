@@ -1,4 +1,4 @@
-"""Several adapters around one another, on offloaded layers, merged."""
+"""The nested adapters of a mixed model are merged into offloaded layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support import assert_same, load_model, logits, split
 
 peft = pytest.importorskip("peft")
 
-#: the latter with safe_merge, which looks at the values
+#: The last error occurs with safe_merge, which reads the values.
 LOST = r"text logits (differ|are not finite)|cannot be called on meta tensors"
 Q_PROJ = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
 OTHERS = r".*language_model\.layers\.\d+\.(self_attn\.[qo]_proj|mlp\.up_proj)"
@@ -21,7 +21,7 @@ MAP = {
 
 
 def make(base, order=("lora", "loha")):
-    """Two adapters on a model, the second around the first where both have a layer."""
+    """Add the adapters in this order; on a common layer, each adapter wraps the previous one."""
     configs = {
         "lora": peft.LoraConfig(r=4, target_modules=Q_PROJ),
         "loha": peft.LoHaConfig(r=4, target_modules=OTHERS),
@@ -66,14 +66,14 @@ def test_one_of_them(model_dir, tmp_path):
 
 
 def test_unloaded(model_dir, tmp_path):
-    """Without merging the weights are the base model's."""
+    """unload() does not merge, so the weights are those of the base model."""
     expected = logits(load_model(model_dir), ["text"])
     model = make(split(load_model(model_dir), tmp_path, MAP))
     assert_same(logits(model.unload(), ["text"]), expected)
 
 
 def test_merged_in_place_and_back(model_dir, tmp_path):
-    """What other ways there are: these bring the weights in."""
+    """merge_adapter and unmerge_adapter load the offloaded weights."""
     whole = make(load_model(model_dir))
     model = make(split(load_model(model_dir), tmp_path, MAP))
     for each in (whole, model):

@@ -1,4 +1,4 @@
-"""Training on text with models that attend to images in both directions."""
+"""Models that attend to images in both directions can be trained on text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that had an adapter of transformers' own is saved under its own names."""
+"""A model that had an adapter of transformers' own is saved with its original tensor names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def names(folder):
 
 @pytest.mark.regression("native_adapter_conversions", r"other names")
 def test_deleted(model_dir, language_adapter_dir, tmp_path):
-    """The names alone: those of PEFT's layers are another bug."""
+    """The names are compared without ``.base_layer``, which is the result of another bug."""
     load_model(model_dir).save_pretrained(tmp_path / "whole")
     model = load_model(model_dir)
     model.load_adapter(str(language_adapter_dir))

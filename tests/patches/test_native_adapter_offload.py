@@ -1,4 +1,4 @@
-"""transformers' own adapter loading on a split base model."""
+"""transformers' own load_adapter loads all adapter tensors on a split base model."""
 
 from __future__ import annotations
 

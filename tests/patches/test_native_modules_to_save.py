@@ -1,4 +1,4 @@
-"""modules_to_save and trainable tokens through transformers' own load_adapter."""
+"""transformers' own load_adapter loads modules_to_save and trainable tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_tensor_is_loaded(model_dir, name, tmp_path):
     model.load_adapter(str(tmp_path / "adapter"))
     found = values(model)
     assert found.keys() == expected.keys()
-    # This way keeps an adapter in the dtype of the base model.
+    # load_adapter keeps an adapter in the dtype of the base model.
     wrong = [n for n, v in found.items() if not torch.equal(v, expected[n].to(v.dtype))]
     assert not wrong, f"{len(wrong)} of {len(found)} tensors were not loaded"
 

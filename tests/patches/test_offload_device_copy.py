@@ -1,4 +1,4 @@
-"""Weights that dispatch_model offloads from the GPU."""
+"""dispatch_model frees the GPU memory of the weights that it offloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloaded decoder layers with 4-bit weights: one copy a layer, the same numbers."""
+"""Each offloaded decoder layer goes to the GPU in one copy, and computes the same as before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
 
 @pytest.fixture
 def cpu_streams(monkeypatch):
-    """Blocks are copied from the CPU to the CPU: all but streams and page-locking is the same."""
+    """Stream layers from the CPU to the CPU; only CUDA streams and page-locking are left out."""
     monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
 
 
@@ -48,7 +48,7 @@ def on_device(model):
 
 
 def left_over(model):
-    """A layer stays if it has modules that had no turn: transformers 5.5 has unused projections."""
+    """In transformers 5.5 the last layer stays on the device: its unused projections never run."""
     last = len(model.model.language_model.layers) - 1
     unused = hasattr(model.model.language_model.layers[last].self_attn, "k_proj")
     return [f"model.language_model.layers.{last}"] if unused else []
@@ -111,7 +111,7 @@ def test_other_layers(model_dir, kind):
 @pytest.mark.parametrize("room", [2, 1, 0], ids="room for {} layers".format)
 @pytest.mark.usefixtures("cpu_streams")
 def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
-    """First none is sent ahead, then accelerate brings tensor by tensor."""
+    """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
     expected = logits(load_model(model_dir, kind))
     model = offloaded(load_model(model_dir, kind))
     empty_like = _streaming._empty_like
@@ -150,7 +150,7 @@ def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, ch
 
     def gradients(base):
         model = PeftModel.from_pretrained(base, language_adapter_dir, is_trainable=True)
-        if base.lm_head.weight.is_meta:  # a whole model would have its weights packed for the CPU
+        if base.lm_head.weight.is_meta:  # a forward packs the weights of a whole model
             with torch.inference_mode():
                 model(**inputs)
         if checkpointing:
@@ -191,11 +191,11 @@ def test_tensors_replaced_by_somebody(model_dir):
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * 2
     reference.weight.data *= 2
     assert_same(logits(model), logits(whole))
-    # in place, where it rests
+    # in place, in the tensor on the host
     tensors[f"{LAST}input_layernorm.weight"].mul_(3)
     whole.get_submodule(f"{LAST}input_layernorm").weight.data.mul_(3)
     assert_same(logits(model), logits(whole))
-    # in another dtype, as prepare_model_for_kbit_training has it
+    # in another dtype, as after prepare_model_for_kbit_training
     module.weight.data = module.weight.data.float()
     reference.weight.data = reference.weight.data.float()
     assert_same(logits(model), logits(whole))
@@ -236,7 +236,7 @@ def test_hooks_taken_off(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_copied_hooks_stream_as_accelerate_does(model_dir):
-    """bitsandbytes' weights on meta cannot be copied, with us or without; all else can."""
+    """Copy a norm: bitsandbytes' weights on meta cannot be copied, even without the patch."""
     model = offloaded(load_model(model_dir, "nf4"))
     logits(model, ["text"])
     norm = model.get_submodule(f"{FIRST}input_layernorm")
@@ -279,12 +279,12 @@ def test_saved(model_dir, tmp_path):
 
 
 def on_gpu(model_dir, kind, layers=range(1, 5)):
-    """The model with decoder layers dispatched to the host."""
+    """The model on the GPU, with some decoder layers offloaded to the CPU."""
     return with_layers_on_the_cpu(load_model(model_dir, kind, {"": 0}), layers)
 
 
 def copies(call):
-    """How often a call copies to the GPU, and to the host."""
+    """The number of copies to the GPU and of copies to the host in a call."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -357,7 +357,7 @@ def test_gradients_on_the_gpu(model_dir, language_adapter_dir):
 
 @pytest.mark.cuda
 def test_many_copies_in_flight(model_dir):
-    """Layers large enough that copying and computing overlap."""
+    """The layers are so large that copying and computing overlap."""
     import bitsandbytes as bnb
     from accelerate import dispatch_model
 

@@ -1,4 +1,4 @@
-"""Several threads that run one model with offloaded modules."""
+"""Several threads can run one model with offloaded modules."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def offloaded_linear(model):
 
 @contextmanager
 def meeting(module):
-    """Have the threads meet in an offloaded module, once: else it is a matter of luck.
+    """Make the threads meet in an offloaded module once, so that the bug does not depend on chance.
 
-    One lets the other one leave first.  With a lock they cannot meet, and do not wait again.
+    One thread waits until the other has left.  With the lock of the patch, the threads cannot meet;
+    after the timeout they do not wait again.
     """
     forward, barrier = module._old_forward, threading.Barrier(THREADS, timeout=3)
 
@@ -64,14 +65,14 @@ def meeting(module):
 
 
 def in_threads(call, calls=2):
-    """The results of ``call(0), call(1)...``, every other one from each thread."""
+    """The results of ``call(0), call(1)...``; the threads run the calls in turn."""
     results, errors = {}, []
 
     def work(first):
         try:
             for number in range(first, calls * THREADS, THREADS):
                 results[number] = call(number)
-        except Exception as error:  # of a thread, which would get lost
+        except Exception as error:  # an exception in a thread would be lost
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(THREADS)]
@@ -129,7 +130,7 @@ def test_one_offloaded_module(model_dir):
 
 @pytest.mark.parametrize("offload", [all_on_disk, all_on_cpu])
 def test_generate_without_a_device_map(model_dir, tmp_path, offload):
-    """Unpatched they cannot generate in one thread either."""
+    """Without the patches, such a model cannot generate in one thread either."""
     model = offload(load_model(model_dir), tmp_path)
     assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
 
@@ -145,7 +146,7 @@ def test_with_an_adapter(model_dir, language_adapter_dir, tmp_path):
 
 @pytest.mark.parametrize("path", ["model.language_model", "model.language_model.layers.1.mlp"])
 def test_parts_of_the_model(model_dir, tmp_path, path):
-    """Not called through the model, which takes the lock for all of it."""
+    """The part is called directly: a call of the model locks all its modules."""
     model = layers_on_disk(load_model(model_dir), tmp_path)
     part, linear = model.get_submodule(path), offloaded_linear(model)
 
@@ -162,7 +163,7 @@ def test_parts_of_the_model(model_dir, tmp_path, path):
 @pytest.mark.regression("offload_threads", DISTURBED, behind="peft_redispatch")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients(model_dir, language_adapter_dir, tmp_path, checkpointing):
-    """Checkpointing runs layers once more in the backward, outside of the model's forward."""
+    """Checkpointing runs layers again in the backward pass, outside of the model's forward."""
     peft = pytest.importorskip("peft")
     model = layers_on_disk(load_model(model_dir), tmp_path)
     linear = offloaded_linear(model)
@@ -205,7 +206,7 @@ def test_an_error_gives_the_lock_back(model_dir, tmp_path):
 
 
 def test_a_hook_that_calls_the_model(model_dir, tmp_path):
-    """It is inside of the model's forward, in the same thread."""
+    """The hook runs inside the model's forward, in the same thread."""
     model = layers_on_disk(load_model(model_dir), tmp_path)
     expected = logits(model, ["text"])["text"]
     inner = []
@@ -223,7 +224,7 @@ def test_a_hook_that_calls_the_model(model_dir, tmp_path):
 
 
 def test_a_stream_of_text(model_dir, tmp_path):
-    """Tokens come from a thread that generates, while this one waits for them."""
+    """The tokens come from a thread that generates, while this thread waits."""
     model = layers_on_disk(load_model(model_dir), tmp_path)
     expected = generated(model, 0)[0, prompt(0)["input_ids"].shape[1] :].tolist()
     tokens = []
@@ -247,7 +248,7 @@ def test_a_stream_of_text(model_dir, tmp_path):
 
 
 def test_models_do_not_wait_for_each_other():
-    """One waits in its forward for the other one's: with one lock for both it would be for ever."""
+    """Each forward waits for that of the other model; with a common lock, they would never end."""
     meeting = threading.Barrier(2, timeout=60)
 
     class Meets(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Embeddings in an adapter's file, of a model that offloads them."""
+"""Embeddings are saved to and loaded from an adapter's file if the model offloads them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REGRESSION = pytest.mark.regression(
 )
 
 
-# Without offloaded_pad_embedding no forward runs with embed_tokens offloaded.
+# With embed_tokens offloaded, a forward needs offloaded_pad_embedding.
 @pytest.mark.parametrize("target", [pytest.param("lm_head", marks=REGRESSION), "embed_tokens"])
 def test_saved_files_are_those_of_the_whole_model(model_dir, target, tmp_path):
     adapted(load_model(model_dir), target).save_pretrained(tmp_path / "one")
@@ -49,7 +49,7 @@ def test_saved_files_are_those_of_the_whole_model(model_dir, target, tmp_path):
 
 
 def test_embeddings_of_the_file_are_used(model_dir, tmp_path):
-    """The base in the file is not the base that the adapter is loaded on."""
+    """The embeddings in the file differ from those of the model that loads the adapter."""
     from peft import PeftModel
 
     other = load_model(model_dir)
@@ -57,7 +57,7 @@ def test_embeddings_of_the_file_are_used(model_dir, tmp_path):
         other.get_input_embeddings().weight.mul_(1.5)
     adapted(other, "embed_tokens").save_pretrained(tmp_path / "adapter")
     one = load_model(model_dir)
-    # Only the embeddings are overwritten in a split model, not what is tied to them elsewhere.
+    # In a split model, only the embeddings are overwritten, not the head that is tied to them.
     one.lm_head.weight = torch.nn.Parameter(one.lm_head.weight.detach().clone())
     one = PeftModel.from_pretrained(one, tmp_path / "adapter").eval()
     model = offload(model_dir, tmp_path / "offload", "embed_tokens")

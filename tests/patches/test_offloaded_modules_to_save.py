@@ -1,4 +1,4 @@
-"""Modules that PEFT copies to train, and tokens that it trains, where the module is offloaded."""
+"""modules_to_save and trainable tokens work if the module is offloaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import assert_same, load_model, logits, split
 
 LANGUAGE = "model.language_model"
 TARGETS = r".*language_model\.layers\.[0-2]\..*q_proj"
-#: for each entry of modules_to_save: what is on disk
+#: the module on disk, for each entry of modules_to_save
 OFFLOADED = {
     "embedding_projection": "model.embed_vision",
     "per_layer_model_projection": f"{LANGUAGE}.per_layer_model_projection",
@@ -22,7 +22,7 @@ OFFLOADED = {
     "lm_head": "lm_head",
     "input_proj": "model.vision_tower",
 }
-TOKENS = [0, 5, 77, 499]  # 0 pads
+TOKENS = [0, 5, 77, 499]  # 0 is the pad token
 MODULES = pytest.mark.parametrize("name", OFFLOADED)
 TRAINED = ("modules_to_save.", "trainable_tokens_delta", "lora_")
 
@@ -42,7 +42,7 @@ def trained(model):
 
 
 def adapted(model, name, seed=0):
-    """The model with a new adapter, as training might leave it."""
+    """Add a new adapter with random values, as after training."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -56,7 +56,7 @@ def adapted(model, name, seed=0):
 
 
 def build(model_dir, folder, name, seed=0):
-    """An adapter of a whole model, and the model with it."""
+    """Save an adapter of a whole model, and return the model with it."""
     model = adapted(load_model(model_dir), name, seed)
     model.save_pretrained(folder)
     return model
@@ -93,7 +93,7 @@ def test_loaded_adapter_gives_the_whole_models_logits(model_dir, name, tmp_path)
 )
 @pytest.mark.parametrize("name", ["embedding_projection", "up_proj"])
 def test_copy_is_trained_and_saved(model_dir, name, tmp_path):
-    """Without PEFT's loading, which would undo the offload where nothing prevents that."""
+    """The adapter is new: without peft_redispatch, loading one would undo the offloading."""
     from peft import PeftModel
 
     expected = logits(adapted(load_model(model_dir), name))
@@ -136,7 +136,7 @@ def test_trainable_tokens_are_loaded_and_merged(model_dir, tmp_path):
 
 
 def steps(model, number=2):
-    """Training steps on all that requires gradients: the losses, and the last gradients."""
+    """Train all parameters that require gradients; return the losses and the last gradients."""
     inputs = text_inputs(model.config)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
@@ -187,7 +187,7 @@ def test_second_adapter_with_another_copy(model_dir, tmp_path):
 
 
 def test_second_adapter_with_tokens_of_tied_ends(model_dir, tmp_path):
-    """Each is what it is on a model of its own: the head follows the one that is active."""
+    """Each adapter gives the same logits as alone: the tied head uses the active adapter."""
     from peft import PeftModel, TrainableTokensConfig, get_peft_model
 
     one = get_peft_model(load_model(model_dir), TrainableTokensConfig(token_indices=TOKENS)).eval()
@@ -211,7 +211,7 @@ def test_second_adapter_with_tokens_of_tied_ends(model_dir, tmp_path):
 
 
 def test_quantised_base(model_dir, tmp_path):
-    """The copied modules are those that bitsandbytes leaves alone: it refuses to train others."""
+    """Only modules that bitsandbytes does not quantise can be copied: others cannot be trained."""
     from peft import PeftModel
 
     one = adapted(load_model(model_dir, "nf4-nested"), "embed_tokens")

@@ -1,4 +1,4 @@
-"""Token embeddings of a model with per-layer embeddings, offloaded."""
+"""The token embeddings of a model with per-layer embeddings can be offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""resize_token_embeddings of a model with offloaded embeddings."""
+"""resize_token_embeddings works on a model with offloaded embeddings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ends_that_are_tied_again(model_dir, ends, tmp_path):
     expected = logits(load_model(model_dir), ("text",))
     device_map = {**dict.fromkeys(ENDS[ends], "disk"), "": "cpu"}
     model = split(load_model(model_dir), tmp_path / "offload", device_map)
-    logits(model, ("text",))  # until the first forward they are one tensor
+    logits(model, ("text",))  # before the first forward, the ends are one tensor
     before = offloaded(model)
     model.tie_weights()
     assert offloaded(model) == before
@@ -58,7 +58,7 @@ def test_ends_that_are_tied_again(model_dir, ends, tmp_path):
 
 
 def test_new_tokens_of_another_model(llama_dir, tmp_path):
-    """The rows of tokens that are added are looked up where the new weight rests."""
+    """The rows of added tokens are looked up in the new offloaded weight."""
     from accelerate import dispatch_model
     from transformers import LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Saving a model whose weights are elsewhere: the file holds what the whole model's file holds."""
+"""A model with offloaded weights is saved to the same files as the whole model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_DATA = r"Cannot copy out of meta tensor; no data!"
 
 
 def spelled_out(model, device="disk"):
-    """A device map without an entry for "": one hook on each offloaded module."""
+    """A device map without an entry for "", which adds one hook to each offloaded module."""
     names = [f"model.{name}" for name, _ in model.model.named_children()]
     return {**{name: device if name in TOWERS else "cpu" for name in names}, "lm_head": "cpu"}
 
@@ -60,7 +60,7 @@ def saved(model, folder, **options):
 
 
 def state(model):
-    """What must be as before: where parameters are, and the hooks."""
+    """The state that saving must not change: devices, hooks, device map and attributes."""
     hooks = {n: m._hf_hook for n, m in model.named_modules() if hasattr(m, "_hf_hook")}
     return offloaded(model), hooks, getattr(model, "hf_device_map", None), vars(model).keys()
 
@@ -104,7 +104,7 @@ def whole_disk(model, folder):
 
 
 def blocks_at_once(model, folder):
-    """One hook on a decoder layer brings in all that is below it."""
+    """One hook on a decoder layer loads the weights of all its submodules."""
     from accelerate import cpu_offload
 
     return cpu_offload(
@@ -117,7 +117,7 @@ def blocks_at_once(model, folder):
 @pytest.mark.regression("offloaded_save", NO_DATA)
 @pytest.mark.parametrize("offload", [whole_cpu, whole_disk, blocks_at_once])
 def test_offloaded_without_a_device_map(model_dir, offload, tmp_path):
-    """Head and embedding are tied, and both on meta: only one goes to the file."""
+    """The head and the embedding are tied and both on meta; only one of them is saved."""
     reference = saved(load_model(model_dir), tmp_path / "reference")
     model = offload(load_model(model_dir), tmp_path / "offload")
     assert model.lm_head.weight.is_meta
@@ -163,7 +163,7 @@ def test_offloaded_buffers(model_dir, tmp_path):
 
 @pytest.fixture
 def _stable_eight_bit():
-    """Older releases quantise an 8-bit weight anew when accelerate moves it to the CPU."""
+    """Skip old releases: moving an 8-bit weight to the CPU quantises it again."""
     import bitsandbytes
     from packaging.version import Version
 
@@ -197,7 +197,7 @@ def test_eight_bit(model_dir, tmp_path):
     "offloaded_save", r"\d+ tensors missing in the file", behind="hf_initialized_flag"
 )
 def test_eight_bit_after_a_forward(model_dir, tmp_path):
-    """accelerate cannot run 8-bit layers offloaded from the CPU: do what a forward leaves."""
+    """accelerate cannot run offloaded 8-bit layers on the CPU, so the test sets their state."""
     reference = saved(load_model(model_dir, "int8"), tmp_path / "reference")
     model = load_model(model_dir, "int8")
     model = split(model, tmp_path / "offload", spelled_out(model))
@@ -213,7 +213,7 @@ def test_eight_bit_after_a_forward(model_dir, tmp_path):
 
 
 class Watched(Mapping):
-    """An offload hook's weights, and how many shards were written when each was read."""
+    """Wraps the weights of a hook; records how many shards were written at each read."""
 
     def __init__(self, weights, folder, reads):
         self.weights, self.folder, self.reads = weights, folder, reads
@@ -281,13 +281,13 @@ def _seeded(function, *args):
 
 @KINDS
 def test_with_an_adapter(model_dir, adapter_dir, outer_adapter_dir, kind, tmp_path):
-    """The adapter, the base below it, and the merged model, as from the whole model."""
+    """The adapter, its base model and the merged model are saved as from the whole model."""
     from peft import PeftModel
 
     path = outer_adapter_dir if kind == "nf4" else adapter_dir
     whole, model = load_model(model_dir, kind), load_model(model_dir, kind)
     model = split(model, tmp_path / "offload")
-    # What the file lacks is random: see test_ways_to_load in test_peft_redispatch.
+    # Tensors that the file lacks are random: see test_ways_to_load in test_peft_redispatch.
     whole, model = (_seeded(PeftModel.from_pretrained, each, path) for each in (whole, model))
     before = offloaded(model)
     assert_same_files(
@@ -331,7 +331,7 @@ SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested", "int8"])
 def test_split_by_the_users_map_on_a_gpu(model_dir, kind, tmp_path):
-    """Towers in float on the CPU, since the map names them there."""
+    """The towers are not quantised, because the map places them on the CPU."""
     options = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
     model = load_model(model_dir, kind, SPLIT, **(options if kind else {}))
     assert any(name.startswith("model.vision_tower") for name in offloaded(model))

@@ -1,4 +1,4 @@
-"""Tied embeddings of a split model into which an adapter was merged."""
+"""The embeddings of a split model stay tied when an adapter is merged into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAPS = {
 
 
 REGRESSION = pytest.mark.regression("offloaded_tie_check", r"is no longer said to be tied")
-#: without offloaded_pad_embedding no forward runs with embed_tokens offloaded
+#: With embed_tokens offloaded, a forward needs offloaded_pad_embedding.
 PLACES = [pytest.param("lm_head", marks=REGRESSION), "embed_tokens", "both"]
 
 
@@ -29,9 +29,9 @@ def test_merged_model_stays_tied(model_dir, places, tmp_path):
         config = LoraConfig(target_modules=r".*language_model.*q_proj", init_lora_weights=True)
         return get_peft_model(model, config).merge_and_unload()
 
-    expected = logits(load_model(model_dir), ("text",))  # such an adapter changes nothing
+    expected = logits(load_model(model_dir), ("text",))  # a new adapter has no effect
     model = split(load_model(model_dir), tmp_path / "offload", MAPS[places])
-    logits(model, ("text",))  # until the first forward they are one tensor
+    logits(model, ("text",))  # before the first forward, the ends are one tensor
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = merged(model)

@@ -1,4 +1,4 @@
-"""Adapters on a split base model: the base stays where it is."""
+"""An adapter on a split base model does not move the weights of the base model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def base_of(model):
 
 
 def fingerprint(model, folder):
-    """Where every tensor of the base model is, its hooks, and the files it was offloaded to."""
+    """The devices of the base model's tensors, its hooks, its offload files and its device map."""
     base = base_of(model)
     tensors = {}
     for name, parameter in base.named_parameters():
         if "lora_" not in name:
-            # A forward puts new parameters on meta, and may repack data in place on the CPU.
+            # A forward replaces parameters on meta, and may repack data in place on the CPU.
             identity = None if parameter.is_meta else id(parameter)
             tensors[name.replace(".base_layer.", ".")] = (parameter.device, identity)
     hooks = {
@@ -44,7 +44,7 @@ def fingerprint(model, folder):
 
 
 def astray(model):
-    """Adapter tensors that are not on the device that their layer executes on."""
+    """The adapter tensors that are not on the execution device of their layer."""
     return {n for n, p in adapter_parameters(base_of(model)).items() if p.device.type != "cpu"}
 
 
@@ -72,7 +72,7 @@ def test_offload_survives_an_adapter(model_dir, language_adapter_dir, tmp_path):
     "peft_redispatch", r"KeyError: (1|'sliding_attention')$|offload was undone|meta tensor"
 )
 def test_device_map_given_to_peft(model_dir, language_adapter_dir, tmp_path):
-    """The users' way to ``KeyError: 22``: PEFT's dispatch passes no skip_keys."""
+    """Users see ``KeyError: 22`` here: PEFT calls dispatch_model without skip_keys."""
     from peft import PeftModel
 
     expected = logits(PeftModel.from_pretrained(load_model(model_dir), language_adapter_dir))
@@ -130,8 +130,8 @@ def test_ways_to_load(model_dir, adapter_dir, low_cpu_mem_usage, is_trainable, t
     model = split(load_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir, **options).eval()
-    # low_cpu_mem_usage leaves on meta what the file lacks: on transformers 5.5 the key and value
-    # projections that KV-shared layers have, but do not use.
+    # low_cpu_mem_usage leaves tensors on meta that the file lacks.  In transformers 5.5, these are
+    # the key and value projections that KV-shared layers have, but do not use.
     assert_untouched(model, before, tmp_path, never_loaded=astray(one))
     assert_same(logits(model), logits(one))
 
@@ -147,7 +147,7 @@ def test_adapter_saved_from_a_split_model_loads_again(model_dir, adapter_dir, tm
 
 
 def gradients(model, steps=2):
-    """Two training steps; the gradients of the second and the losses."""
+    """Run training steps; return the losses and the gradients of the last step."""
     batch = text_inputs(base_of(model).config)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     losses = []
@@ -162,7 +162,7 @@ def gradients(model, steps=2):
 
 @KINDS
 def test_training_on_a_split_model(model_dir, kind, tmp_path):
-    """Decoder layers on disk, so that offloaded layers are in the graph."""
+    """Decoder layers are on disk, so that the autograd graph contains offloaded layers."""
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -200,7 +200,7 @@ def test_merging_into_a_split_model(model_dir, adapter_dir, kind, tmp_path):
 
 
 def tuner_configs():
-    """Adapters that read the base weight when created, when run, or not at all."""
+    """Adapters that read the base weight when they are created, when they run, or never."""
     from peft import (
         AdaLoraConfig,
         BOFTConfig,
@@ -285,7 +285,7 @@ PROJECTION = f"{LAYER}.mlp.down_proj"
 def test_hooks_that_are_removed_or_replaced_load_nothing(
     model_dir, language_adapter_dir, kind, replaced, tmp_path
 ):
-    """What is done to the weights afterwards is done to the model."""
+    """Changes of the weights after the hooks are removed take effect."""
     from accelerate.hooks import remove_hook_from_submodules
     from peft import PeftModel
 
@@ -319,7 +319,7 @@ def test_hooks_that_are_removed_or_replaced_load_nothing(
 def test_merged_adapter_is_disabled_and_enabled_again(
     model_dir, language_adapter_dir, kind, tmp_path
 ):
-    """The forward of a merged layer whose adapters are disabled takes them out of the weight."""
+    """If adapters are disabled, the forward of a merged layer unmerges them."""
     from peft import PeftModel
 
     def outputs(model):
@@ -421,7 +421,7 @@ def test_mixed_models_keep_their_hooks(model_dir, adapter_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["kasa", "unilora"])
 def test_adapters_of_newer_releases(model_dir, name, tmp_path):
-    """KaSA truncates the base weight; UniLoRA has tensors that are no parameters."""
+    """KaSA truncates the base weight; UniLoRA has tensors that are not parameters."""
     import peft
 
     targets = {"target_modules": ["q_proj", "down_proj"]}
@@ -458,7 +458,7 @@ META = r"expected device|meta tensor"
 
 
 def on_embedding(name, embedding):
-    """Adapters whose forward takes the weight of an embedding, beside the embedding's forward."""
+    """Adapters that read the weight of an embedding outside of the embedding's forward."""
     import peft
 
     if name == "parameter":
@@ -481,7 +481,7 @@ def adapted(model, config):
 
 
 def assert_split_is_whole(model_dir, config, place, tmp_path):
-    """A new adapter on a split model, and a loaded one, compute what they do on a whole model."""
+    """New and loaded adapters compute the same on a split model as on a whole model."""
     from peft import PeftModel
 
     one = adapted(load_model(model_dir), config())
@@ -489,7 +489,7 @@ def assert_split_is_whole(model_dir, config, place, tmp_path):
     one.save_pretrained(tmp_path / "adapter")
     base = {place: "disk", "": "cpu"}
     model = split(load_model(model_dir), tmp_path / "new", base)
-    logits(model, ("text",))  # a forward forgets what is tied to what is offloaded
+    logits(model, ("text",))  # a forward unties offloaded weights
     new = adapted(model, config())
     model = split(load_model(model_dir), tmp_path / "loaded", base)
     loaded = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
@@ -499,7 +499,7 @@ def assert_split_is_whole(model_dir, config, place, tmp_path):
             assert any(name.startswith(place) for name in map(plain, offloaded(model)))
         with model.disable_adapter():
             assert_same(logits(model, ("text",)), logits(load_model(model_dir), ("text",)))
-    if place != "model.language_model.embed_tokens":  # whose ends a whole model has in one tensor
+    if place != "model.language_model.embed_tokens":  # tied in the whole model
         merged, expected = loaded.merge_and_unload(), one.merge_and_unload()
         assert_same(logits(merged, ("text",)), logits(expected, ("text",)))
 
@@ -546,13 +546,13 @@ def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
         each.merge_adapter()
     assert_same(logits(model, ("text",)), logits(one, ("text",)))
     with one.disable_adapter(), model.disable_adapter():
-        for _ in range(2):  # the first forward takes the adapter out of the weight
+        for _ in range(2):  # the first forward unmerges the adapter
             assert_same(logits(model, ("text",)), logits(one, ("text",)))
     assert_same(logits(model, ("text",)), logits(one, ("text",)))
 
 
 def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
-    """Merged or not, its forward takes no more of the base weight."""
+    """The forward reads only rows of the base weight, even if the adapter is merged."""
     from gemma4_compat.patches.offloading import host_embedding
 
     model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})

@@ -54,7 +54,7 @@ def test_same_as_on_one_device(model_dir, tmp_path, tokenizer, offloaded):
 
 @pytest.mark.regression("pipeline_device", DISK)
 def test_other_pipelines(model_dir, tmp_path):
-    """The base class chooses the device of all tasks, those with images too."""
+    """The base class chooses the device for all tasks, including those with images."""
     from transformers import Pipeline
 
     class Mine(Pipeline):

@@ -1,7 +1,7 @@
-"""Token embeddings on another device than the inputs.
+"""A model works if its token embeddings are on another device than its inputs.
 
-With a GPU missing, "meta" is the second device: it computes no values, but insists as CUDA does
-that the tensors of an operation are on one device.
+Without a GPU, "meta" is the second device.  It computes no values, but like CUDA it requires that
+the tensors of an operation are on one device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BIDIRECTIONAL = pytest.mark.parametrize("bidirectional", [None, "vision"])
 
 @pytest.fixture
 def directed_dir(model_dir, tmp_path, bidirectional):
-    """The checkpoint as small (causal) and large Gemma 4 models have it."""
+    """The checkpoint with the attention of the small (causal) or the large Gemma 4 models."""
     import json
     import shutil
 
@@ -29,7 +29,7 @@ def directed_dir(model_dir, tmp_path, bidirectional):
 
 
 def on_two_devices(model, first, second):
-    """Hooks as ``dispatch_model`` adds them, which itself would refuse "meta"."""
+    """Add the hooks of ``dispatch_model``, which itself rejects the device "meta"."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     class Placed(AlignDevicesHook):
@@ -52,7 +52,7 @@ def on_two_devices(model, first, second):
 def test_embeddings_on_a_second_device(directed_dir, bidirectional):
     model = on_two_devices(load_model(directed_dir), "cpu", "meta")
     inputs = text_inputs(model.config)
-    # Whether there is padding is read off the mask, which needs values.
+    # The model looks for padding in the values of this mask, and meta has no values.
     del inputs["attention_mask"]
     inputs["position_ids"] = torch.arange(12)[None]
     if bidirectional is None:

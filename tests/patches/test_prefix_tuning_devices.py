@@ -1,4 +1,4 @@
-"""Prefix tuning on a split model computes what it computes on one device."""
+"""Prefix tuning computes the same on a split model as on one device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_prefix(base, kind="PREFIX_TUNING"):
 
 
 def trained(model, inputs):
-    """Loss, logits and the gradient of the prefix."""
+    """Run a training step; return the loss, the logits and the gradients of the prefix."""
     model.train()
     output = model(**inputs, labels=inputs["input_ids"])
     output.loss.backward()
@@ -39,7 +39,7 @@ def trained(model, inputs):
 
 
 def results(model, inputs):
-    """The same, and the tokens that are generated afterwards."""
+    """The results of ``trained``, and the tokens that are generated afterwards."""
     found = trained(model, inputs)
     return [*found, model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)]
 
@@ -52,7 +52,7 @@ def inputs(model_dir):
 
 @pytest.fixture
 def gemma(model_dir, inputs):
-    """Skips where prefix tuning does not fit Gemma 4's heads, on one device either."""
+    """Skip if prefix tuning does not fit Gemma 4's heads and fails on one device as well."""
 
     def make(kind):
         model = with_prefix(load_model(model_dir), kind)

@@ -11,7 +11,7 @@ from tests.support import load_model, split
 
 peft = pytest.importorskip("peft")
 
-#: With embed_tokens or a tower offloaded the search, or PEFT before it, meets meta tensors.
+#: If embed_tokens or a tower is offloaded, the search or PEFT itself reads meta tensors.
 ERROR = r"do not exactly match the embedding weights|is not on the expected device"
 TOKENS = 4
 CONFIGS = {
@@ -47,7 +47,7 @@ def logits(model, inputs):
 
 
 def by_hand(model, inputs, ids):
-    """The text model, given the virtual tokens' embeddings and the per-layer ones of ``ids``."""
+    """The logits for the virtual tokens' embeddings and the per-layer embeddings of ``ids``."""
     base = model.get_base_model()
     text = base.model.language_model
     prompt = model.get_prompt(1).to(base.dtype)
@@ -72,7 +72,7 @@ def test_per_layer_embeddings_of_the_pad_token(model_dir, inputs, kind):
 
 @pytest.mark.regression("prompt_tuning_embeddings", ERROR)
 def test_a_prompt_of_pad_tokens(model_dir, inputs):
-    """A virtual token with the embedding of the pad token is a pad token."""
+    """A virtual token with the embedding of the pad token acts as a pad token."""
     model = with_prompt(load_model(model_dir), "prompt tuning").eval()
     base = model.get_base_model()
     pads = torch.full((1, TOKENS), base.config.text_config.pad_token_id)
@@ -86,7 +86,7 @@ def test_a_prompt_of_pad_tokens(model_dir, inputs):
 
 @pytest.mark.regression("prompt_tuning_embeddings", ERROR)
 def test_cpt_begins_as_its_tokens(model_dir, inputs):
-    """Without training, CPT is the model with these tokens in front."""
+    """Before training, CPT computes the same as its tokens in front of the inputs."""
     model = with_prompt(load_model(model_dir), "CPT").eval()
     ids = torch.cat([torch.tensor([[5, 6, 7, 8]]), inputs["input_ids"]], dim=1)
     base = model.get_base_model()
@@ -107,7 +107,7 @@ def test_same_as_on_one_device(model_dir, tmp_path, inputs, kind, offloaded):
 
 @pytest.mark.regression("prompt_tuning_embeddings", ERROR)
 def test_images(model_dir):
-    """A prompt before an image: that of pad tokens, again."""
+    """The prompt of pad tokens also works with an image in the inputs."""
     model = with_prompt(load_model(model_dir), "prompt tuning").eval()
     base = model.get_base_model()
     inputs = image_inputs(base.config)
@@ -122,7 +122,7 @@ def test_images(model_dir):
 
 
 def test_nothing_is_left_behind(model_dir, inputs):
-    """After an error, too, embeddings of the base model's own callers are all tokens'."""
+    """Even after an error, the base model rejects ``inputs_embeds`` that are not of tokens."""
     model = with_prompt(load_model(model_dir), "prompt tuning").eval()
     with pytest.raises(Exception, match=r"."):
         model(input_ids=torch.full((1, 4), 10**6))

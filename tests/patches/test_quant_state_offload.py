@@ -1,11 +1,11 @@
-"""4-bit weights that go to meta and come back."""
+"""A 4-bit weight keeps its quant state when it is moved to meta and back."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 
-import accelerate.hooks  # noqa: F401  (the patch waits for it)
+import accelerate.hooks  # noqa: F401  (the patch is applied after this import)
 import pytest
 import torch
 from torch import nn
@@ -83,7 +83,7 @@ def test_offloaded_output_is_equal_on_every_forward(nested, offload, tmp_path):
         expected = network(nested)(x)
         model = offload(network(nested), tmp_path)
         assert model[0].weight.is_meta
-        for _ in range(3):  # the AVX512-BF16 repacking shows from the second one on
+        for _ in range(3):  # repacking for AVX512-BF16 has an effect from the second on
             assert torch.equal(model(x), expected)
 
 
@@ -115,7 +115,7 @@ def test_state_dict_of_an_offloaded_model_has_real_quant_states(nested, offload,
     checked = 0
     for key in expected:
         layer, _, part = key.partition(".weight.")
-        # Layers that stay on the CPU are left to bitsandbytes, which may change their dtype.
+        # Other layers are skipped: bitsandbytes may change the dtype of their quant state.
         if part and model.get_submodule(layer).weight.is_meta:
             assert torch.equal(found[key], expected[key]), key
             checked += 1

@@ -1,4 +1,4 @@
-"""The warning before an adapter is merged into quantised weights."""
+"""A warning is logged before an adapter is merged into quantised weights."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def test_merge_and_unload_warns_once(model_dir, language_adapter_dir, kind, capl
 
 
 def test_what_the_warning_says_is_so(model_dir, language_adapter_dir):
-    """The merged 4-bit model is several times as far from the adapter's outputs as a bf16 one."""
+    """Merging changes the outputs of a 4-bit model several times as much as those in bf16."""
 
     def moved(kind):
         expected = logits(adapted(model_dir, language_adapter_dir, kind).eval(), ["text"])["text"]
-        # Merged before its first forward: bitsandbytes repacks weights on some CPUs.
+        # Merge before the first forward, because bitsandbytes repacks weights on some CPUs.
         model = adapted(model_dir, language_adapter_dir, kind).merge_and_unload().eval()
         return ((logits(model, ["text"])["text"] - expected).norm() / expected.norm()).item()
 

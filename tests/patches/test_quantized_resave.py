@@ -1,4 +1,4 @@
-"""A model loaded from a quantised checkpoint, saved and loaded again."""
+"""A model from a quantised checkpoint can be saved and loaded again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOUR_BIT = ["nf4", "nf4-nested"]
 
 
 def from_quantised(folder, model_class="Gemma4ForConditionalGeneration"):
-    """The config in the folder says how it is quantised."""
+    """Load a quantised checkpoint; its config contains the quantisation config."""
     import transformers
 
     found = getattr(transformers, model_class).from_pretrained(
@@ -24,7 +24,7 @@ def from_quantised(folder, model_class="Gemma4ForConditionalGeneration"):
 
 
 def checkpoint(model_dir, kind, folder):
-    """A quantised checkpoint, and what its model computes."""
+    """Save a quantised checkpoint, and return the logits of its model."""
     model = load_model(model_dir, kind)
     model.save_pretrained(folder)
     return logits(model)
@@ -65,7 +65,7 @@ def test_split(model_dir, tmp_path):
 
 @pytest.mark.regression("quantized_resave", "NotImplementedError")
 def test_another_model_with_conversions_of_its_own(tmp_path):
-    """The experts of Mixtral are merged on loading, and taken apart again on saving."""
+    """transformers merges the experts of Mixtral on loading, and splits them on saving."""
     from safetensors.torch import load_file
     from transformers import BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
 

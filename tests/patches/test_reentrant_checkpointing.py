@@ -1,4 +1,4 @@
-"""Gradients under gradient checkpointing are the gradients without it."""
+"""Gradient checkpointing does not change the gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Device maps with an entry for "": what has an entry of its own is not placed, nor hooked, twice.
+"""With an entry for "" in a device map, modules of other entries are placed and hooked once.
 
-With a GPU missing, the main device is the CPU, and "meta" is a second one: it computes no values.
+Without a GPU, the main device is the CPU.  The second device is "meta", which computes no values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dispatched(model, folder, device_map, main_device="cpu", **options):
 
 @contextmanager
 def placements(model):
-    """The names of the parameters that are placed on a device other than meta, as they are."""
+    """Collect the names of the parameters that are placed on a device other than meta."""
     import accelerate.hooks
 
     names = {id(module): name for name, module in model.named_modules()}
@@ -150,7 +150,7 @@ def test_quantised_with_adapter_and_generate(
 
 @EACH_MAP
 def test_same_placement_as_without_the_patch(model_dir, tmp_path, device_map, pristine):
-    """Where tensors rest, which are shared, and where modules execute."""
+    """The devices of tensors, the number of shared tensors and the execution devices are equal."""
 
     def placement(model):
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -176,7 +176,7 @@ def test_save(model_dir, tmp_path):
 
 
 def test_tensors_of_a_container_are_placed(model_dir, tmp_path):
-    """A decoder layer holds a buffer itself; here some of its modules have an entry."""
+    """A decoder layer has a buffer of its own; the map has an entry for some of its modules."""
     model = load_model(model_dir)
     with placements(model) as placed:
         dispatched(model, tmp_path, MAPS["half a layer"])
@@ -230,7 +230,7 @@ VOCABULARY = 2**16
 
 @pytest.fixture(scope="module")
 def large_table_dir(tmp_path_factory):
-    """A per-layer-embedding table of 96 MB beside a few MB."""
+    """A checkpoint with a per-layer-embedding table of 96 MB; the rest takes a few MB."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
@@ -255,7 +255,7 @@ def large_table_dir(tmp_path_factory):
 
 
 def peak(load):
-    """Bytes on GPU 0, resting and at most, that ``load`` adds."""
+    """The model, and the bytes that ``load`` adds on GPU 0: afterwards and at the peak."""
     gc.collect()
     torch.cuda.synchronize(0)
     torch.cuda.empty_cache()
@@ -274,7 +274,7 @@ def test_peak_memory(large_table_dir, tmp_path, way):
     from transformers import Gemma4ForCausalLM
 
     device_map = {"model.embed_tokens_per_layer": "cpu", "": 0}
-    torch.zeros(1, device=0)  # the context and its workspaces
+    torch.zeros(1, device=0)  # create the CUDA context and its workspaces
     if way == "from_pretrained":
         model, resident, most = peak(
             lambda: Gemma4ForCausalLM.from_pretrained(
@@ -316,7 +316,7 @@ def test_the_patch_is_where_dispatch_model_looks(pristine):
 @pytest.mark.regression("root_device_map", r"we need a `value` to put in on cpu")
 @pytest.mark.parametrize("name", ["towers", "two layers", "half a layer", "no such module"])
 def test_loaded_from_a_checkpoint(model_dir, tmp_path, name):
-    """from_pretrained leaves what is for the disk in the checkpoint: it cannot be placed first."""
+    """from_pretrained does not load the weights for the disk, so they cannot be placed first."""
     from transformers import Gemma4ForConditionalGeneration
 
     model = Gemma4ForConditionalGeneration.from_pretrained(

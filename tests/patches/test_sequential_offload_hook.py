@@ -1,4 +1,4 @@
-"""The weights of modules with two hooks, as accelerate hands them out and saves them."""
+"""accelerate reads and saves the weights of modules with two hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(model):
 
 
 def offload_table(model, how, folder):
-    """What users do with the per-layer embeddings: one module, with weights of its own."""
+    """Offload one module that has its own weights, as users do with per-layer embeddings."""
     if how == "cpu":
         cpu_offload(table(model), execution_device=CPU)
     else:
@@ -78,7 +78,7 @@ def test_what_is_offloaded(model_dir, tmp_path):
 
 @pytest.mark.regression("sequential_offload_hook", NO_VALUE)
 def test_hooks_stay_after_an_error(model_dir, tmp_path):
-    """Weights that a block fails with go away, and the module runs as before."""
+    """After an error in the block, the weights are offloaded again, and the module runs."""
     whole = load_model(model_dir)
     model = offload_table(load_model(model_dir), "cpu", tmp_path)
     hook = table(model)._hf_hook

@@ -1,4 +1,4 @@
-"""Layers that share keys and values find them, whatever lies between the layers."""
+"""Shared keys and values reach the layers through hooks, FSDP2 and several devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gemma4_compat  # first, as in conftest.py: some of the processes below do not have that
+import gemma4_compat  # first, as in conftest.py, which the processes below do not import
 
 # isort: split
 import pytest
@@ -17,7 +17,7 @@ from gemma4_compat.engine.gate import holds
 
 ROOT = Path(__file__).parents[2]
 KEY_ERROR = r"KeyError: (1|'sliding_attention')$"
-#: the model and the first release that passes shared_kv_states through its layers
+#: each family, and the first transformers release that passes shared_kv_states to its layers
 FAMILIES = {"Gemma4": "5.5.2", "Gemma4Unified": "5.10", "Gemma3n": "5.6"}
 FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
@@ -59,13 +59,13 @@ def tiny(family="Gemma4"):
         model = model_class(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                # Large enough that every layer tells in the logits.
+                # The values are large, so that every layer affects the logits.
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.eval()
 
 
 def tokens(device="cpu"):
-    """int64 [2, 9]: longer than the sliding window."""
+    """Token ids, int64 [2, 9]; the rows are longer than the sliding window."""
     return torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
 
 
@@ -117,7 +117,7 @@ def from_checkpoint(model, folder):
     with init_empty_weights():
         empty = type(model)(model.config)
     empty.tie_weights()
-    # accelerate cannot load a map with an entry for "" beside modules on disk.
+    # accelerate cannot load with a map that has modules on disk and an entry for "".
     blocks = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
     blocks += ["lm_head", *(f"model.layers.{i}" for i in range(6))]
     device_map = {**dict.fromkeys(blocks, "cpu"), **DISK}
@@ -128,7 +128,7 @@ def from_checkpoint(model, folder):
 
 
 WAYS = [dispatched, hooked, from_checkpoint, cpu_offloaded, disk_offloaded]
-# Without a map only modules with tensors of their own get hooks; Gemma3n's layers have none.
+# Without a map, only modules with their own tensors get hooks; Gemma3n's layers have no tensors.
 WITHOUT_MAP = WAYS[3:]
 CASES = [(f, way) for f in FAMILIES for way in WAYS if f != "Gemma3n" or way not in WITHOUT_MAP]
 
@@ -200,7 +200,7 @@ def test_peft_dispatches_the_model_again(model_dir, language_adapter_dir, tmp_pa
 
 
 def test_skip_keys_given(tmp_path):
-    """What works without the patch works with it."""
+    """A model that works without the patch also works with it."""
     from accelerate import dispatch_model
 
     model = tiny()
@@ -266,7 +266,7 @@ def test_the_model_returns_its_own_container(pristine):
 
 
 def check_fsdp(mesh):
-    """Logits and gradients, in bfloat16, of the sharded model equal those of the whole one."""
+    """The sharded model has the logits and gradients of the whole model, in bfloat16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     whole, sharded = tiny().bfloat16(), tiny().bfloat16()
@@ -281,7 +281,7 @@ def check_fsdp(mesh):
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     found = {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
-    # On the CPU torch 2.8 adds the ranks' gradients up, 2.13 averages them: exact, both.
+    # On the CPU, torch 2.8 adds the gradients of the ranks; 2.13 averages them.  Both are exact.
     differ = [
         [n for n in found if not torch.equal(found[n], times * expected[n])]
         for times in (1, mesh.size())
@@ -290,7 +290,7 @@ def check_fsdp(mesh):
 
 
 def fsdp_rank(store, rank, size):
-    """One process of ``size``."""
+    """Run check_fsdp as one of ``size`` processes."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -303,7 +303,7 @@ def fsdp_rank(store, rank, size):
         distributed.destroy_process_group()
 
 
-# transformers 5.9 and later survive this without the patch.
+# In transformers 5.9 and later, this works without the patch.
 BROKEN_BY_FSDP = holds("transformers<5.9")
 fsdp_regression = (
     pytest.mark.regression("shared_kv_states", r"KeyError: (1|'sliding_attention')")
@@ -319,7 +319,7 @@ def test_fsdp_in_one_process(tmp_path):
 
 @fsdp_regression
 def test_fsdp_in_two_processes(tmp_path):
-    tiny()  # or skip
+    tiny()  # skips old releases
     code = "from tests.patches.test_shared_kv_states import fsdp_rank\nfsdp_rank({!r}, {}, 2)"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
@@ -336,7 +336,7 @@ def test_fsdp_in_two_processes(tmp_path):
 
 # -- more than one device --------------------------------------------------------------------------
 
-# The last layer is on the first GPU: Gemma3n does arithmetic on its output beside other tensors.
+# The last layer is on the first GPU, because Gemma3n combines its output with tensors there.
 SPLITS = {
     "readers on the second GPU": [0, 0, 0, 1, 1, 0],
     "writers on the second GPU": [1, 1, 1, 0, 0, 0],
@@ -354,7 +354,7 @@ def test_layers_on_two_gpus(family, split):
 
     expected = logits(tiny(family).to("cuda:0"), "cuda:0")
     model = tiny(family)
-    # Spelt out: with an entry for "", accelerate gives layers on GPU 1 hooks for GPU 0.
+    # No entry for "": with one, accelerate adds hooks for GPU 0 to layers on GPU 1.
     device_map = {f"model.{name}": 0 for name, _ in model.model.named_children()}
     device_map |= {"lm_head": 0}
     del device_map["model.layers"]

@@ -1,6 +1,6 @@
-"""Caches of models that share no keys and values.
+"""Caches of models without shared keys and values have sliding layers.
 
-Attention over a cache of other length sums in another order: logits, which are at most 30, may
+Attention over a cache of another length adds in another order.  The logits are at most 30, and may
 differ by a few units in the last place of float32.
 """
 
@@ -13,7 +13,7 @@ from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import SLIDING_WINDOW, large_config, large_model
 
 TOLERANCE = 3e-5
-#: with the prompt of 12 tokens far more than the sliding window
+#: With the prompt of 12 tokens, these are far more tokens than the sliding window.
 NEW_TOKENS = 20
 INPUTS = {"text": text_inputs, "image": image_inputs}
 
@@ -92,7 +92,7 @@ def test_a_static_cache(model_dir):
     model = large_model(model_dir)
     expected = generated(model)
     assert_close(generated(model, cache_implementation="static"), expected)
-    assert_close(generated(model, cache_implementation="static"), expected)  # it may be reused
+    assert_close(generated(model, cache_implementation="static"), expected)  # cache may be reused
     config = model.config
     cache = StaticCache(config=config, max_cache_len=32)
     assert sliding(cache) == config.text_config.layer_types
@@ -112,7 +112,7 @@ def test_a_batch_with_padding_in_a_static_cache(model_dir):
 
 
 def test_prompt_lookup_beyond_the_window(model_dir):
-    """It takes tokens back, which sliding layers cannot do."""
+    """Prompt lookup removes tokens from the cache, which sliding layers cannot do."""
     model = large_model(model_dir)
     assert_close(generated(model, prompt_lookup_num_tokens=3), generated(model))
 
@@ -142,7 +142,7 @@ def test_models_that_share_are_as_ever(model_dir):
 
     config = Gemma4Config.from_pretrained(model_dir)
     for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=16)):
-        # newer releases have placeholders for the others
+        # newer releases have placeholders for the layers that share keys and values
         layers = [layer for layer in cache.layers if hasattr(layer, "is_sliding")]
         assert [layer.is_sliding for layer in layers] == [True, True, False]
 

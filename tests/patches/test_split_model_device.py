@@ -1,4 +1,4 @@
-"""The device of a split model is where its inputs belong."""
+"""The ``device`` of a split model is the device of its inputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def divided(model_dir, tmp_path):
 
 @pytest.fixture
 def begins_on_meta(divided):
-    """In transformers 5.5 the first module is the language model, which is not offloaded here."""
+    """Skip transformers 5.5: its first module is the language model, which is not offloaded."""
     if not next(divided.parameters()).is_meta:
         pytest.skip("the first parameter of this release's model is not offloaded")
 
@@ -55,7 +55,7 @@ def test_device(divided):
 @pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_inputs_brought_to_the_device(whole, divided):
-    """As the model cards have it; twice, for the hooks send the weights back."""
+    """The code of the model cards works, even after the hooks have offloaded the weights again."""
     for _ in range(2):
         for make in (text_inputs, image_inputs):
             inputs = {key: value.to(divided.device) for key, value in make(whole.config).items()}
@@ -112,7 +112,7 @@ def test_other_models(llama_dir, tmp_path):
 
 @pytest.mark.regression("split_model_device", r"the device is meta")
 def test_offloaded_without_a_device_map(model_dir):
-    """Without ``hf_device_map`` nothing but the device kept ``generate`` from compiling."""
+    """Without ``hf_device_map``, only the device meta prevented ``generate`` from compiling."""
     from accelerate import cpu_offload
     from transformers import GenerationConfig, StaticCache
 
@@ -131,7 +131,7 @@ def test_offloaded_without_a_device_map(model_dir):
 
 
 def compile_everywhere():
-    """As if the CPU were a GPU."""
+    """A config with which ``generate`` compiles on the CPU as well."""
     from transformers import CompileConfig
 
     config = CompileConfig()
@@ -181,7 +181,7 @@ def test_no_setter_and_the_docstring():
 
 
 def test_compiled(whole):
-    """A forward that reads the device, as some models have it."""
+    """A forward that reads ``device``, as in some models, can be compiled."""
 
     class Reads(torch.nn.Module):
         def __init__(self, model):

@@ -1,4 +1,4 @@
-"""Modules whose inputs are in place already."""
+"""Hooks cost little if the inputs of their module are on the execution device already."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def calls(action):
-    """How many Python functions run."""
+    """The number of calls of Python functions in ``action``."""
     count = 0
 
     def note(frame, event, argument):
@@ -44,7 +44,7 @@ def test_calls_of_a_hooked_layer():
     add_hook_to_module(layer, AlignDevicesHook(execution_device=CPU))
     layer(x)
     hooked = calls(lambda: layer(x)) - alone
-    # one that looks at the hook and the inputs, and what it calls
+    # the function that checks the hook and the inputs, and the functions that it calls
     assert hooked <= 5, f"{hooked} Python calls for a hooked layer"
 
 
@@ -58,7 +58,7 @@ class Echo(nn.Module):
 
 
 class Opaque:
-    """Goes where it is sent, as a batch of a tokenizer does."""
+    """An object with the method ``to``, like the batch of a tokenizer."""
 
     def __init__(self, device="cpu"):
         self.device = device
@@ -162,7 +162,6 @@ def test_compiled():
 
 
 def test_the_execution_device_may_change():
-    """A hook that somebody gives another device."""
     module = hooked(CPU)
     module(torch.ones(1))
     module._hf_hook.execution_device = torch.device("meta")
@@ -171,7 +170,7 @@ def test_the_execution_device_may_change():
 
 
 def test_replaced_methods_of_hooks_are_called(monkeypatch):
-    """Of one hook, and of all of them."""
+    """A method may be replaced on one hook or on the class."""
     seen = []
     module = hooked(CPU)
     original = module._hf_hook.pre_forward

@@ -1,4 +1,4 @@
-"""A token of a step is stored in a full window without an index tensor from the CPU."""
+"""A step stores its token in a full window without an index tensor from the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOW = 4
 
 
 class TensorsFromPython(TorchDispatchMode):
-    """Counts tensors that are made of Python numbers."""
+    """Counts the tensors that are made from Python numbers."""
 
     count = 0
 
@@ -54,7 +54,7 @@ def test_same_keys_and_values(prompt):
     ours = filled(prompt)
     theirs = copy.deepcopy(ours)
     for step in range(2 * WINDOW):
-        # twice a chunk of several tokens, which upstream stores
+        # Two of the updates have several tokens; upstream's code stores these.
         count = 2 if step in (1, 6) else 1
         new = tokens(count, 2 * step), tokens(count, 2 * step + 1)
         found = ours.update(*new)

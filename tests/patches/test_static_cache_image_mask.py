@@ -1,6 +1,6 @@
-"""Images give the same logits whatever the cache.
+"""Images give the same logits with a static cache and with a dynamic one.
 
-Attention over a cache of other length sums in another order: see test_sliding_cache_layers.
+See test_sliding_cache_layers for the tolerance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.large_model import large_model
 from tests.patches.test_sliding_cache_layers import TOLERANCE, generated
 
 VERSION = Version(transformers.__version__)
-#: Only here do images survive a prefill in chunks at all.
+#: Before transformers 5.23, images cannot be prefilled in chunks.
 CHUNKS_WORK = Version("5.23") <= VERSION
 
 
@@ -50,14 +50,14 @@ def an_image(model_dir, batch):
 @pytest.mark.regression("static_cache_image_mask", r"static and dynamic logits differ")
 @pytest.mark.skipif(not CHUNKS_WORK, reason="images are not prefilled in chunks")
 def test_prefill_in_chunks(model_dir):
-    """The image is in the second chunk, and whole."""
+    """The second chunk contains the whole image."""
     model = large_model(model_dir)
     options = {"prefill_chunk_size": 5, "cache_implementation": "static"}
     assert_as_dynamic(generated(model, "image", **options), generated(model, "image"))
 
 
 def padded(model):
-    """An image in the first row, padded on the left, and in the second."""
+    """Two rows with an image each; the first row is padded on the left."""
     inputs = image_inputs(model.config, batch=2)
     pad = {"input_ids": 0, "attention_mask": 0, "mm_token_type_ids": 0}
     for name, value in pad.items():
@@ -86,7 +86,7 @@ def test_a_batch_with_padding(model_dir):
 
 
 def masks(model, inputs, **options):
-    """What ``generate`` hands to the first forward."""
+    """The attention mask that ``generate`` passes to the first forward."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -96,7 +96,7 @@ def masks(model, inputs, **options):
 
 
 def test_text_is_as_ever(model_dir):
-    """The mask is not made again, although there are token types."""
+    """The mask is made only once, although the inputs have token types."""
     import gemma4_compat
 
     model = large_model(model_dir)

@@ -1,4 +1,4 @@
-"""Adapters of the text model in the multimodal one, and the other way round."""
+"""Adapters of the text model can be loaded on the multimodal model, and vice versa."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ peft = pytest.importorskip("peft")
 OURS = "gemma4_compat.patches.adapters.text_model_adapter"
 NOT_LOADED = "tensors of the adapter were not loaded"
 WEIGHTS = "adapter_model.safetensors"
-#: matches the same decoder layers of both models, and what else it names of the multimodal one
+#: LAYER matches the decoder layers of both models; TARGETS adds layers of the vision tower.
 LAYER = r"(?:.*\.)?(?:model|language_model)\.layers\.\d+\."
 TARGETS = rf"{LAYER}(?:self_attn|mlp)\.(?:q|v|down)_proj|.*\.vision_tower\..*\.q_proj\.linear"
 
 
 @pytest.fixture(scope="module")
 def text_dir(model_dir, tmp_path_factory):
-    """The text model alone, of the same weights."""
+    """A checkpoint of the text model alone, with the same weights."""
     from transformers import Gemma4ForCausalLM
 
     folder = tmp_path_factory.mktemp("text")
@@ -55,7 +55,7 @@ def load_base(folder):
 
 
 def make(base, to, **config):
-    """An adapter whose tensors depend on the names of their layers in the text model."""
+    """Save an adapter; its values depend on the part of the names that both models share."""
     config.setdefault("target_modules", TARGETS)
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, **config))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def text_logits(model):
 
 
 def loaded(model, folder, among=""):
-    """Asserts that the adapter has the file's values, if only for these parts."""
+    """Assert that the adapter has the values of the file, for names that contain ``among``."""
     values = {
         re.sub(r".*(language_model|model)\.layers", "layers", name): value
         for name, value in load_file(folder / WEIGHTS).items()
@@ -102,7 +102,7 @@ def loaded(model, folder, among=""):
         for name, value in model.named_parameters()
         if "lora_" in name
     }
-    # In some ways PEFT makes adapters in the base model's dtype, and loads into that.
+    # Some ways to load create the adapter in the base model's dtype, and cast the values.
     missing = [
         name
         for name, value in values.items()
@@ -196,7 +196,7 @@ def test_saved_again_under_the_names_of_its_model(model_dir, text_adapter, tmp_p
 
 @pytest.mark.regression("text_model_adapter", NOT_LOADED)
 def test_merged(model_dir, text_adapter, text_dir):
-    """Merging is the same arithmetic in both."""
+    """Merging computes the same in both models."""
     folder, _ = text_adapter
     model = peft.PeftModel.from_pretrained(load_base(model_dir), folder)
     loaded(model, folder)
@@ -206,7 +206,7 @@ def test_merged(model_dir, text_adapter, text_dir):
 
 @pytest.mark.regression("text_model_adapter", NOT_LOADED)
 def test_images_are_as_without_the_adapter_of_the_towers(model_dir, text_adapter):
-    """The towers' adapters, which the file has nothing for, change nothing."""
+    """The file has no tensors for the towers' adapters, so these have no effect."""
     folder, _ = text_adapter
     model = peft.PeftModel.from_pretrained(load_base(model_dir), folder)
     loaded(model, folder)
@@ -223,7 +223,7 @@ def test_images_are_as_without_the_adapter_of_the_towers(model_dir, text_adapter
 
 
 def test_targets_that_are_names(model_dir, text_dir, tmp_path):
-    """They match the towers' clipped layers too."""
+    """The names also match the clipped layers of the towers."""
     expected = text_logits(make(load_base(text_dir), tmp_path, target_modules=["q_proj", "v_proj"]))
     model = peft.PeftModel.from_pretrained(load_base(model_dir), tmp_path)
     loaded(model, tmp_path)
@@ -250,7 +250,7 @@ def test_other_models(llama_dir, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
 def test_patterns_with_whole_names_are_refused(model_dir, text_dir, tmp_path, pattern):
-    """The scale of a layer would be another one, without a word."""
+    """If they were accepted, the scale of a layer would change without a message."""
     make(load_base(text_dir), tmp_path, **{pattern: {"model.layers.1.self_attn.q_proj": 2}})
     wanted = rf"its {pattern} names layers.*language_model\.layers\.1\.self_attn\.q_proj"
     with pytest.raises(ValueError, match=wanted):

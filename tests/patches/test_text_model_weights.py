@@ -1,4 +1,4 @@
-"""The text model alone, from a multimodal checkpoint."""
+"""The text model alone can be loaded from a multimodal checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANDOM = "weights were not in the checkpoint"
 
 
 def load_text(folder, kind=None, device_map=None, **options):
-    """The text model of a checkpoint; all of its weights must be that checkpoint's."""
+    """Load the text model of a checkpoint, which must contain all its weights."""
     from transformers import Gemma4ForCausalLM
 
     model, told = Gemma4ForCausalLM.from_pretrained(
@@ -33,14 +33,14 @@ def load_text(folder, kind=None, device_map=None, **options):
 
 
 def text_logits(model, whole):
-    """Those of the text model for the prompt of the multimodal one."""
+    """The logits of the text model for the prompt of the multimodal model."""
     inputs = {"input_ids": INPUTS["text"](whole.config)["input_ids"]}
     with torch.no_grad():
         return {"text": model(**inputs).logits.float()}
 
 
 def text_weights(model):
-    """The weights of a multimodal model's text part, by the names of the text model."""
+    """The text weights of a multimodal model, under the names of the text model."""
     return {
         name.replace("model.language_model.", "model."): value
         for name, value in model.state_dict().items()
@@ -110,7 +110,7 @@ def test_split_after_loading(model_dir, tmp_path, kind):
 
 @pytest.mark.regression("text_model_weights", RANDOM)
 def test_split_while_loading(model_dir, tmp_path):
-    """The weights on disk are found in the checkpoint, under its own names."""
+    """The weights on disk are read from the checkpoint, under the checkpoint's names."""
     whole = load_model(model_dir)
     device_map = {"model.layers.1": "disk", "model.layers.4": "disk", "": "cpu"}
     text = load_text(model_dir, device_map=device_map, offload_folder=str(tmp_path))
@@ -125,7 +125,7 @@ def test_split_while_loading(model_dir, tmp_path):
 @pytest.mark.regression("text_model_weights", RANDOM)
 @pytest.mark.parametrize("kind", [None, "nf4-nested"])
 def test_saved_under_its_own_names(model_dir, tmp_path, kind):
-    """So it loads without the patch, too."""
+    """The saved model can be loaded without the patch."""
     whole = load_model(model_dir, kind)
     expected = logits(whole, ["text"])
     load_text(model_dir, kind).save_pretrained(tmp_path)
@@ -160,7 +160,7 @@ def test_text_model_without_head(model_dir):
 
 @pytest.mark.regression("text_model_weights", RANDOM)
 def test_from_the_multimodal_model_without_head(model_dir, tmp_path):
-    """Its checkpoint has no "model." before the names; the head is tied to the embeddings."""
+    """Names in its checkpoint do not begin with "model."; the head is tied to the embeddings."""
     whole = load_model(model_dir)
     whole.model.save_pretrained(tmp_path)
     text = load_text(tmp_path)

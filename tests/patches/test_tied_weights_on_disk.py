@@ -1,4 +1,4 @@
-"""Token embeddings and head are one tensor, and the device map sends one of them to the disk."""
+"""A device map can place one of two tied weights, the embeddings or the head, on disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_saved(model_dir, tmp_path):
     assert_same(logits(load_model(tmp_path / "saved")), logits(load_model(model_dir)))
 
 
-#: with accelerate before 1.15
+#: the errors with accelerate before 1.15
 MIXED_UP = (
     r"KeyError: 'lm_head\.weight'|logits differ"
     r"|size of tensor|shape '\[|this looks incorrect"
@@ -77,7 +77,7 @@ def tied_by_address():
 
 
 def both_on_disk(model_dir, folder):
-    """With a tower on the CPU: older transformers do not dispatch a map of the disk alone."""
+    """A tower is on the CPU: older transformers do not dispatch a map that has only the disk."""
     names = {f"model.{name}": "disk" for name, _ in load_model(model_dir).model.named_children()}
     device_map = {**names, "model.vision_tower": "cpu", "lm_head": "disk"}
     model = loaded(model_dir, folder, device_map)
@@ -88,7 +88,7 @@ def both_on_disk(model_dir, folder):
 @pytest.mark.usefixtures("tied_by_address")
 @pytest.mark.regression("tied_weights_on_disk", MIXED_UP)
 def test_text_model_with_both_on_the_disk(model_dir, tmp_path):
-    """The multimodal model around it does not come as far without other patches."""
+    """Only the text model runs: the multimodal model needs other patches to run."""
 
     def text_logits(model):
         with torch.no_grad():

@@ -1,4 +1,7 @@
-"""Images give Gemma 4 unified the same logits whatever the cache; see test_sliding_cache_layers."""
+"""Images give the same logits with a static cache in Gemma 4 unified.
+
+See test_sliding_cache_layers for the tolerance.
+"""
 
 from __future__ import annotations
 

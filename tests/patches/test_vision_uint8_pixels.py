@@ -1,4 +1,4 @@
-"""Images in a model whose vision tower is quantised as well."""
+"""A model processes images when its vision tower is quantised as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemma4_compat.tiny import image_inputs
 from tests.support import assert_same, dequantized, load_model, logits, split
 
 KINDS = ["nf4", "nf4-nested", "int8"]
-#: bitsandbytes quantises all of the vision tower; the audio tower has a patch of its own
+#: bitsandbytes quantises all of the vision tower; the audio tower has its own patch.
 VISION_TOO = {"llm_int8_skip_modules": ["model.audio_tower", "lm_head"]}
 
 
@@ -27,7 +27,7 @@ def embedder(model):
 
 
 def features(model, dtype=torch.bfloat16):
-    """(tokens, hidden) image features of the tower, float32."""
+    """Return the image features of the tower: float32, (tokens, hidden)."""
     inputs = image_inputs(model.config)
     with torch.no_grad():
         found = model.model.vision_tower(
@@ -37,7 +37,7 @@ def features(model, dtype=torch.bfloat16):
 
 
 def given_float_pixels(model):
-    """The same model, whose patch embedder is told to project floating-point pixels."""
+    """The same model with a patch embedder that projects floating-point pixels."""
     module = embedder(model)
 
     def forward(pixel_values, pixel_position_ids, padding_positions):
@@ -76,8 +76,8 @@ def test_logits_of_float32_pixels(model_dir):
 @pytest.mark.regression("vision_uint8_pixels", r"the images are lost")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
-    """Against the same weights, dequantised: the roundings of the activations are between, to
-    bfloat16 (2 ** -8) or to int8 (2 ** -7), through two layers."""
+    """The reference has the same weights, dequantised.  It lacks the rounding of the activations to
+    bfloat16 (2 ** -8) or to int8 (2 ** -7) in two layers."""
     found = features(quantized(model_dir, kind))
     expected = features(dequantized(quantized(model_dir, kind)))
     error = ((found - expected).norm() / expected.norm()).item()
