@@ -34,16 +34,18 @@ def table(folders: Mapping[str, Path]) -> str:
 def row(card: str, folders: Mapping[str, Path]) -> str:
     """What ``plan`` says of one card."""
     cells = (
-        cell(plan(folder, card, train=train)) for folder in folders.values() for train in JOBS.values()
+        cell(plan(folder, card, train=train))
+        for folder in folders.values()
+        for train in JOBS.values()
     )
     return f"| {card.replace('GB', ' GB')} | {' | '.join(cells)} |"
 
 
 def cell(planned: Plan) -> str:
     """The memory that a plan needs, the longest context, and what else is on the CPU."""
-    if not planned.fits:
-        shorter = f" at {planned.longest_context} tokens or fewer" if planned.longest_context else ""
-        return f"only{shorter}" if shorter else "no"
+    if not planned.ok:
+        longest = planned.longest_context
+        return f"{longest:,} tokens at most" if longest else "no"
     needed = f"{planned.needed[0] / 2**30:.1f} GiB"
     context = f"up to {planned.longest_context:,} tokens"
     return "; ".join([needed, context, *_offloaded(planned)])
