@@ -2,7 +2,7 @@
 
     python tools/cards.py [README.MD]
 
-Prints the table, or writes it into the README.  It takes the shapes of the released models from
+Prints the table and writes it into the README, if that is named; takes some minutes.  It takes the shapes of the released models from
 ``tests/shapes.py``.
 """
 
