@@ -2,8 +2,8 @@
 
     python tools/cards.py [README.MD]
 
-Prints the table and writes it into the README, if that is named; takes some minutes.  It takes the shapes of the released models from
-``tests/shapes.py``.
+Prints the table and, if the README is named, writes it there.  Takes some minutes.  The shapes of
+the released models are in ``tests/shapes.py``.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def with_table(readme: str, rows: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
+    from tests import shapes
 
     with tempfile.TemporaryDirectory() as folder:
-        shapes = {"E2B": E2B_TEXT, "E4B": E4B_TEXT}
+        models = {"E2B": shapes.E2B_TEXT, "E4B": shapes.E4B_TEXT}
         folders = {
-            name: write_config(Path(folder) / name, text, VISION, AUDIO)
-            for name, text in shapes.items()
+            name: shapes.write_config(Path(folder) / name, text, shapes.VISION, shapes.AUDIO)
+            for name, text in models.items()
         }
         rows = table(folders)
     print(rows)
