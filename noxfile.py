@@ -55,6 +55,8 @@ PARTS = {
     ),
     "oldest": (BUGS, ("tests/test_import.py", "-m", "not slow")),
 }
+#: the files that tools/catalog.py writes
+GENERATED = ("patches.md", "docs/errors.md", "README.md")
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests
 UPSTREAM_TOOLS = (
@@ -144,7 +146,7 @@ def measure_session(session: nox.Session) -> None:
     per stack.
     """
     measure(session, TORCH, "--tested", *session.posargs)
-    session.run("python", "tools/catalog.py", "patches.md", "README.md")
+    session.run("python", "tools/catalog.py", *GENERATED)
 
 
 @nox.session
@@ -155,7 +157,7 @@ def matrix(session: nox.Session) -> None:
     it is empty.
     """
     measure(session, TORCH, *session.posargs)
-    session.run("python", "tools/catalog.py", "patches.md", "README.md")
+    session.run("python", "tools/catalog.py", *GENERATED)
 
 
 @nox.session(name="matrix-oldest-torch")
@@ -200,9 +202,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Regenerate patches.md, and the README's table of versions."""
+    """Regenerate patches.md, docs/errors.md, and the README's table of versions."""
     session.install(".")
-    session.run("python", "tools/catalog.py", "patches.md", "README.md")
+    session.run("python", "tools/catalog.py", *GENERATED)
 
 
 @nox.session

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 E2B_TEXT = {
     "vocab_size": 262144,
     "vocab_size_per_layer_input": 262144,
@@ -33,7 +36,12 @@ E4B_TEXT = {
 }
 
 
-def write_config(folder, text, vision=None, audio=None):
+def write_config(
+    folder: Path,
+    text: dict[str, Any],
+    vision: dict[str, Any] | None = None,
+    audio: dict[str, Any] | None = None,
+) -> Path:
     from transformers import Gemma4Config
 
     config = Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)

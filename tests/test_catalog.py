@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat.patches import load
-from tools.catalog import not_patched, render, titles, with_releases
+from tools.catalog import not_patched, render, render_errors, titles, with_releases
 from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
@@ -17,25 +17,26 @@ ROOT = Path(__file__).parent.parent
 MEASURED = Measured.read(DATA)
 
 
-@pytest.mark.parametrize("file", ["patches.md", "README.md"])
+@pytest.mark.parametrize("file", ["patches.md", "docs/errors.md", "README.md"])
 def test_documentation_is_up_to_date(file):
     pytest.importorskip("tomllib")
     stored = (ROOT / file).read_text(encoding="utf-8")
-    due = render(load(), MEASURED) if file == "patches.md" else with_releases(stored, MEASURED)
-    assert stored == due, "run: nox -s docs"
+    due = {
+        "patches.md": render(load(), MEASURED),
+        "docs/errors.md": render_errors(),
+        "README.md": with_releases(stored, MEASURED),
+    }
+    assert stored == due[file], "run: nox -s docs"
 
 
-def test_readme_lists_every_patch_under_its_topic():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed, title = {}, None
-    for line in readme.splitlines():
-        if heading := re.fullmatch(r"\| \*\*(.+)\*\* \| \|", line):
-            title = listed.setdefault(heading[1], [])
-        elif title is not None and (row := re.match(r"\|.*\| `(\w+)`[^|]*\|$", line)):
-            title.append(row[1])
-    assert list(listed) == list(titles())
-    for heading, names in titles().items():
-        assert sorted(listed[heading]) == names
+def test_the_page_of_errors_lists_every_patch_once_under_its_topic():
+    listed = {}
+    for line in (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            names = listed.setdefault(line[3:], [])
+        elif row := re.match(r"\|.*\| \[`(\w+)`\]\(\.\./patches\.md#\1\) \|$", line):
+            names.append(row[1])
+    assert listed == titles()
 
 
 def test_not_patched():

@@ -1,0 +1,246 @@
+"""README and ``docs/``: their Python runs on the tiny model; commands and links are valid."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gemma4_compat.patches import load
+from gemma4_compat.plan import plan
+from tools.cards import CARDS, cell, row, with_table
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/recipes.md", "docs/commands.md", "docs/how-it-works.md"]
+
+#: What differs in the tests: the only device is the CPU.  With this flag, and everything on the
+#: CPU, transformers quantises nothing.
+ON_CPU = {
+    '"": 0}': '"": "cpu"}',
+    '"": 0,\n': '"": "cpu",\n',
+    "    llm_int8_enable_fp32_cpu_offload=True,\n": "",
+}
+
+
+def text_of(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    """The code blocks of a page in this language, without their indentation in a list."""
+    found = re.findall(
+        rf"^( *)```{language}\n(.*?)^ *```$", text_of(page), re.DOTALL | re.MULTILINE
+    )
+    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder in which google/gemma-4-E4B-it is the tiny model, with a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from gemma4_compat.tiny import build_adapter, build_checkpoint
+
+    folder = tmp_path_factory.mktemp("hub")
+    model = folder / "google" / "gemma-4-E4B-it"
+    model.mkdir(parents=True)
+    build_checkpoint(model)
+    build_adapter(folder / "my-lora", model)
+    special = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
+    words = Tokenizer(
+        models.WordLevel(special | {f"w{i}": i for i in range(4, 500)}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    tokenizer.chat_template = (
+        "{{ bos_token }} {% for message in messages %}{{ message['content'] }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    return folder
+
+
+@pytest.fixture
+def names(hub, monkeypatch, tmp_path, pristine):
+    """The names that the blocks of a page define, after all of them ran in order."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "google").symlink_to(hub / "google")
+    (tmp_path / "my-lora").symlink_to(hub / "my-lora")
+    threads = torch.get_num_threads()
+
+    def run(page, changes=()):
+        defined = {}
+        for number, code in enumerate(blocks(page, "python"), 1):
+            for text, changed in {**ON_CPU, **dict(changes)}.items():
+                code = code.replace(text, changed)
+            exec(compile(code, f"<block {number} of {page}>", "exec"), defined)
+        return defined
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def is_4bit(model):
+    return any(type(module).__name__ == "Linear4bit" for module in model.modules())
+
+
+def new_tokens(defined):
+    return defined["output"].shape[1] - defined["inputs"]["input_ids"].shape[1]
+
+
+def trained(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_python_of_the_readme(names, capsys):
+    pytest.importorskip("bitsandbytes")
+    # QLoRA starts from a base without an adapter.
+    defined = names("README.md", {"get_peft_model(base,": "get_peft_model(model.unload(),"})
+    assert is_4bit(defined["base"])
+    assert new_tokens(defined) > 0
+    assert re.search(r"w\d+", capsys.readouterr().out)  # the answer
+    assert trained(defined["model"])
+    assert all(".language_model.layers." in name for name in trained(defined["model"]))
+    assert all("lora_" in name for name in trained(defined["model"]))
+
+
+def test_python_of_the_recipes(names, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    defined = names("docs/recipes.md")
+    assert all(is_4bit(defined[name]) for name in ("base", "model", "streamed", "merged"))
+    assert defined["loss"].isfinite()
+    assert new_tokens(defined) > 0
+    assert (tmp_path / "out-adapter" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "out-model" / "model.safetensors").exists()
+
+
+def test_python_of_the_other_pages(names, capsys):
+    import gemma4_compat
+
+    names("docs/how-it-works.md")
+    assert "peft_redispatch" in capsys.readouterr().out
+    assert gemma4_compat.status().ok
+    defined = names("docs/commands.md")
+    assert defined["planned"].ok
+    assert "device_map" in defined["planned"].code
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def commands():
+    lines = [
+        (page, line)
+        for page in PAGES
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+    ]
+    return [pytest.param(line.removeprefix("$ "), id=f"{page}: {line}") for page, line in lines]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The folders and files that the commands name, as far as their arguments are checked."""
+    folder = tmp_path_factory.mktemp("files")
+    for model in ("gemma-4-E4B-it", *(f"google/gemma-4-{size}-it" for size in ("E4B", "31B"))):
+        (folder / model).mkdir(parents=True)
+        (folder / model / "config.json").write_text('{"model_type": "gemma4"}')
+    (folder / "my-lora").mkdir()
+    (folder / "my-lora" / "adapter_config.json").write_text("{}")
+    (folder / "my-lora" / "adapter_model.safetensors").touch()
+    (folder / "my-map.json").write_text('{"": 0}')
+    return folder
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_are_valid(line, files, monkeypatch):
+    """They parse; what they would do is tested elsewhere."""
+    import argparse
+
+    from gemma4_compat import cli
+    from gemma4_compat.cli import run
+
+    monkeypatch.chdir(files)
+    program, *arguments = shlex.split(line)
+    assert program in ("gemma4-compat", "pip")
+    if program == "pip":
+        assert arguments[0] in ("install", "uninstall")
+        return
+    arguments, started = run.split_program(arguments)
+    options = cli._parser().parse_args(arguments, argparse.Namespace(program=started))
+    assert options.command == arguments[0]
+    assert bool(started) == (options.command == "run")
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def test_every_page_is_checked():
+    pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
+    assert pages == {*PAGES, "docs/errors.md"} - {"README.md"}
+    languages = {
+        language for page in PAGES for language in re.findall(r"^ *```(\w+)$", text_of(page), re.M)
+    }
+    assert languages == {"python", "console", "text"}
+    assert len(text_of("README.md").splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/errors.md"])
+def test_links(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
+    assert links
+    for link in links:
+        target, _, anchor = link.partition("#")
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.exists(), link
+        if anchor:
+            assert anchor in anchors(file), link
+
+
+def test_the_readme_finds_the_commonest_errors():
+    """Each row quotes the patch's symptom, in backticks, and links to the patch."""
+    symptoms = {patch.name: patch.symptom.replace("`", "") for patch in load()}
+    part = text_of("README.md").partition("<!-- errors -->")[2].partition("<!-- /errors -->")[0]
+    rows = re.findall(r"^\| (.+) \| \[`(\w+)`\]\(patches\.md#(\w+)\).* \|$", part, re.MULTILINE)
+    assert len(rows) == len({name for _, name, _ in rows}) == 15
+    for seen, name, link in rows:
+        assert name == link
+        quoted = re.findall(r"`([^`]+)`", seen)
+        assert quoted
+        for text in quoted:
+            assert text in symptoms[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_of_cards(card, e2b_dir, e4b_dir):
+    pytest.importorskip("bitsandbytes")
+    assert row(card, {"E2B": e2b_dir, "E4B": e4b_dir}) in text_of("README.md").splitlines(), (
+        "run: python tools/cards.py README.md"
+    )
+
+
+def test_a_cell_of_the_table(e4b_dir):
+    """The quickest sample of the table: E4B on 12 GB, without training."""
+    pytest.importorskip("bitsandbytes")
+    [line] = re.findall(r"^\| 12 GB \|.*$", text_of("README.md"), re.MULTILINE)
+    assert cell(plan(e4b_dir, "12GB")) == line.split("|")[4].strip()
+
+
+def test_a_new_table_replaces_the_old_one():
+    found = with_table("a\n<!-- cards -->\nold\n<!-- /cards -->\nb\n", "new \\1")
+    assert found == "a\n<!-- cards -->\nnew \\1\n<!-- /cards -->\nb\n"
