@@ -67,6 +67,12 @@ def status(*, import_targets: bool = False) -> Status:
         import_targets: first import the modules that armed patches wait for, and with them those
             of torch, transformers, accelerate, peft and bitsandbytes that are installed.  Then no
             patch is ``armed``.  Without it nothing is imported.
+
+    Example:
+        >>> gemma4_compat.status().ok
+        True
+        >>> print(gemma4_compat.status()["clippable_linear"].symptom)
+        Target module Gemma4ClippableLinear(...) is not supported
     """
     return _engine.import_targets() if import_targets else _engine.status()
 
@@ -79,6 +85,10 @@ def install(*names: str) -> Status:
 
     Raises:
         ValueError: no patch has that name.
+
+    Example:
+        >>> gemma4_compat.install("clippable_linear").ok
+        True
     """
     return _engine.install(*names)
 
@@ -92,6 +102,10 @@ def uninstall(*names: str) -> Status:
 
     Raises:
         ValueError: no patch has that name.
+
+    Example:
+        >>> print(gemma4_compat.uninstall("host_embedding")["host_embedding"].state)
+        disabled
     """
     return _engine.uninstall(*names)
 
@@ -103,5 +117,10 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
 
     Raises:
         ValueError: no patch has that name.
+
+    Example:
+        >>> with gemma4_compat.disabled("host_embedding") as status:
+        ...     print(status["host_embedding"].state)
+        disabled
     """
     return _engine.switched(names, on=False)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import html
 from abc import ABC, abstractmethod
 from typing import Any
+
+from . import html, text
 
 
 class Result(ABC):
     """A result to print, to read in a program, or to show in a notebook.
 
     ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
-    else with 1.
+    else with 1.  A notebook shows its tables as HTML.
     """
 
     @property
@@ -31,5 +32,15 @@ class Result(ABC):
     @abstractmethod
     def __str__(self) -> str: ...
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # else dataclass would write all fields
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.verdict or str(self).partition(chr(10))[0]}>"
+
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        with text.recorded_tables() as tables:
+            printed = str(self)
+        return html.page(printed, tables, getattr(self, "code", ""), self.verdict, self.ok)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -11,13 +12,18 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError, MergeError
-from gemma4_compat.merge import merge_adapter
+from gemma4_compat.merge import MergeResult, Parity, merge_adapter, needs
+from gemma4_compat.model.torch_build import cpu_only
+from gemma4_compat.text import size
 from tests import damage
 from tests.support import assert_same, load_model, logits
 
@@ -89,6 +95,9 @@ def test_merges_and_writes(model_dir, which, work, request, capsys):
     assert "reading it back" in printed.err
     assert names(work) == ["out"]
     assert_same(logits(load_model(out)), merged_in_memory(model_dir, adapter))
+    values = run_printed_code(printed.out)
+    assert "tokenizer" not in values
+    assert_same(logits(values["model"]), logits(load_model(out)))
     assert (out / "generation_config.json").read_text() == (
         model_dir / "generation_config.json"
     ).read_text()
@@ -124,7 +133,7 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
     (base / "processor_config.json").write_text("{}")
     (base / "README.md").write_text("not a part of the model")
     adapter = with_tokenizer(language_adapter_dir, tmp_path / "adapter", "adapter template")
-    out = work / "out"
+    out = work / 'my "merged" model'
     prompts = ["--prompt", "the capital", "--prompt", "a short story"]
     assert main(["merge", str(base), str(adapter), str(out), *prompts]) == 0
     printed = capsys.readouterr().out
@@ -136,6 +145,7 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == "adapter template"
     assert tokenizer("the capital")["input_ids"] == [1, 2]
+    assert run_printed_code(printed)["tokenizer"]("the capital")["input_ids"] == [1, 2]
     assert (out / "processor_config.json").is_file()
     assert not (out / "README.md").exists()
 
@@ -281,6 +291,118 @@ def test_unquantised_weights_with_a_quantization_config(
     merge_adapter(base, language_adapter_dir, work / "out")
     assert "quantization_config" not in json.loads((work / "out" / "config.json").read_text())
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
+
+
+# -- memory and disk ------------------------------------------------------------------------------
+
+
+def said(base, adapter, out, **options):
+    """The line about memory and disk, which comes before anything is loaded."""
+    lines = []
+
+    def listen(line):
+        lines.append(line)
+        stop_at_loading(line)
+
+    with pytest.raises(Loading):
+        merge_adapter(base, adapter, out, progress=listen, **options)
+    (line,) = [line for line in lines if line.startswith("needs ")]
+    return line
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
+def test_says_what_it_needs(model_dir, language_adapter_dir, work, dtype, item):
+    base = load_model(model_dir)
+    weights = item * sum(p.numel() for p in base.parameters())
+    adapted = peft.PeftModel.from_pretrained(base, language_adapter_dir)
+    adapter = 4 * sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
+    layers = [m for m in adapted.modules() if hasattr(m, "get_base_layer")]
+    largest = max(layer.get_base_layer().weight.numel() for layer in layers)
+    line = said(model_dir, language_adapter_dir, work / "out", dtype=dtype)
+    memory = size(weights + adapter + largest * (4 + item))
+    assert line.startswith(f"needs {memory} of memory and {size(weights)} of disk in {work}; ")
+    assert line.endswith(" GiB are free.")
+
+
+def test_too_little_memory_is_said_and_tried(model_dir, language_adapter_dir, work, monkeypatch):
+    monkeypatch.setattr(needs, "available_memory", lambda: 2**20)
+    line = said(model_dir, language_adapter_dir, work / "out")
+    assert "; 1.0 MiB and " in line
+    assert line.endswith("with too little memory, merging is slow or fails.")
+
+
+def test_weights_that_stay_in_their_file_need_no_memory(
+    model_dir, language_adapter_dir, work, monkeypatch
+):
+    """Only changed weights cannot be read from the file again, so only these are refused."""
+    base = load_model(model_dir)
+    adapted = peft.PeftModel.from_pretrained(base, language_adapter_dir)
+    layers = [m.get_base_layer() for m in adapted.modules() if hasattr(m, "get_base_layer")]
+    changed = 2 * sum(layer.weight.numel() for layer in layers)
+    assert changed < 2 * sum(p.numel() for p in base.parameters()) / 2
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
+    monkeypatch.setattr(needs, "machine_memory", lambda: changed)
+    said(model_dir, language_adapter_dir, work / "out")
+    monkeypatch.setattr(needs, "machine_memory", lambda: changed - 1)
+    message = f"device 'cpu' has {size(changed - 1)} of memory, but must hold "
+    refused(model_dir, language_adapter_dir, work / "out", message)
+    message = refused(
+        model_dir, language_adapter_dir, work / "out", "of weights in float32. ", dtype="float32"
+    )
+    assert message.endswith("Use a machine with more memory, or --dtype bfloat16")
+
+
+def test_weights_too_large_for_the_gpu(work, monkeypatch):
+    wanted = needs.Needs("bfloat16", weights=2**34, adapter=0, merging=0, changed=0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
+    assert "16.00 GiB of memory of cuda:0 and" in wanted.check("cuda:0", work / "out")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34 - 1))
+    with pytest.raises(InputError, match="Use a machine with more memory, or --device cpu"):
+        wanted.check("cuda:0", work / "out")
+    # The driver of Windows uses the CPU's memory too.
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "Close other programs" in wanted.check("cuda:0", work / "out")
+
+
+def test_the_command_hides_what_libraries_print(llama_dir, language_adapter_dir, work):
+    """A new process, in which peft imports bitsandbytes."""
+    command = [sys.executable, "-m", "gemma4_compat", "merge"]
+    paths = map(str, (llama_dir, language_adapter_dir, work / "out"))
+    ran = subprocess.run([*command, *paths], capture_output=True, text=True)
+    assert ran.returncode == 2
+    first, second = ran.stderr.splitlines()
+    assert first == "checking base and adapter without their weights ..."
+    assert f"{language_adapter_dir} does not fit {llama_dir}: " in second
+
+
+# -- the result -----------------------------------------------------------------------------------
+
+
+def test_legend_and_percentages():
+    row = Parity("words", 24, 0.7, 0.0316, 0.0742, 2, 2)
+    printed = str(MergeResult("base", "lora", Path("out"), "bfloat16", "code", (row,), ()))
+    head, words, *rest = printed.splitlines()
+    assert words.split("  ")[-1] == "agrees"
+    assert " ".join(words.split()).startswith("words 70 % 3.2 % 7.4 % 2 of 24 (2 undecided)")
+    legend = " ".join(rest)
+    for column in ("adapter", "merging", "tolerance", "other tokens"):
+        assert column in head
+        assert f"{column}: " in legend
+    assert str(replace_row(row, effect=12.345)).count("1234 %") == 1
+    assert str(replace_row(row, difference=math.inf)).count("inf %") == 1
+
+
+def replace_row(row, **values):
+    rows = (replace(row, **values),)
+    return MergeResult("base", "lora", Path("out"), "bfloat16", "code", rows, ())
+
+
+def run_printed_code(printed):
+    """The names after running the code that loads OUT."""
+    code = "import gemma4_compat" + printed.partition("import gemma4_compat")[2]
+    values = {}
+    exec(compile(code, "printed", "exec"), values)
+    return values
 
 
 # -- files and arguments that cannot work ---------------------------------------------------------
@@ -507,7 +629,7 @@ def test_mutations(copies, work, seed):
     ("device", "message"),
     [
         ("cudda", "device 'cudda': unknown to torch"),
-        ("cuda:99", "device 'cuda:99': torch finds "),
+        ("cuda:99", "To merge on the CPU: --device cpu"),
         ("meta", "device 'meta': cannot compute"),
         ("vulkan", "device 'vulkan': torch cannot use it"),
         ("", "device '': unknown to torch"),
@@ -525,7 +647,8 @@ def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_no_gpu(model_dir, language_adapter_dir, work):
-    message = "device 'cuda': torch finds 0 CUDA GPUs; name another device"
+    why = cpu_only() or "torch finds 0 CUDA GPUs"
+    message = f"device 'cuda': {why}. To merge on the CPU: --device cpu"
     refused(model_dir, language_adapter_dir, work / "out", message, device="cuda")
 
 

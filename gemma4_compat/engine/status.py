@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from html import escape
 from typing import Any, overload
 
 
@@ -105,3 +107,30 @@ class Status(Sequence[PatchStatus]):
         )
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "\n".join(_html(self))
+
+
+def _html(status: Status) -> Iterator[str]:
+    """The verdict, the patches that failed or drifted, and a folded table of all patches."""
+    states = Counter(entry.state.value for entry in status)
+    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    verdict = f"{'all well' if status.ok else 'NOT well'}: {counts or 'no patches'}"
+    colour = "#2da44e" if status.ok else "#e5534b"  # readable on white and on black
+    yield f'<p><b style="color: {colour}">{escape(verdict)}</b></p>'
+    if not status.ok:
+        yield from _html_table(entry for entry in status if not entry.ok)
+    yield f"<details><summary>all {len(status)} patches</summary>"
+    yield from _html_table(status)
+    yield "</details>"
+
+
+def _html_table(entries: Iterable[PatchStatus]) -> Iterator[str]:
+    yield '<table style="border-collapse: collapse">'
+    for entry in entries:
+        cells = (entry.name, entry.state.value, entry.reason)
+        style = "text-align: left; padding: 2px 10px"
+        row = "".join(f'<td style="{style}">{escape(cell)}</td>' for cell in cells)
+        yield f"<tr>{row}</tr>"
+    yield "</table>"

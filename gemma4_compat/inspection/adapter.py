@@ -190,6 +190,11 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
     Raises:
         InputError: a file is missing or damaged, or is not an adapter.
         InputError: transformers does not know the model that ``config.json`` describes.
+
+    Example:
+        >>> found = inspect_adapter("my-lora", "gemma-4-E2B-it")
+        >>> found.ok, found.kind, found.rank
+        (True, 'LoRA', 4)
     """
     header, config = _header_and_config(path)
     file = header.file

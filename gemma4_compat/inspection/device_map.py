@@ -87,6 +87,14 @@ def check_device_map(
         InputError: the folder or repository does not exist, or its ``config.json`` is missing or
             damaged.
         InputError: transformers does not know the model, or the device map is invalid.
+
+    Example:
+        >>> device_map = {"model.language_model.embed_tokens_per_layer": "cpu", "": 0}
+        >>> check = check_device_map("gemma-4-E2B-it", device_map)
+        >>> check.ok
+        True
+        >>> f"{check.saves['nf4'] / 2**30:.2f} GiB saved on the GPU"
+        '4.38 GiB saved on the GPU'
     """
     given = checked_map(device_map)
     with source_of(model) as source:

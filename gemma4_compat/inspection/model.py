@@ -29,6 +29,13 @@ def inspect_model(model: Any) -> ModelInspection:
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
+
+    Example:
+        >>> inspection = inspect_model(model)
+        >>> inspection.ok
+        True
+        >>> inspection.problems
+        ()
     """
     from torch import nn
 

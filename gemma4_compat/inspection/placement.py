@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..html import coloured
+from ..html import table as html_table
 from ..result import Result
 from ..text import plural, size, table, wrap
 
 DISK = "disk"
 _MOST_NAMES = 3
+_VERDICTS = ("problem", "fine")
 
 
 @dataclass(frozen=True)
@@ -213,18 +216,9 @@ def _some(names: Iterable[str]) -> str:
 def _html(result: ModelInspection) -> Iterator[str]:
     yield f"<p><b>{'<br>'.join(map(html.escape, _title(result)))}</b></p>"
     for head, rows, right in _tables(result):
-        yield "<table><thead><tr>"
-        yield "".join(_cell("th", cell, number in right) for number, cell in enumerate(head))
-        yield "</tr></thead><tbody>"
-        for row in rows:
-            cells = (_cell("td", cell, number in right) for number, cell in enumerate(row))
-            yield f"<tr>{''.join(cells)}</tr>"
-        yield "</tbody></table>"
+        yield html_table(rows, head, right)
     yield "<ul>"
     for kind, text in _messages(result):
-        yield f"<li><b>{html.escape(kind)}</b> {html.escape(text)}</li>"
+        name = coloured(kind, kind == "fine") if kind in _VERDICTS else f"<b>{kind}</b>"
+        yield f"<li>{name} {html.escape(text)}</li>"
     yield "</ul>"
-
-
-def _cell(tag: str, text: str, right: bool) -> str:
-    return f'<{tag} style="text-align: {"right" if right else "left"}">{html.escape(text)}</{tag}>'

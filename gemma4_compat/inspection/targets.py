@@ -125,6 +125,13 @@ def scan_targets(
     Raises:
         InputError: the checkpoint has no readable ``config.json``.
         InputError: the targets, the rank or the model are invalid.
+
+    Example:
+        >>> scan = scan_targets("gemma-4-E2B-it", ["q_proj", "v_proj"])
+        >>> print(scan.verdict)
+        PEFT supports these targets...
+        >>> scan.by_target["q_proj"] >= 35
+        True
     """
     if rank < 1:
         raise InputError(f"rank must be at least 1, not {rank}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import InputError, MergeError
 from . import arguments, merging, models
 from .prompts import PROMPTS, text_tokens
-from .result import MergeResult, Parity
+from .result import MergeResult, Parity, loading_code
 from .writing import appearing, copy_companions, exits_on_signals
 
 __all__ = ["MergeResult", "Parity", "merge_adapter"]
@@ -39,6 +39,11 @@ def merge_adapter(
     accepts them, a synthetic image and sound are among the prompts.  The written files are loaded
     again, and must give the merged model's logits bit for bit.  Only then does ``out`` appear.
 
+    The model is held in memory once.  At the peak the device holds the weights in ``dtype``, the
+    adapter in float32, and the change of the largest adapted layer, in float32 and in ``dtype``.
+    Before any weights are loaded, ``progress`` gets a line with this sum, the size of ``out``, and
+    what is free.
+
     Args:
         base: folder or Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") of the checkpoint
             that the adapter is for; not quantised.
@@ -52,10 +57,16 @@ def merge_adapter(
         progress: called with a line of text before each step.
 
     Raises:
-        InputError: a file or an argument is invalid, or the adapter does not fit the base; no
+        InputError: a file or an argument is invalid, the adapter does not fit the base, the disk
+            has no room for ``out``, or the device has less memory than the weights take; no
             weights were loaded.
         MergeError: merging or writing failed, or the merged model differs; ``out`` is unchanged.
         SystemExit: SIGTERM or SIGHUP arrived; ``out`` is unchanged.
+
+    Example:
+        >>> result = merge_adapter("gemma-4-E2B-it", "my-lora", "merged")
+        >>> print(result.verdict)
+        merged into ...merged
     """
     arguments.check_dtype(dtype)
     arguments.check_prompts(prompts)
@@ -75,12 +86,16 @@ def merge_adapter(
 
     with exits_on_signals(), appearing(target, force, progress) as partial, _quiet():
         progress("checking base and adapter without their weights")
-        config = models.rehearse(*folders, dtype)
+        config, needs = models.rehearse(*folders, dtype)
+        progress(needs.check(device, target))
         vocabulary = config.get_text_config().vocab_size
         chosen = prompts or PROMPTS
         tokens = text_tokens(tokenizers[0], chosen, vocabulary) if tokenizers else {}
         merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
-        result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
+        code = loading_code(target, type(merged.model).__name__, dtype, bool(tokenizers))
+        result = MergeResult(
+            str(base), str(adapter), target, dtype, code, merged.rows, merged.notes
+        )
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")

@@ -27,6 +27,7 @@ from ..model.files import (
     weight_headers,
 )
 from ..model.hub import Repository
+from ..model.torch_build import cpu_only
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # and the bytes of an element
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -70,7 +71,8 @@ def check_device(device: str) -> str:
         raise InputError("device 'meta': cannot compute; use cpu or cuda")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise InputError(f"device {device!r}: torch finds {count} CUDA GPUs; name another device")
+        why = cpu_only() or f"torch finds {count} CUDA GPUs"
+        raise InputError(f"device {device!r}: {why}. To merge on the CPU: --device cpu")
     try:
         torch.zeros(1, device=parsed)
     except Exception as error:  # each type of device raises its own errors

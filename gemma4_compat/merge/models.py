@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import InputError, MergeError, reason
 from ..model.files import ADAPTER_CONFIG, CONFIG
+from .needs import Needs, needs_of
 
 
 @contextlib.contextmanager
@@ -23,8 +24,10 @@ def failures_of(step: str) -> Iterator[None]:
         raise MergeError(f"{step} failed: {reason(error)}") from error
 
 
-def rehearse(base: Path, adapter: Path, dtype: str) -> Any:
-    """Load both on the meta device, to check names and shapes; returns the base's config.
+def rehearse(base: Path, adapter: Path, dtype: str) -> tuple[Any, Needs]:
+    """Load both on the meta device, to check names and shapes.
+
+    Returns the base's config, and what the merge needs.
 
     Raises:
         InputError: base or adapter cannot be loaded, or the adapter does not fit.
@@ -54,12 +57,13 @@ def rehearse(base: Path, adapter: Path, dtype: str) -> Any:
         raise InputError(f"{file}: not understood by {libraries[1]}: {reason(error)}") from error
     if hasattr(settings, "init_lora_weights"):
         settings.init_lora_weights = False  # some settings need the base model's values
+    weights = size_in_bytes(model)
     try:
         _adapted(model, adapter, "cpu", config=settings)
     except Exception as error:
         if not _is_of_the_meta_device(error):
             raise InputError(f"{adapter} does not fit {base}: {reason(error)}") from error
-    return config
+    return config, needs_of(base, model, weights, dtype)
 
 
 def _is_of_the_meta_device(error: Exception) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..result import Result
-from ..text import shortened, table, wrap
+from ..text import command_line, shortened, table, wrap
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,16 @@ class Parity:
 
 @dataclass(frozen=True)
 class MergeResult(Result):
-    """What was merged into what, and the comparison of the models."""
+    """What was merged into what, and the comparison of the models.
+
+    ``code`` is Python code that loads ``out``.
+    """
 
     base: str
     adapter: str
     out: Path
     dtype: str
+    code: str
     parity: tuple[Parity, ...]
     notes: tuple[str, ...]
 
@@ -62,18 +68,64 @@ class MergeResult(Result):
         return {**asdict(self), "out": str(self.out), "parity": rows, "ok": self.ok}
 
     def __str__(self) -> str:
-        head = ("prompt", "adapter", "merging", "tolerance", "other tokens", "")
-        notes = [wrap(note, " " * 6, "note: ") for note in self.notes]
-        return "\n".join([table([_cells(row) for row in self.parity], head), *notes, self.verdict])
+        return "\n".join(_lines(self))
+
+
+_HEAD = ("prompt", "adapter", "merging", "tolerance", "other tokens", "")
+_LEGEND = (
+    "adapter: how much the adapter changes the logits, at the worst token. merging: how much the "
+    "merged model's logits differ from those of the model with the adapter. tolerance: the most "
+    "that rounding explains. other tokens: how often another token is the most likely one; it is "
+    "undecided if rounding explains that."
+)
+
+
+def _lines(result: MergeResult) -> Iterator[str]:
+    yield table([_cells(row) for row in result.parity], _HEAD, right=(1, 2, 3))
+    yield ""
+    yield wrap(_LEGEND)
+    for note in result.notes:
+        yield wrap(note, " " * 6, "note: ")
+    yield ""
+    yield result.verdict
+    if result.ok:
+        yield ""
+        yield result.code
 
 
 def _cells(row: Parity) -> tuple[str, ...]:
     undecided = f" ({row.undecided} undecided)" if row.undecided else ""
     return (
         shortened(row.prompt, 36),
-        f"{row.effect:.2g}",
-        f"{row.difference:.2g}",
-        f"{row.tolerance:.2g}",
+        _percent(row.effect),
+        _percent(row.difference),
+        _percent(row.tolerance),
         f"{row.other_tokens} of {row.positions}{undecided}",
         "agrees" if row.ok else "DISAGREES",
     )
+
+
+def _percent(share: float) -> str:
+    """ "70 %", "3.2 %", "0.0012 %"; infinity if a value is not finite."""
+    return f"{100 * share:.{0 if share >= 1 else 2}{'f' if share >= 1 else 'g'}} %"
+
+
+def loading_code(out: Path, architecture: str, dtype: str, tokenizer: bool) -> str:
+    """Python code that loads the merged model."""
+    quoted = json.dumps(str(out), ensure_ascii=False)  # a Python string, too
+    lines = [
+        "import gemma4_compat",
+        "import torch",
+        f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{architecture}",
+        "",
+        f"model = {architecture}.from_pretrained(",
+        f"    {quoted},",
+        f"    dtype=torch.{dtype},",
+        '    device_map="auto",',
+        ")",
+    ]
+    if tokenizer:
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({quoted})")
+    command = command_line("gemma4-compat", "plan", str(out))
+    lines.append(f"# In 4 bits, for your GPU: {command}")
+    return "\n".join(lines)

@@ -102,6 +102,10 @@ def input_device(model: Any) -> torch.device:
     Raises:
         TypeError: ``model`` has no token embeddings.
         ValueError: the embeddings are on meta and no hook loads them: no weights were loaded.
+
+    Example:
+        >>> inputs = tokenizer("Hello", return_tensors="pt").to(gemma4_compat.input_device(model))
+        >>> output = model.generate(**inputs, max_new_tokens=1)
     """
     embedding = _token_embedding(model)
     for module in _outwards(model, embedding):

@@ -34,17 +34,17 @@ def limit_page_locked(nbytes: int | None) -> None:
 
 def page_locked_limit() -> int:
     """The number of bytes that may be page-locked."""
-    return _machine_memory() // 2 if _limit is None else _limit
+    return machine_memory() // 2 if _limit is None else _limit
 
 
 def available_memory() -> int:
     """The memory in bytes that this machine has free, as the system estimates it."""
     import psutil  # accelerate requires it
 
-    return min(int(psutil.virtual_memory().available), _machine_memory())
+    return min(int(psutil.virtual_memory().available), machine_memory())
 
 
-def _machine_memory() -> int:
+def machine_memory() -> int:
     """The memory of this machine, or of its container if that has less, in bytes."""
     import psutil  # accelerate requires it
 
