@@ -43,16 +43,7 @@ BUGS = ("tests", "-m", "regression and not slow", "--sample", "1")
 #: On the others, the tests that each bug is fixed run, and those that depend most on the versions.
 PARTS = {
     "newest": (("tests", "-m", "not slow", "--sample", "2"),),
-    "users": (
-        BUGS,
-        (
-            "tests/test_contract.py",
-            "tests/test_import.py",
-            "tests/test_users_code.py",
-            "-m",
-            "not slow",
-        ),
-    ),
+    "users": (BUGS, ("tests/test_import.py", "tests/test_users_code.py", "-m", "not slow")),
     "oldest": (BUGS, ("tests/test_import.py", "-m", "not slow")),
 }
 #: the files that tools/catalog.py writes

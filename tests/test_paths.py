@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import shlex
 from pathlib import PurePosixPath, PureWindowsPath
 
@@ -11,7 +10,7 @@ import pytest
 
 from gemma4_compat import text
 from gemma4_compat.model import files, hub
-from gemma4_compat.plan import Plan
+from gemma4_compat.plan.code import Load
 from tests.support import run_command
 
 WINDOWS = [
@@ -26,9 +25,17 @@ ODD = r"my \new 'model' (1)"
 @pytest.mark.parametrize("path", [*WINDOWS, "/data/new models/tiny", ODD])
 def test_code_that_plan_prints(path):
     """The paths in the code are those that the user wrote."""
-    empty = dict.fromkeys((field.name for field in dataclasses.fields(Plan)), 0)
-    empty |= {"model": path, "adapter_dir": path, "quant": "nf4", "device_map": {"": 0}}
-    tree = ast.parse(Plan(**empty | {"architecture": "Gemma4ForConditionalGeneration"}).code)
+    load = Load(
+        model=path,
+        architecture="Gemma4ForConditionalGeneration",
+        quant="nf4",
+        dtype="bfloat16",
+        device_map={"": 0},
+        adapter_dir=path,
+        train=False,
+        rank=16,
+    )
+    tree = ast.parse("\n".join(load.lines()))
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     assert strings.count(path) == 2
 

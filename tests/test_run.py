@@ -457,7 +457,8 @@ def test_run_in_run_and_a_program_that_imports_the_package(tmp_path):
     ],
 )
 def test_pythonpath(monkeypatch, pythonpath, expected):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", "")  # restored afterwards, also if it was not set
+    monkeypatch.delenv("PYTHONPATH")
     if pythonpath is not None:
         monkeypatch.setenv("PYTHONPATH", pythonpath.replace(":", os.pathsep))
     launcher._patch_children()

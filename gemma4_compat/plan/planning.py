@@ -27,7 +27,7 @@ from .demand import (
     with_adapter,
 )
 from .gpus import Gpu, gpus_of, parse_size
-from .placement import Placement, Unit, place, units_of
+from .placement import Placement, Unit, place, units_of, value_of
 from .result import Memory, Plan, further
 
 
@@ -242,23 +242,16 @@ def _memory(
 ) -> Iterator[Memory]:
     numbers = range(len(placement.gpus))
     devices = placement.device_map()
-    places = {name: devices[name] for name in devices if name}
-    parts_of: dict[str, tuple[list[int], list[int]]] = {}
-    for tensor in placed:
-        prefixes = tensor.name.split(".")
-        prefix = next(
-            (p for n in range(len(prefixes), 0, -1) if (p := ".".join(prefixes[:n])) in places), ""
-        )
-        device = places.get(prefix, 0)
-        gpus, cpu = parts_of.setdefault(tensor.part, ([0 for _ in numbers], [0]))
-        if device == "cpu" and not tensor.buffer:
-            cpu[0] += tensor.bytes
-        else:
-            gpus[device if isinstance(device, int) else 0] += tensor.on_cuda
     for part in parts.PARTS:
-        if part in parts_of:
-            gpus, cpu = parts_of[part]
-            yield Memory("weights", part, tuple(gpus), cpu[0])
+        gpus, cpu = [0 for _ in numbers], 0
+        for tensor in (tensor for tensor in placed if tensor.part == part):
+            device = value_of(tensor.name, devices, devices[""])
+            if not isinstance(device, int) and not tensor.buffer:
+                cpu += tensor.bytes
+            else:  # accelerate leaves the buffers of an offloaded module on the GPU
+                gpus[device if isinstance(device, int) else 0] += tensor.on_cuda
+        if any(gpus) or cpu:
+            yield Memory("weights", part, tuple(gpus), cpu)
 
     adapter = tuple(placement.adapter(number) for number in numbers)
     if placement.job.adapter:
