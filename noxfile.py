@@ -100,7 +100,8 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session, stack: str) -> None:
     """Run the tests on one stack; then check that regression tests fail without the patches.
 
-    Arguments after ``--`` replace those of pytest: ``-- tests`` runs all tests.
+    The oldest stack has no such check.  Arguments after ``--`` replace those of pytest:
+    ``-- tests`` runs all tests.
     """
     others = NEIGHBOURS.get(stack, ())
     session.install(TORCH, *STACKS[stack], *TRL[stack], *others, *TEST_TOOLS)
@@ -109,7 +110,8 @@ def tests(session: nox.Session, stack: str) -> None:
     session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
     for part in (session.posargs,) if session.posargs else PARTS[stack]:
         session.run("pytest", "-n", "2", "--durations=10", *part)
-    if not session.posargs:
+    # Nearly all bugs of the oldest stack are in the users' stack, too.
+    if not session.posargs and stack != "oldest":
         session.log("with the patches switched off, the regression tests must show the bugs:")
         session.run("pytest", "-n", "2", *BUGS, env={"GEMMA4_COMPAT": "0"})
 

@@ -92,11 +92,12 @@ def an_overview(state):
     return Overview(Status([patch]), {"torch": "2.13.0"}, (), every=True)
 
 
-@pytest.fixture
-def results(e2b_dir, model_dir, adapter_dir, tmp_path):
+@pytest.fixture(scope="module")
+def results(e2b_dir, model_dir, adapter_dir, tmp_path_factory):
     """A result of each kind, and whether all is well."""
-    folder = shutil.copytree(e2b_dir, tmp_path / NAME)
-    adapter = shutil.copytree(adapter_dir, tmp_path / f"{NAME}-lora")
+    parent = tmp_path_factory.mktemp("notebook")
+    folder = shutil.copytree(e2b_dir, parent / NAME)
+    adapter = shutil.copytree(adapter_dir, parent / f"{NAME}-lora")
     device_map = {"model.vision_tower": "cpu", "": 0}
     return {
         "plan": (plan(folder, "8GiB"), True),
