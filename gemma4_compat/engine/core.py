@@ -167,7 +167,7 @@ class Engine:
                     importlib.import_module(module)
                 except Exception as error:  # the user should learn of a broken library, too
                     with self._lock:
-                        self._set(record, State.FAILED, f"cannot import {module}: {error}")
+                        self._set(record, *_why_not_imported(module, error))
                     break
         return self.status()
 
@@ -449,3 +449,14 @@ def _state_of(record: _Record) -> str:
         return str(record.state)
     by = "uninstall()" if record.reason == "uninstalled" else record.reason
     return f"disabled by {by}"
+
+
+def _why_not_imported(module: str, error: Exception) -> tuple[State, str]:
+    """The state of a patch whose target cannot be imported, and the reason.
+
+    Nobody can use a module that needs a library which is not installed, so its bug does no harm.
+    """
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and "." not in missing and missing != module.partition(".")[0]:
+        return State.NOT_INSTALLED, f"{module} needs {missing}, which is not installed"
+    return State.FAILED, f"cannot import {module}: {error}"

@@ -229,3 +229,14 @@ def test_fork_while_another_thread_applies(lib, make):
     thread.join(PATIENCE)
     assert engine.status()["p"].state is State.APPLIED
     assert sys.modules[m.__name__].f() == "p>f"
+
+
+def test_target_that_needs_a_library_that_is_not_installed(lib, make):
+    """Nobody can use that target; a module that a library itself lacks is a fault."""
+    lib.write("needing", "import no_such_library")
+    lib.write("broken", "import json.no_such_module")
+    engine = make(lib.patch("p", "needing:f"), lib.patch("q", "broken:f"))
+    states = engine.import_targets()
+    assert (states["p"].state, states["p"].ok) == (State.NOT_INSTALLED, True)
+    assert states["p"].reason.endswith("needing needs no_such_library, which is not installed")
+    assert states["q"].state is State.FAILED
