@@ -200,10 +200,8 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 
 def _instead(plan: Plan) -> str:
-    name = "context"
-    advice = "" if plan.longest_context else f"No --{name} fits."
-    if plan.longest_context:
-        advice = f"--{name} {plan.longest_context} fits."
+    longest = plan.longest_context
+    advice = f"--context {longest} fits." if longest else "No --context fits."
     return advice if plan.quant not in ("int8", "bf16") else f"{advice} --quant nf4 may help."
 
 
