@@ -25,6 +25,14 @@ _COMMON = {
     "max_position_embeddings": 131072,
     "final_logit_softcapping": 30.0,
 }
+_LARGE = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "final_logit_softcapping": 30.0,
+}
 TEXT: dict[str, dict[str, Any]] = {
     "e2b": {
         **_COMMON,
@@ -41,6 +49,37 @@ TEXT: dict[str, dict[str, Any]] = {
         "layer_types": 7 * _SIX,
         "num_kv_shared_layers": 18,
         "num_key_value_heads": 2,
+    },
+    "12b": {
+        **_LARGE,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "layer_types": 8 * _SIX,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 1,
+    },
+    "26b": {
+        **_LARGE,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "layer_types": 5 * _SIX,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "31b": {
+        **_LARGE,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "layer_types": 10 * _SIX,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
     },
     # bitsandbytes supports these widths on a CPU too.
     "tiny": {
@@ -88,14 +127,26 @@ def offloaded_layers(shape: str) -> range:
     return range(layers(shape) - round(layers(shape) * 20 / 35), layers(shape))
 
 
-def _config(shape: str) -> Any:
-    from transformers import Gemma4Config
+def config_of(shape: str) -> Any:
+    """The config of a shape; of "SHAPE:LAYERS", with so many layers and a small vocabulary."""
+    import transformers
 
+    shape, _, count = shape.partition(":")
+    text = {**TEXT[shape], "num_hidden_layers": int(count or layers(shape))}
+    if count:
+        text |= {"layer_types": text["layer_types"][: int(count)], "vocab_size": 32768}
+    if shape == "12b":
+        return transformers.Gemma4UnifiedConfig(
+            text_config=text,
+            tie_word_embeddings=True,
+            architectures=["Gemma4UnifiedForConditionalGeneration"],
+            dtype="bfloat16",
+        )
     tiny = shape == "tiny"
     special = ("boi", "image", "eoi", "boa", "audio", "video")
     ids = {f"{name}_token_id": 500 + i for i, name in enumerate(special)} if tiny else {}
-    return Gemma4Config(
-        text_config={**TEXT[shape], "num_hidden_layers": layers(shape)},
+    return transformers.Gemma4Config(
+        text_config=text,
         vision_config={**(TINY_VISION if tiny else {}), "use_clipped_linears": True},
         audio_config={**(TINY_AUDIO if tiny else {}), "use_clipped_linears": True},
         tie_word_embeddings=True,
@@ -111,7 +162,7 @@ def _meta_model(shape: str) -> Any:
     from transformers import Gemma4ForConditionalGeneration
 
     with torch.device("meta"):
-        return Gemma4ForConditionalGeneration(_config(shape)).to(torch.bfloat16)
+        return Gemma4ForConditionalGeneration(config_of(shape)).to(torch.bfloat16)
 
 
 def _fill(name: str, shape: tuple[int, ...]) -> Any:

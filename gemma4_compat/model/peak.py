@@ -27,12 +27,16 @@ from .sizes import kv_shapes, on_cuda
 _FLASH_HEAD = 256
 #: The memory-efficient kernel copies a mask whose last dimension is no multiple of this.
 _MASK_ALIGNMENT = 16
+#: PyTorch's allocator does not split a block if less than this would remain.  So a tensor that is
+#: larger than this takes up to this number of bytes more.
+_UNSPLIT = 2**20
 
 
 class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
     """A context that counts the memory of the tensors that are created in it on a model's device.
 
-    ``live`` is the number of bytes of those that exist now, ``peak`` is its highest value.
+    ``live`` is the number of bytes of those that exist now.  ``peak`` is the highest value of
+    ``allocated``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,6 +45,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         self._device = tensors[0].device
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in tensors}
         self._counted: dict[int, int] = {}
+        self._large = 0
         self.live = 0
         self.peak = 0
 
@@ -60,11 +65,19 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         taken = on_cuda(storage.nbytes())
         self._counted[key] = taken
         self.live += taken
-        self.peak = max(self.peak, self.live)
+        self._large += taken > _UNSPLIT
+        self.peak = max(self.peak, self.allocated)
         weakref.finalize(storage, self._drop, key).atexit = False
 
+    @property
+    def allocated(self) -> int:
+        """The most bytes that the existing tensors take on a GPU."""
+        return self.live + self._large * _UNSPLIT
+
     def _drop(self, key: int) -> None:
-        self.live -= self._counted.pop(key)
+        taken = self._counted.pop(key)
+        self.live -= taken
+        self._large -= taken > _UNSPLIT
 
 
 # -- the kernels of a GPU -------------------------------------------------------------------------
@@ -77,6 +90,8 @@ class _FusedAttention(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        if output.dtype != torch.float32:
+            torch.empty_like(output, dtype=torch.float32)  # the kernel adds up in float32
         ctx.save_for_backward(query, key, value, mask, output, sums)
         return output
 
@@ -95,7 +110,7 @@ class _Attention(TorchFunctionMode):  # type: ignore[misc]
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            grouped = kwargs.get("enable_gqa", False)
+            grouped = kwargs.get("enable_gqa", False) and query.shape[1] != key.shape[1]
             # The memory-efficient kernel takes no grouped queries, and FlashAttention no mask.
             if not grouped or (mask is None and query.shape[-1] <= _FLASH_HEAD):
                 return _FusedAttention.apply(query, key, value, _bias(mask, query.dtype))
@@ -125,20 +140,21 @@ class _Linear4bit(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Linear8bit(torch.autograd.Function):  # type: ignore[misc]
-    """Quantises the input, and multiplies into int32, as bitsandbytes does."""
+    """Quantises the input but for outliers, and multiplies into int32, as bitsandbytes does."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, shape: tuple[int, int]) -> Any:
         ctx.shape = shape
+        quantised = torch.empty_like(input, dtype=torch.int8)
+        half = torch.empty_like(input, dtype=torch.float16)
+        magnitudes = torch.empty_like(half)
+        outliers = torch.empty_like(half, dtype=torch.bool)
+        del half, magnitudes, outliers
         output = (*input.shape[:-1], shape[0])
-        held = [
-            input.new_empty(input.shape, dtype=torch.float16),
-            input.new_empty(input.shape, dtype=torch.int8),
-            input.new_empty(output, dtype=torch.int32),
-            input.new_empty(output, dtype=torch.float16),
-        ]
+        products = input.new_empty(output, dtype=torch.int32)
+        half = input.new_empty(output, dtype=torch.float16)
         result = input.new_empty(output)
-        del held
+        del quantised, products, half
         return result
 
     @staticmethod
@@ -216,23 +232,28 @@ def _decoder(model: nn.Module) -> Any:
 # -- forward and backward -------------------------------------------------------------------------
 
 
-def forward_peak(model: Any, tokens: int, past: int) -> int:
+def forward_peak(model: Any, tokens: int, past: int, *, static: bool = False) -> int:
     """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
 
     ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
-    KV cache after the forward is not counted.  Only the last token gets logits.
+    KV cache after the forward is not counted; a static one has room for one more token.  Only the
+    last token gets logits.
     """
-    from transformers import DynamicCache
+    from transformers import DynamicCache, StaticCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    length = past + tokens + 1
+    cache = (
+        StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)
+    )
     shapes = kv_shapes(model)
     with torch.no_grad(), _measuring(model) as (memory, _):
         _fill(cache, shapes, past, tokens)
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
-        memory.peak = memory.live
+        memory.peak = memory.allocated
         output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         del output
-    return memory.peak - memory.live
+    return memory.peak - memory.allocated
 
 
 def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: int) -> None:

@@ -19,6 +19,7 @@ from ..versions import FLOORS
 TOPICS = (
     "offloading",
     "generation",
+    "attention",
     "images_and_sound",
     "adapters",
     "training",

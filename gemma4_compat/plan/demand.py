@@ -11,8 +11,6 @@ from ..model import parts, sizes
 from ..model.files import ADAPTER_CONFIG, Location, file_in, located
 from ..model.sizes import TensorSize
 
-#: GPU memory of the CUDA context, its libraries and the driver, which PyTorch does not count.
-OUTSIDE = 2**29
 #: The tokens of a chunk: a plan assumes that a long prompt is read in chunks.
 PREFILL = 2048
 #: The default contexts in tokens, for generating and for training.
@@ -64,12 +62,22 @@ def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
 
     vocabulary = model.config.get_text_config().vocab_size
 
-    def activations(context: int) -> int:
-        tokens = min(PREFILL, context)
-        logits = _LOGITS_COPIES * int(vocabulary)
-        return forward_peak(model, tokens, context - tokens) + logits
+    def cache(context: int) -> dict[int, int]:
+        return kv_cache(model, context)
 
-    return Job(adapter, 0, lambda context: kv_cache(model, context), activations)
+    def activations(context: int) -> int:
+        logits = _LOGITS_COPIES * int(vocabulary)
+        if context > PREFILL:
+            # A number of keys that is not round needs a copy of the mask.
+            return forward_peak(model, PREFILL, context - PREFILL - 1) + logits
+        # A static cache needs a mask, and takes less memory itself.
+        spared = sum(cache(context).values()) - sum(
+            sizes.static_cache_bytes(model, context).values()
+        )
+        static = forward_peak(model, context, 0, static=True) - spared
+        return max(forward_peak(model, context, 0), static) + logits
+
+    return Job(adapter, 0, cache, activations)
 
 
 def training(model: Any, *, checkpointing: bool) -> Job:

@@ -10,7 +10,7 @@ from typing import Any
 from ..model import parts
 from ..model.device_maps import covering
 from ..model.sizes import TensorSize
-from .demand import OUTSIDE, Demand, Job
+from .demand import Demand, Job
 from .gpus import Gpu
 
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
@@ -95,8 +95,8 @@ class Placement:
         if not self.is_used(gpu):
             return 0
         adapter = self.adapter(gpu) * (1 + self.job.states)
-        besides = self.cache(demand, gpu) + self.activations(demand, gpu) + OUTSIDE
-        return self.weights(gpu) + adapter + besides
+        besides = self.cache(demand, gpu) + self.activations(demand, gpu)
+        return self.weights(gpu) + adapter + besides + self.gpus[gpu].outside
 
     def fits(self, demand: Demand) -> bool:
         return all(self.needed(demand, number) <= gpu.free for number, gpu in enumerate(self.gpus))

@@ -17,7 +17,6 @@ from ..text import command_line
 from .code import Load, unquantised
 from .demand import (
     CONTEXT,
-    OUTSIDE,
     TRAINED_CONTEXT,
     Demand,
     Job,
@@ -264,7 +263,9 @@ def _memory(
     activations = tuple(placement.activations(demand, number) for number in numbers)
     of = f"{demand.context} tokens" if placement.job.states else "estimate"
     yield Memory("activations", f"activations ({of})", activations)
-    outside = tuple(OUTSIDE if placement.is_used(number) else 0 for number in numbers)
+    outside = tuple(
+        gpu.outside if placement.is_used(number) else 0 for number, gpu in enumerate(placement.gpus)
+    )
     yield Memory("outside", "outside PyTorch (estimate)", outside)
 
 

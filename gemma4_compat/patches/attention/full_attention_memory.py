@@ -1,0 +1,55 @@
+"""Attention of a long prompt needs memory that grows with the square of its length.
+
+The full-attention layers of Gemma 4 have heads of 512.  transformers passes grouped keys to
+PyTorch's ``scaled_dot_product_attention`` if no mask is needed.  For grouped keys, only the kernels
+for heads up to 256 are efficient.  For larger ones PyTorch computes all scores: 1.5 GiB in E2B for
+4,096 tokens, and four times that for twice the length.
+
+The fix repeats the keys instead, as transformers does since 5.13.  The memory-efficient kernel then
+computes the attention: 96 MiB for 4,096 tokens, and in a sixth of the time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+PATCH = Patch(
+    name="full_attention_memory",
+    symptom="torch.OutOfMemoryError in scaled_dot_product_attention for a prompt of 8,000 tokens",
+    affects=("transformers<5.13",),
+    changes=(
+        "On a GPU, keys with heads larger than 256 are repeated for each query head, instead of "
+        "passed in groups.  The result differs by rounding."
+    ),
+    links=("https://github.com/huggingface/transformers/issues/46960",),
+)
+
+_MODULE = "transformers.integrations.sdpa_attention"
+#: the largest head size of the efficient kernels for grouped keys
+_LARGEST_HEAD = 256
+
+
+@PATCH.probe
+def head_size_is_not_asked() -> Finding:
+    """Look whether transformers considers the head size."""
+    code = inspect.unwrap(sys.modules[_MODULE].use_gqa_in_sdpa).__code__
+    if _LARGEST_HEAD in code.co_consts:
+        return fixed("transformers passes no large heads in groups")
+    return broken()
+
+
+@PATCH.replaces(_MODULE, "use_gqa_in_sdpa")
+def use_gqa_in_sdpa(original: Any) -> Any:
+    @wraps(original)
+    def use_gqa_in_sdpa(attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> bool:
+        # On meta the same code estimates the memory of a GPU.
+        if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
+            return False
+        return bool(original(attention_mask, key, *args, **kwargs))
+
+    return use_gqa_in_sdpa

@@ -1,0 +1,111 @@
+"""Attention over a single KV head is right on a GPU, for every length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+#: lengths around a block of 32 keys; 1 modulo 32 is the one that the kernel misreads
+LENGTHS = [32, 33, 34, 65, 129]
+HEADS = 4
+
+
+def attention(length, head_size=64, dtype=torch.bfloat16, *, padded=1, queries=None):
+    """What transformers computes, and the same in float32 on the CPU, with the gradients."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module = torch.nn.Module()
+    module.num_key_value_groups = HEADS
+    torch.manual_seed(0)
+    queries = queries or length
+    # small enough that several keys count
+    query = torch.randn(2, HEADS, queries, head_size).div(head_size**0.5 / 4).to(dtype)
+    keys = [torch.randn(2, 1, length, head_size).to(dtype) for _ in range(2)]
+    mask = torch.ones(2, 1, queries, length, dtype=torch.bool).tril(length - queries)
+    mask[1, :, :, :padded] = False
+    mask[1, :, :padded, padded] = True  # else a row has no key
+    results = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float32)):
+        inputs = [tensor.to(device, kind).detach().requires_grad_() for tensor in (query, *keys)]
+        output = sdpa_attention_forward(module, *inputs, mask.to(device), scaling=head_size**-0.5)[
+            0
+        ]
+        output.float().square().sum().backward()
+        results.append([t.detach().float().cpu() for t in (output, *(i.grad for i in inputs))])
+    return results
+
+
+def error(pair):
+    """The largest difference, relative to the largest value."""
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("single_head_attention", r"length 33: off by \d")
+def test_a_padded_batch():
+    off = error(attention(33, 512))
+    assert off < 0.05, f"length 33: off by {off}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_size", [64, 256, 512])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length(length, head_size, dtype):
+    # bfloat16 has 8 bits: the sum over the keys is off by some 2**-8.  float32 may use TF32.
+    assert error(attention(length, head_size, dtype)) < 0.05
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_size", [256, 512])
+def test_a_step_of_decoding(head_size):
+    assert error(attention(65, head_size, queries=1, padded=0)) < 0.05
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("single_head_attention", r"the prompt alone and in a batch differ")
+def test_a_prompt_that_is_longer_than_the_window():
+    """Without padding, a sliding layer has a mask once the prompt is longer than its window."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"], num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, global_head_dim=512, sliding_window=16,
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    ids = torch.randint(5, 96, (1, 65))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        logits = model.to("cuda")(input_ids=ids.cuda()).logits.cpu()
+    # both in float32; TF32 and the order of sums differ
+    off = float((logits - expected).abs().max() / expected.abs().max())
+    assert off < 0.02, f"the prompt alone and in a batch differ: {off}"
+
+
+@pytest.mark.cuda
+def test_other_lengths_are_not_copied():
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    for length in (32, 34, 64):
+        assert repeat_kv(torch.ones(1, 1, length, 64, device="cuda"), 4).stride(1) == 0
+
+
+@pytest.mark.cuda
+def test_a_compiled_forward():
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    compiled = torch.compile(lambda keys: repeat_kv(keys, 4) * 2, backend="eager", fullgraph=True)
+    keys = torch.randn(1, 1, 33, 64, device="cuda")
+    assert torch.equal(compiled(keys), 2 * keys.expand(1, 4, 33, 64))
+
+
+def test_on_the_cpu_nothing_is_copied():
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    assert repeat_kv(torch.ones(1, 1, 33, 64), 4).stride(1) == 0
