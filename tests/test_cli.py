@@ -362,7 +362,7 @@ def bare(tmp_path_factory):
 
 
 def test_help_needs_no_libraries(bare):
-    for arguments in (["--help"], ["run", "--help"], ["demo", "--help"], ["--version"]):
+    for arguments in (["--help"], ["help"], ["run", "--help"], ["demo", "--help"], ["-V"]):
         ran = bare(*arguments)
         assert ran.returncode == 0
         assert ran.stderr == ""
@@ -372,6 +372,16 @@ def test_help_imports_no_libraries():
     code = "import sys, atexit; from gemma4_compat import cli; atexit.register(lambda: "
     code += f"print(set(sys.modules) & {{*{WITH_TORCH}, 'numpy'}})); cli.main(['-h'])"
     assert python("-c", code).stdout.splitlines()[-1] == "set()"
+
+
+def test_gpu_auto_is_the_gpus_of_this_machine(model_dir, capsys):
+    """They are found, or the line that says what to do is the same."""
+    said = []
+    for arguments in ([], ["--gpu", "auto"]):
+        code = cli.main(["plan", str(model_dir), *arguments])
+        said.append((code, *capsys.readouterr()))
+    assert said[0] == said[1]
+    assert said[0][0] in (0, 2)
 
 
 def test_status_without_the_libraries(bare):
@@ -385,7 +395,7 @@ def test_demo_without_the_libraries(bare):
     assert ran.returncode == 2
     [line] = ran.stderr.splitlines()
     assert "torch, transformers, accelerate, peft, bitsandbytes" in line
-    assert 'pip install "gemma4-compat[gemma4]"' in line
+    assert line.endswith(": pip install torch transformers accelerate peft bitsandbytes")
 
 
 # -- run ----------------------------------------------------------------------------------------
