@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 
-
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
 
