@@ -387,7 +387,10 @@ def test_gpu_auto_is_the_gpus_of_this_machine(model_dir, capsys):
 def test_status_without_the_libraries(bare):
     ran = bare("status")
     assert ran.returncode == 0
-    assert ran.stdout.count("not installed") >= len(WITH_TORCH) + len(PATCHES)
+    what_to_do = "pip install torch transformers accelerate peft bitsandbytes"
+    assert what_to_do in " ".join(ran.stdout.split())
+    assert not set(PATCHES) & set(ran.stdout.split())
+    assert bare("status", "-v").stdout.count("not installed") >= len(WITH_TORCH) + len(PATCHES)
 
 
 def test_demo_without_the_libraries(bare):

@@ -31,7 +31,7 @@ one that it requires was switched off, does not count.
 
 
 #: the states of patches that need no attention
-_USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED)
+_USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class Overview(Result):
         yield self.verdict
         yield ""
         yield table([(name, v or "not installed") for name, v in self.libraries.items()])
+        if missing := [name for name, version in self.libraries.items() if version is None]:
+            yield ""
+            yield wrap(f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
         if self.note:
             yield ""
             yield wrap(self.note)
