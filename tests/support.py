@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import torch
 from torch import nn
 
@@ -212,6 +215,21 @@ def run_command(*arguments):
         return cli.main(list(map(str, arguments)))
     except SystemExit as stopped:
         return stopped.code
+
+
+def run_process(command, pythonpath, cwd=None, **variables):
+    """Run a command with this PYTHONPATH, and without our environment variables."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
+    environment["PYTHONPATH"] = os.pathsep.join(pythonpath)
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def with_layers_on_the_cpu(model, layers=range(1, 5)):

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import logging
 import multiprocessing
-import os
 import re
 import shutil
 import subprocess
@@ -26,26 +25,14 @@ from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.switches import Switch, Switches
 from gemma4_compat.patches import load
 from gemma4_compat.versions import WITH_TORCH
-from tests.support import run_command
+from tests.support import run_command, run_process
 
 PATCHES = [patch.name for patch in load()]
 
 
 def python(*arguments, cwd=None, **variables):
     """Run Python with the package on its path and without our environment variables."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_process([sys.executable, *arguments], filter(None, sys.path), cwd, **variables)
 
 
 def compat(*arguments, **options):

@@ -18,6 +18,7 @@ from gemma4_compat import launcher, programs
 from gemma4_compat.errors import InputError
 from gemma4_compat.programs import Program
 from gemma4_compat.versions import WITH_TORCH
+from tests.support import run_process
 
 ROOT = Path(gemma4_compat.__file__).parents[1]
 FOLDER = ROOT / "gemma4_compat" / "_sitecustomize"
@@ -41,21 +42,11 @@ print(json.dumps({{
 
 def execute(command, cwd=None, path=(), **variables):
     """Run a command with the package and the libraries of this process, without our switches."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
     inherited = [
         os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p
     ]
     entries = dict.fromkeys([*map(str, path), str(ROOT), *inherited])
-    environment["PYTHONPATH"] = os.pathsep.join(entries)
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_process(command, entries, cwd, **variables)
 
 
 def python(*arguments, **options):

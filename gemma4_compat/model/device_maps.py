@@ -8,12 +8,11 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, suggestion
 from .files import decoded_text, read_text
-from .parts import is_under
 
 OFFLOADED = ("cpu", "disk")
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -42,10 +41,9 @@ _FORMER_NAMES = {
 Placement = dict[str, tuple[Any, bool]]
 
 
-def covering(name: str, entries: Iterable[str]) -> str | None:
+def covering(name: str, entries: Collection[str]) -> str | None:
     """The entry of a device map that places a module or tensor: the longest one that covers it."""
-    covers = [entry for entry in entries if not entry or is_under(name, [entry])]
-    return max(covers, key=len, default=None)
+    return next((entry for entry in (name, *above(name)) if entry in entries), None)
 
 
 def above(name: str) -> Iterator[str]:

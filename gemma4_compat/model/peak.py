@@ -8,7 +8,6 @@ attention kernel, and the layers of bitsandbytes.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .parts import LAYERS, part_of, shared_layers
+from .parts import decoder_layers, shared_layers
+from .sizes import kv_shapes, on_cuda
 
-#: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
-_CUDA_ROUNDING = 512
 #: the largest head size of FlashAttention
 _FLASH_HEAD = 256
 #: The memory-efficient kernel copies a mask whose last dimension is no multiple of this.
@@ -59,7 +57,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         key = storage._cdata
         if key in self._counted or key in self._uncounted:
             return
-        taken = -(-storage.nbytes() // _CUDA_ROUNDING) * _CUDA_ROUNDING
+        taken = on_cuda(storage.nbytes())
         self._counted[key] = taken
         self.live += taken
         self.peak = max(self.peak, self.live)
@@ -209,10 +207,10 @@ def one_layer_of_each_kind(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _decoder(model: nn.Module) -> Any:
-    for name, module in model.named_modules():
-        if re.search(r"(^|\.)layers$", name) and part_of(f"{name}.0") == LAYERS:
-            return module
-    raise ValueError("the model has no decoder layers")
+    layers = decoder_layers(name for name, _ in model.named_modules())
+    if not layers:
+        raise ValueError("the model has no decoder layers")
+    return model.get_submodule(layers[0].rpartition(".")[0])
 
 
 # -- forward and backward -------------------------------------------------------------------------
@@ -225,8 +223,6 @@ def forward_peak(model: Any, tokens: int, past: int) -> int:
     KV cache after the forward is not counted.  Only the last token gets logits.
     """
     from transformers import DynamicCache
-
-    from .sizes import kv_shapes
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     shapes = kv_shapes(model)
@@ -244,11 +240,13 @@ def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: i
 
     A sliding layer keeps a view of its last update.  So that is as long as a chunk.
     """
+    if not past:
+        return
     for tokens in (past - chunk, chunk) if past > chunk else (past,):
         for index, (heads, width) in shapes.items():
-            shape = (1, heads, tokens, width)
-            for key in [torch.empty(shape, dtype=torch.bfloat16, device="meta")] if tokens else []:
-                cache.update(key, torch.empty_like(key), index)
+            key = torch.empty((1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
+            cache.update(key, torch.empty_like(key), index)
+            del key  # else the next update counts it as well
 
 
 def training_peak(model: Any, tokens: int, *, checkpointing: bool) -> int:

@@ -19,6 +19,11 @@ _CUDA_ROUNDING = 512
 _NESTED_BLOCKSIZE = 256  # of bitsandbytes' double quantisation
 
 
+def on_cuda(nbytes: int) -> int:
+    """The bytes that ``torch.cuda.memory_allocated`` counts for an allocation."""
+    return -(-nbytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
+
+
 @dataclass(frozen=True)
 class TensorSize:
     """A tensor of a loaded model.
@@ -35,7 +40,7 @@ class TensorSize:
     @property
     def on_cuda(self) -> int:
         """The bytes that ``torch.cuda.memory_allocated`` counts for it."""
-        return -(-self.bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
+        return on_cuda(self.bytes)
 
     @property
     def part(self) -> str:

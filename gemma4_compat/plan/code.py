@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model import hub, parts
 from ..model.meta import bnb_options
-from .demand import TARGETS
+from .demand import EXCLUDED, TARGETS
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Load:
             yield "config = LoraConfig("
             yield f"    r={self.rank},"
             yield f'    target_modules=r"{TARGETS}",'
-            yield '    exclude_modules=r".*(vision|audio).*",'
+            yield f'    exclude_modules=r"{EXCLUDED}",'
             yield '    task_type="CAUSAL_LM",'
             yield ")"
             yield "model = get_peft_model(model, config)"

@@ -24,7 +24,8 @@ _LOGITS_COPIES = 2 * 4
 _STEP = 256
 #: the decoder's linear layers, which QLoRA usually adapts
 TARGETS = r".*\blayers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
-_IN_TOWERS = "(vision|audio)"
+#: and the layers of the towers, which have the same names
+EXCLUDED = r".*(vision|audio).*"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:
         config = PeftConfig.from_pretrained(str(file.parent))
         config.inference_mode = False
     else:
-        config = LoraConfig(r=rank, target_modules=TARGETS, exclude_modules=f".*{_IN_TOWERS}.*")
+        config = LoraConfig(r=rank, target_modules=TARGETS, exclude_modules=EXCLUDED)
     kinds = {type(module).__name__ for module in model.modules()}
     model.is_loaded_in_4bit = "Linear4bit" in kinds
     model.is_loaded_in_8bit = "Linear8bitLt" in kinds

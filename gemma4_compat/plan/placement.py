@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from ..model import parts
+from ..model.device_maps import covering
 from ..model.sizes import TensorSize
 from .demand import OUTSIDE, Demand, Job
 from .gpus import Gpu
 
-T = TypeVar("T")
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
 _STREAMED_LAYERS = 3
 
@@ -157,8 +157,10 @@ def units_of(
     units = [*_steps(model), Unit(parts.REST)]
     owners = {module: unit for unit in units for module in unit.modules}
 
+    owners[""] = units[-1]
+
     def owner(name: str) -> Unit:
-        return value_of(name, owners, units[-1])
+        return owners[covering(name, owners) or ""]
 
     for tensor in whole:
         if tensor.buffer:
@@ -172,13 +174,6 @@ def units_of(
     for tensor in adapter:
         owner(tensor.name.removeprefix("base_model.model.")).adapter += tensor.on_cuda
     return units
-
-
-def value_of(name: str, modules: Mapping[str, T], otherwise: T) -> T:
-    """The value of the module that is, or contains, the module or tensor of this name."""
-    while name and name not in modules:
-        name = name.rpartition(".")[0]
-    return modules[name] if name else otherwise
 
 
 def _steps(model: Any) -> Iterator[Unit]:

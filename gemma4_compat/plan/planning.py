@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..model import parts, sizes
+from ..model.device_maps import covering
 from ..model.files import Location, located, read_config
 from ..model.host_memory import available_memory, page_locked_limit
 from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
@@ -27,7 +28,7 @@ from .demand import (
     with_adapter,
 )
 from .gpus import Gpu, gpus_of, parse_size
-from .placement import Placement, Unit, place, units_of, value_of
+from .placement import Placement, Unit, place, units_of
 from .result import Memory, Plan, further
 
 
@@ -211,12 +212,10 @@ def _job(
     if not train:
         return generating(model, sizes.adapter_sizes(adapter) if adapter is not None else ()), 0
 
-    def adapted() -> Any:  # PEFT changes the model
-        plain = _model(model_dir, quant)[0]
-        return with_adapter(plain, adapter, rank)
-
-    without = training(adapted(), checkpointing=False).activations(context)
-    return training(adapted(), checkpointing=True), without
+    # PEFT changes a model, so this is another one.
+    adapted = with_adapter(_model(model_dir, quant)[0], adapter, rank)
+    without = training(adapted, checkpointing=False).activations(context)
+    return training(adapted, checkpointing=True), without
 
 
 def _placed_sizes(
@@ -245,7 +244,7 @@ def _memory(
     for part in parts.PARTS:
         gpus, cpu = [0 for _ in numbers], 0
         for tensor in (tensor for tensor in placed if tensor.part == part):
-            device = value_of(tensor.name, devices, devices[""])
+            device = devices[covering(tensor.name, devices) or ""]
             if not isinstance(device, int) and not tensor.buffer:
                 cpu += tensor.bytes
             else:  # accelerate leaves the buffers of an offloaded module on the GPU
