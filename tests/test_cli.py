@@ -348,6 +348,11 @@ def bare(tmp_path_factory):
     return run
 
 
+def test_help_fits_into_80_columns(bare):
+    for command in cli.COMMANDS:
+        assert max(map(len, bare(command.name, "--help").stdout.splitlines())) <= 80, command.name
+
+
 def test_help_needs_no_libraries(bare):
     for arguments in (["--help"], ["help"], ["run", "--help"], ["demo", "--help"], ["-V"]):
         ran = bare(*arguments)
