@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="gemma4-compat",
-        description="Run and fine-tune Gemma 4 in 4 or 8 bit on small GPUs, without known errors.",
+        description="Run and fine-tune Gemma 4 on small GPUs, without the known errors.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
