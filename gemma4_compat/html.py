@@ -12,6 +12,9 @@ from .text import Table
 
 _GREEN, _RED = "#2da44e", "#e5534b"  # readable on white and on black
 _CELL = "padding: 2px 10px; border-bottom: 1px solid rgba(128, 128, 128, 0.4)"
+# JupyterLab shows <pre> in the font of the text, and without a margin
+_TEXT = "font: 13px/1.35 var(--jp-code-font-family, monospace); margin: 0.5em 0"
+_CODE = f"{_TEXT}; padding: 6px 10px; background: rgba(128, 128, 128, 0.12); overflow-x: auto"
 
 
 def page(text: str, tables: Sequence[Table], code: str, verdict: str, ok: bool) -> str:
@@ -56,10 +59,10 @@ def _prose(text: str, code: str, verdict: str, ok: bool) -> Iterator[str]:
     before, found, after = text.partition(code) if code else (text, "", "")
     if found:
         yield from _prose(before, "", verdict, ok)
-        yield f"<pre>{html.escape(code)}</pre>"
+        yield f'<pre style="{_CODE}; white-space: pre">{html.escape(code)}</pre>'
         text = after
     if stripped := text.strip("\n"):
         escaped = html.escape(stripped)
         if verdict:
             escaped = escaped.replace(html.escape(verdict), coloured(verdict, ok), 1)
-        yield f'<pre style="white-space: pre-wrap">{escaped}</pre>'
+        yield f'<pre style="{_TEXT}; white-space: pre-wrap">{escaped}</pre>'

@@ -348,8 +348,13 @@ def bare(tmp_path_factory):
     return run
 
 
+def test_help_fits_into_80_columns(bare):
+    for command in cli.COMMANDS:
+        assert max(map(len, bare(command.name, "--help").stdout.splitlines())) <= 80, command.name
+
+
 def test_help_needs_no_libraries(bare):
-    for arguments in (["--help"], ["run", "--help"], ["demo", "--help"], ["--version"]):
+    for arguments in (["--help"], ["help"], ["run", "--help"], ["demo", "--help"], ["-V"]):
         ran = bare(*arguments)
         assert ran.returncode == 0
         assert ran.stderr == ""
@@ -361,10 +366,23 @@ def test_help_imports_no_libraries():
     assert python("-c", code).stdout.splitlines()[-1] == "set()"
 
 
+def test_gpu_auto_is_the_gpus_of_this_machine(model_dir, capsys):
+    """They are found, or the line that says what to do is the same."""
+    said = []
+    for arguments in ([], ["--gpu", "auto"]):
+        code = cli.main(["plan", str(model_dir), *arguments])
+        said.append((code, *capsys.readouterr()))
+    assert said[0] == said[1]
+    assert said[0][0] in (0, 2)
+
+
 def test_status_without_the_libraries(bare):
     ran = bare("status")
     assert ran.returncode == 0
-    assert ran.stdout.count("not installed") >= len(WITH_TORCH) + len(PATCHES)
+    what_to_do = "pip install torch transformers accelerate peft bitsandbytes"
+    assert what_to_do in " ".join(ran.stdout.split())
+    assert not set(PATCHES) & set(ran.stdout.split())
+    assert bare("status", "-v").stdout.count("not installed") >= len(WITH_TORCH) + len(PATCHES)
 
 
 def test_demo_without_the_libraries(bare):
@@ -372,7 +390,7 @@ def test_demo_without_the_libraries(bare):
     assert ran.returncode == 2
     [line] = ran.stderr.splitlines()
     assert "torch, transformers, accelerate, peft, bitsandbytes" in line
-    assert 'pip install "gemma4-compat[gemma4]"' in line
+    assert line.endswith(": pip install torch transformers accelerate peft bitsandbytes")
 
 
 # -- run ----------------------------------------------------------------------------------------

@@ -150,6 +150,26 @@ def test_switches():
     assert "did you mean GEMMA4_COMPAT_STRICT?" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("GEMMA4_COMPAT_PEFT_REDISPACH", "did you mean GEMMA4_COMPAT_PEFT_REDISPATCH?"),
+        ("GEMMA4_COMPAT_DISBALE", "GEMMA4_COMPAT=0 switches all patches off"),
+        ("GEMMA4COMPAT", "write GEMMA4_COMPAT"),
+        ("GEMMA4COMPAT_STRICT", "write GEMMA4_COMPAT_STRICT"),
+    ],
+)
+def test_a_switch_that_has_no_effect_is_one_short_line(variable, hint):
+    (line,) = python("-c", "import gemma4_compat", **{variable: "0"}).stderr.splitlines()
+    assert f"environment variable {variable} has no effect: " in line
+    assert hint in line
+    assert len(line) < 160
+
+
+def test_environment_variables_of_others():
+    assert python("-c", "import gemma4_compat", GEMMA4_COMPATIBLE="0").stderr == ""
+
+
 def test_imported_anew_reloaded_and_in_threads():
     code = """
 import importlib, sys, threading

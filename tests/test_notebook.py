@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,8 @@ def test_results(results, monkeypatch):
     for kind, (result, ok) in results.items():
         assert result.ok is ok, kind
         page = shown(result)
+        html = result._repr_html_()  # JupyterLab's own font for <pre> is not monospaced
+        assert html.count("<pre") == html.count("monospace"), kind
         assert page.colours == {GREEN if ok else RED: result.verdict}, kind
         assert page.tables == printed_cells(result, monkeypatch), kind
         monkeypatch.setenv("COLUMNS", "80")
@@ -154,9 +157,23 @@ def test_status_folds_the_patches():
     (verdict,) = page.colours.values()
     assert verdict.startswith("all well: ")
     assert sum(int(count.split()[0]) for count in verdict[10:].split(", ")) == len(status)
+    assert f"transformers {version('transformers')}" in page.text
     assert html.index("<table") > html.index("<details>")
     (rows,) = page.tables
     assert rows == [[each.name, each.state.value, each.reason] for each in status]
+
+
+def test_the_verdict_of_status_is_in_plain_words():
+    states = {State.UNAFFECTED: 2, State.FIXED: 1, State.ARMED: 1}
+    entries = [
+        PatchStatus(f"{state.name}{number}", state, "", "", {}, ())
+        for state, count in states.items()
+        for number in range(count)
+    ]
+    expected = "all well: 3 not needed here, 1 waiting for an import"
+    assert shown(Status(entries)).colours == {GREEN: expected}
+    with pytest.raises(KeyError, match=r"no patch is named 'ARMED' \(did you mean ARMED0"):
+        Status(entries)["ARMED"]
 
 
 def test_status_shows_failures_unfolded():

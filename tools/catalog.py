@@ -58,6 +58,17 @@ Search this page for a part of your error message, or for what goes wrong withou
 second column names the patch that mends it, and links to the root cause, the affected versions and
 the upstream reports. `gemma4-compat status PATCH` shows the state of a patch on your machine.
 """
+# Errors without a patch, and what to do.
+_NO_BUGS = {
+    "Using `bitsandbytes` 4-bit quantization requires bitsandbytes": "`pip install bitsandbytes`",
+    "Torch not compiled with CUDA enabled, or Cannot access accelerator device when none is "
+    "available": "torch is a CPU-only build, as PyPI's is on Windows: `pip install torch "
+    "--index-url https://download.pytorch.org/whl/cu130`; `gemma4-compat status` names the build",
+    "size mismatch for base_model.model. ... lora_A.default.weight": "the adapter was trained on "
+    "another model: use that one; `gemma4-compat adapter ADAPTER --model MODEL` compares them",
+    "CUDA out of memory, or a model that becomes very slow on Windows": "`gemma4-compat plan MODEL "
+    "--gpu 12GiB` says what fits, and prints the code for it",
+}
 
 
 _KINDS = {
@@ -93,6 +104,8 @@ def render_errors() -> str:
         lines += [f"## {title}", "", "| what you see | patch |", "|---|---|"]
         rows = [f"| {patches[name].symptom} | [`{name}`](../patches.md#{name}) |" for name in names]
         lines += [*rows, ""]
+    lines += ["## Errors that are no bugs", "", "| what you see | what to do |", "|---|---|"]
+    lines += [*(f"| {error} | {cure} |" for error, cure in _NO_BUGS.items()), ""]
     return "\n".join(lines)
 
 

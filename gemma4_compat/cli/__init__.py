@@ -19,7 +19,7 @@ COMMANDS: tuple[Command, ...] = tuple(
 )
 _EXAMPLES = """\
 examples:
-  gemma4-compat status                                the state of every patch, and why
+  gemma4-compat status                                whether all is well, or what to do
   gemma4-compat plan gemma-4-E4B-it --gpu 12GiB       a device map that fits, as Python
   gemma4-compat adapter my-lora --model gemma-4-E4B-it
   gemma4-compat run train.py                          your script, with the patches
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     argv, program = run.split_program(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    if not argv:
+    if not argv or argv == ["help"]:
         parser.print_help()
         return 0
     _check_command(parser, argv[0])
@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="gemma4-compat",
-        description="Makes Gemma 4 work with transformers, accelerate, peft and bitsandbytes.",
+        description="Run and fine-tune Gemma 4 on small GPUs, without the known errors.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(commands)

@@ -57,7 +57,7 @@ class Command:
         try:
             if missing := missing_libraries(self.needs(options)):
                 names = ", ".join(missing)
-                raise InputError(f'needs {names}: pip install "gemma4-compat[gemma4]"')
+                raise InputError(f"needs {names}: pip install {' '.join(missing)}")
             assert self.run is not None
             with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
                 result = self.run(options)

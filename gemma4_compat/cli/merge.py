@@ -24,8 +24,9 @@ the tokenizer and processor of BASE, or of ADAPTER if it has its own.
 
 The model is held in memory once: the device needs room for its weights in
 --dtype (E2B 9.5 GiB, E4B 14.8 GiB in bfloat16), for the adapter in float32, and
-for the change of the largest adapted layer.  The disk needs room for the weights
-once.  The first lines on stderr say how much that is, and how much is free.
+for the change of the largest adapted layer.  The disk needs room for the
+weights once.  The first lines on stderr say how much that is, and how much is
+free.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
 nothing was written; 2 invalid argument or file, or the adapter does not fit,

@@ -44,10 +44,11 @@ Exit code: 0 it fits; 1 it cannot fit; 2 invalid argument or file.
 """
 
 
-def _gpu(text: str) -> Gpu:
+def _gpu(text: str) -> Gpu | None:
+    """A GPU by size or name; "auto" is the same as no --gpu."""
     from ..plan import parse_gpu
 
-    return parse_gpu(text)
+    return None if text.lower() == "auto" else parse_gpu(text)
 
 
 def _size(text: str) -> int:
@@ -141,7 +142,7 @@ def _run(options: argparse.Namespace) -> Result:
     with quiet_libraries():
         return plan(
             options.model_dir,
-            options.gpu,
+            [gpu for gpu in options.gpu or () if gpu is not None] or None,
             quant=options.quant,
             context=options.context,
             adapter=options.adapter,

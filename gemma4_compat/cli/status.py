@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +30,8 @@ one that it requires was switched off, does not count.
 """
 
 
-#: The states of patches that need no attention, with the words for them.
-_USUAL = {
-    State.APPLIED: "applied",
-    State.UNAFFECTED: "not needed here",
-    State.FIXED: "not needed here",
-}
+#: the states of patches that need no attention
+_USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 
 
 @dataclass(frozen=True)
@@ -58,9 +53,7 @@ class Overview(Result):
 
     @property
     def verdict(self) -> str:
-        states = Counter(_USUAL.get(entry.state, str(entry.state)) for entry in self.patches)
-        counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
-        return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
+        return self.patches.verdict
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -80,6 +73,9 @@ class Overview(Result):
         yield self.verdict
         yield ""
         yield table([(name, v or "not installed") for name, v in self.libraries.items()])
+        if missing := [name for name, version in self.libraries.items() if version is None]:
+            yield ""
+            yield wrap(f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
         if self.note:
             yield ""
             yield wrap(self.note)

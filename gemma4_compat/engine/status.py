@@ -9,6 +9,8 @@ from enum import Enum
 from html import escape
 from typing import Any, overload
 
+from ..errors import suggestion
+
 
 class State(str, Enum):
     """The state of one patch in this process."""
@@ -34,6 +36,14 @@ class State(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+#: for those who do not know the states
+_IN_WORDS = {
+    State.UNAFFECTED: "not needed here",
+    State.FIXED: "not needed here",
+    State.ARMED: "waiting for an import",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Status(Sequence[PatchStatus]):
             for entry in self._entries:
                 if entry.name == key:
                     return entry
-            raise KeyError(key)
+            names = [entry.name for entry in self._entries]
+            raise KeyError(f"no patch is named {key!r}{suggestion(key, names)}")
         return self._entries[key]
 
     def __len__(self) -> int:
@@ -91,6 +102,13 @@ class Status(Sequence[PatchStatus]):
     def ok(self) -> bool:
         """False if a patch failed or drifted."""
         return all(entry.ok for entry in self)
+
+    @property
+    def verdict(self) -> str:
+        """Whether all is well, and the number of patches in each state."""
+        states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)
+        counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+        return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Plain data, one entry per patch."""
@@ -113,12 +131,14 @@ class Status(Sequence[PatchStatus]):
 
 
 def _html(status: Status) -> Iterator[str]:
-    """The verdict, the patches that failed or drifted, and a folded table of all patches."""
-    states = Counter(entry.state.value for entry in status)
-    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
-    verdict = f"{'all well' if status.ok else 'NOT well'}: {counts or 'no patches'}"
+    """The verdict, the versions, the patches that failed, and a folded table of all patches."""
     colour = "#2da44e" if status.ok else "#e5534b"  # readable on white and on black
-    yield f'<p><b style="color: {colour}">{escape(verdict)}</b></p>'
+    yield f'<p><b style="color: {colour}">{escape(status.verdict)}</b></p>'
+    versions = {name: version for each in status for name, version in each.versions.items()}
+    if installed := ", ".join(
+        f"{name} {found}" for name, found in sorted(versions.items()) if found
+    ):
+        yield f"<p>{escape(installed)}</p>"
     if not status.ok:
         yield from _html_table(entry for entry in status if not entry.ok)
     yield f"<details><summary>all {len(status)} patches</summary>"

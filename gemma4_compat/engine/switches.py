@@ -6,9 +6,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
-
-from ..errors import suggestion
 
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
@@ -50,16 +49,20 @@ def read(
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables."""
     environ = os.environ if environ is None else environ
     names = {f"{prefix}_{name.upper()}": name for name in patches}
+    strict_name = f"{prefix}_STRICT"
+    valid = {_plain(name): name for name in (prefix, strict_name, *names)}
     everything, strict = True, False
     switches: dict[str, Switch] = {}
     for variable in sorted(environ):
         # Windows upper-cases variable names; elsewhere a lower-case name is a typo to warn about.
         if variable.upper() != prefix and not variable.upper().startswith(f"{prefix}_"):
+            if meant := valid.get(_plain(variable)):
+                logger.warning("environment variable %s has no effect: write %s", variable, meant)
             continue
         value = environ[variable].strip().lower()
         if variable == prefix:
             everything = _boolean(variable, value, True, logger)
-        elif variable == f"{prefix}_STRICT":
+        elif variable == strict_name:
             strict = _boolean(variable, value, False, logger)
         elif variable in names:
             if value == Switch.FORCE.value:
@@ -67,12 +70,19 @@ def read(
             elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
                 switches[names[variable]] = Switch.OFF
         else:
-            valid = [prefix, f"{prefix}_STRICT", *names]
-            logger.warning(
-                "unknown environment variable %s%s has no effect; valid ones: %s",
-                variable, suggestion(variable.upper(), valid), ", ".join(valid),
-            )  # fmt: skip
+            ends = {name.removeprefix(f"{prefix}_"): name for name in (strict_name, *names)}
+            near = get_close_matches(variable.upper().removeprefix(f"{prefix}_"), ends, n=1)
+            hint = (
+                f"did you mean {ends[near[0]]}?"
+                if near
+                else f"{prefix}=0 switches all patches off, {prefix}_PATCH=0 the one of that name"
+            )
+            logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
     return Switches(prefix, everything, strict, switches)
+
+
+def _plain(variable: str) -> str:
+    return variable.upper().replace("_", "")
 
 
 def _boolean(

@@ -125,7 +125,7 @@ class Fit:
         if self.ok:
             return "fits" + (f", with the patch {', '.join(self.needs)}" if self.needs else "")
         if any(group.kind == "refused" for group in self.groups):
-            return "does NOT fit: loading it stops with an error"
+            return "does NOT fit: loading it fails; use the model that it was trained on"
         return "fits only in PART" if self.loads else "does NOT fit: none of its tensors would load"
 
 

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..model.device_maps import checked_map
 from ..model.hub import short_name
 from ..result import Result
-from ..text import size, table, wrap
+from ..text import size, some, table, wrap
 from .mapped import Mapped, Placed, UnknownKey, source_of
 from .traps import LEVELS, Trap, traps_of
 
@@ -52,7 +52,8 @@ class DeviceMapCheck(Result):
         if "error" in levels:
             return "this map does not work"
         if not self.ok:
-            return "this map works, but not as written: see above"
+            unknown = [entry.key for entry in self.unknown if not entry.left_out]
+            return f"this map works, but not as written: {_what_to_do(unknown)}"
         return "fine, with gemma4_compat" if "handled" in levels else "fine"
 
     def as_dict(self) -> dict[str, Any]:
@@ -180,6 +181,10 @@ def _lines(check: DeviceMapCheck) -> Iterator[str]:
         yield from messages
     yield ""
     yield check.verdict
+
+
+def _what_to_do(unknown: Sequence[str]) -> str:
+    return f"correct or remove {some(unknown, 3)}" if unknown else "see the warning above"
 
 
 def _cells(numbers: Mapping[str, int], quants: Iterable[str]) -> list[str]:

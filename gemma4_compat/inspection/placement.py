@@ -171,7 +171,9 @@ def _tables(result: ModelInspection) -> Iterator[_Table]:
     for device, number in result.bytes.items():
         rows.append([total, "", "", _place(device), size(number), ""])
         total = ""
-    head = ["part", "linear layers", "computes", "stored on", "weights", "quant"]
+    head = ["part", "linear layers", "runs on", "stored on", "weights", "quant"]
+    if not any(part.quant_state for part in result.parts):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     yield head, rows, (4, 5)
     rows = []
     for adapter in result.adapters:

@@ -37,11 +37,26 @@ from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH
 
-REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl")
 #: not listed unless installed
-_OPTIONAL = ("huggingface_hub", "trl")
+_OPTIONAL = ("huggingface_hub", "trl", "kernels", "triton", "deepspeed")
+REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", *_OPTIONAL)
+_NOTEBOOKS = {"google.colab": "Google Colab", "ipykernel": "a notebook"}
+#: variables of other libraries that change where or how a model is loaded
+_OTHERS = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "BNB_CUDA_VERSION",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "WORLD_SIZE",
+)
 #: account names that identify nobody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
+_PLAIN = re.compile(r"[\d,]*|[A-Za-z]\w{,9}|[a-z_]+:\w{,9}(,[a-z_]+:\w{,9})*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
     # The last component is kept.  URLs, "4/8-bit" and the like are not paths.
@@ -254,6 +269,8 @@ def _system() -> dict[str, str]:
         facts["memory"] = size(memory)
     except (AttributeError, ValueError, OSError):
         pass
+    if notebook := next((name for name in _NOTEBOOKS if name in sys.modules), None):
+        facts["runs in"] = _NOTEBOOKS[notebook]
     driver = _driver()
     if driver is not None:
         facts["NVIDIA driver"] = driver
@@ -314,7 +331,7 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _switches() -> dict[str, str]:
-    """The switches that are set: known ones with their values, unknown ones as "(set)"."""
+    """The variables that are set: known ones with their values, unknown ones as "(set)"."""
     from .. import status
 
     ours = {"GEMMA4_COMPAT", "GEMMA4_COMPAT_STRICT"}
@@ -324,6 +341,11 @@ def _switches() -> dict[str, str]:
         name: os.environ[name] if name in ours and known.fullmatch(os.environ[name]) else "(set)"
         for name in sorted(os.environ)
         if name.startswith("GEMMA4_COMPAT")
+    } | {
+        # numbers and the allocator's settings; the serial number of a GPU is private
+        name: os.environ[name] if _PLAIN.fullmatch(os.environ[name]) else "(set)"
+        for name in _OTHERS
+        if name in os.environ
     }
 
 
@@ -406,7 +428,7 @@ def _markdown(report: Report) -> Iterator[str]:
         if state in (State.FAILED.value, State.DRIFTED.value):
             yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
     for name, value in report.switches.items():
-        yield f"- switch: {name}={value}"
+        yield f"- environment: {name}={value}"
     if report.model is not None:
         yield from ("", f"### Model: {report.model['name']}", "")
         yield from _model_lines(report.model)

@@ -177,8 +177,13 @@ def scan_targets(
 
 
 def parse_targets(text: str) -> str | tuple[str, ...]:
-    """The value of ``--targets``: plain names with commas between them are a list."""
+    """The value of ``--targets``: plain names with commas between them are a list.
+
+    They may be in brackets and quotes, as in ``adapter_config.json``.
+    """
     text = text.strip()
+    if names := re.fullmatch(r"\[([\w.,\s\"'-]+)\]", text):
+        text = re.sub(r"[\"']", "", names[1]).strip()
     if text.lower() != ALL_LINEAR and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)*", text):
         return tuple(name.strip() for name in text.split(","))
     return text

@@ -182,7 +182,7 @@ def _advice(plan: Plan) -> Iterator[str]:
             f"The activations are those with gradient checkpointing; without it, they take "
             f"{size(plan.uncheckpointed)} and {fits}."
         )
-    elif plan.context > PREFILL:
+    elif plan.context > PREFILL and plan.longest_context:
         yield wrap(
             f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
         )
@@ -201,7 +201,8 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 def _instead(plan: Plan) -> str:
     longest = plan.longest_context
-    advice = f"--context {longest} fits." if longest else "No --context fits."
+    none = "No --context fits: take a larger --gpu or a smaller model."
+    advice = f"--context {longest} fits." if longest else none
     return advice if plan.quant not in ("int8", "bf16") else f"{advice} --quant nf4 may help."
 
 

@@ -198,6 +198,8 @@ def test_without_peft(model_dir, monkeypatch):
 
 def test_parse_targets():
     assert parse_targets("q_proj") == ("q_proj",)
+    for text in ('["q_proj", "v_proj"]', "['q_proj','v_proj']", "[q_proj, v_proj]"):
+        assert parse_targets(text) == ("q_proj", "v_proj")
     assert parse_targets("q_proj, v_proj.linear") == ("q_proj", "v_proj.linear")
     assert parse_targets("all-linear") == "all-linear"
     assert parse_targets(r".*\.(q|v)_proj") == r".*\.(q|v)_proj"
