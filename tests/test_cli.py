@@ -104,8 +104,7 @@ def test_typo_in_the_environment_is_pointed_out():
     ran = compat("run", "-h", GEMMA4_COMPAT_PEFT_REDISPACH="0")
     assert "GEMMA4_COMPAT_PEFT_REDISPACH" in ran.stderr
     assert "did you mean GEMMA4_COMPAT_PEFT_REDISPATCH?" in ran.stderr
-    for name in PATCHES:
-        assert f"GEMMA4_COMPAT_{name.upper()}" in ran.stderr
+    assert all(len(line) < 160 for line in ran.stderr.splitlines())
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -18,7 +18,7 @@ def failed(load, expected=RuntimeError):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that of a machine without GPU")
 @pytest.mark.regression(
-    "failed_load_advice", r"Cannot access accelerator device when none is available"
+    "load_error_advice", r"Cannot access accelerator device when none is available"
 )
 def test_no_gpu(model_dir, caplog):
     text = failed(lambda: Gemma4ForConditionalGeneration.from_pretrained(model_dir, **ON_THE_GPU))

@@ -18,10 +18,10 @@ from .._advice import advise
 from .._code import mentions
 
 PATCH = Patch(
-    name="failed_adapter_advice",
+    name="adapter_error_advice",
     kind=Kind.WARNING,
     symptom="RuntimeError: size mismatch for ...lora_A.default.weight: the adapter does not fit",
-    affects=("peft",),
+    affects=("peft", "transformers"),
     changes=(
         "If an adapter does not fit a Gemma 4 or Gemma 3n model, the error of "
         "PeftModel.load_adapter ends with a line that says so, and what to do."

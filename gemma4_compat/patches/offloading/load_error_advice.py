@@ -20,7 +20,7 @@ from .._advice import advise
 from .._code import mentions
 
 PATCH = Patch(
-    name="failed_load_advice",
+    name="load_error_advice",
     kind=Kind.WARNING,
     symptom=(
         "RuntimeError: Cannot access accelerator device when none is available, or "

@@ -23,7 +23,7 @@ def wide_adapter(model_dir, tmp_path):
     return tmp_path
 
 
-@pytest.mark.regression("failed_adapter_advice", r"size mismatch for")
+@pytest.mark.regression("adapter_error_advice", r"size mismatch for")
 def test_an_adapter_for_another_model(model_dir, wide_adapter, caplog):
     model = load_model(model_dir)
     with pytest.raises(RuntimeError, match="size mismatch") as caught:
