@@ -103,7 +103,7 @@ class Packed:
 
     def rows_are_blocks(self) -> bool:
         """Whether no block contains values of two rows."""
-        return self.shape[2] % int(self.state.blocksize) == 0
+        return bool(self.shape[2] % self.state.blocksize == 0)
 
     def _bytes(self) -> Any:
         """The packed values, one row for each expert."""
@@ -211,10 +211,10 @@ def _one_token(module: Any, packed: dict[str, Packed], inputs: Any, indices: Any
 def _routed(original: Any, module: Any, packed: Any, updates: Any) -> Any:
     """A forward that dequantises only the experts that the tokens are routed to."""
     chosen = _implementation(module)
-    weights = {name: _Routed(each) for name, each in packed.items()}
-    stand_in = View(module, **weights)
+    attributes: dict[str, Any] = {name: _Routed(each) for name, each in packed.items()}
     if chosen != "eager":  # which loops over the experts, and needs to know their numbers
-        stand_in.config = View(module.config, _experts_implementation="batched_mm")
+        attributes["config"] = _config(module, "batched_mm")
+    stand_in = View(module, **attributes)
     return lambda *args: original(stand_in, *args)
 
 
@@ -227,12 +227,12 @@ def _whole(original: Any, module: Any, packed: Any, updates: Any) -> Any:
     lent = _Lent()
     stand_in = _Dequantising(module, packed, updates, lent, chosen == "eager")
     if chosen == "batched_mm":  # copies the weights of an expert for each of its tokens
-        stand_in.config = View(module.config, _experts_implementation="grouped_mm")
+        stand_in.config = _config(module, "grouped_mm")
 
     def run(inputs: Any, *args: Any) -> Any:
         if chosen != "eager" and not _has_grouped_kernel(inputs):
             _say_looped(str(inputs.dtype))
-            stand_in.config = View(module.config, _experts_implementation="eager")
+            stand_in.config = _config(module, "eager")
             stand_in.one_by_one = True
         with lent.hooks():
             return original(stand_in, inputs, *args)
@@ -245,11 +245,15 @@ def _implementation(module: Any) -> str:
     return getattr(config, "_experts_implementation", None) or "eager"
 
 
+def _config(module: Any, implementation: str) -> View:
+    return View(module.config, _experts_implementation=implementation)
+
+
 def _has_grouped_kernel(inputs: Any) -> bool:
     """CUDA's kernel multiplies bfloat16 only."""
     import torch
 
-    return inputs.device.type != "cuda" or inputs.dtype == torch.bfloat16
+    return bool(inputs.device.type != "cuda" or inputs.dtype == torch.bfloat16)
 
 
 @cache
@@ -288,6 +292,7 @@ class _Dequantising(View):
 
     def __init__(self, module: Any, packed: Any, updates: Any, lent: _Lent, one_by_one: bool):
         super().__init__(module)
+        self.config = getattr(module, "config", None)
         self.one_by_one = one_by_one
         self._packed, self._updates, self._lent = packed, updates, lent
         self._updated: dict[str, Any] = {}

@@ -213,12 +213,12 @@ def quantise_while_loading(quantizer: Any, model: Any, files: Any = None) -> Non
     if refused:
         _warn_unquantised(refused, "the size of an expert is no multiple of the blocksize")
     if len(modules) > len(refused) and not quantizer.pre_quantized:
+        first = next(name for name in modules if name not in refused)
         logger.warning(
             "load_in_4bit quantises the experts of %d layers, too (fused tensors such as %s): "
             "%.3g GiB become %.3g GiB.  To keep them unquantised, set "
             "BitsAndBytesConfig(llm_int8_skip_modules=['lm_head', 'experts']).",
-            len(modules) - len(refused), f"{next(n for n in modules if n not in refused)}.{FUSED[0]}",
-            sizes[0] / 2**30, sizes[1] / 2**30,
+            len(modules) - len(refused), f"{first}.{FUSED[0]}", sizes[0] / 2**30, sizes[1] / 2**30,
         )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
-        "Loading a Gemma 4 model with fused experts in 8 bits warns once per load that they are not "
-        "quantised, with their size.  The loaded model does not change."
+        "Loading a Gemma 4 model with fused experts in 8 bits warns once per load that they are "
+        "not quantised, with their size.  The loaded model does not change."
     ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
