@@ -261,7 +261,7 @@ def _say_looped(dtype: str) -> None:
     logger.warning(
         "the 4-bit experts compute in %s (bnb_4bit_compute_dtype), for which CUDA has no grouped "
         "matrix product: the experts are computed one after the other, as with "
-        "experts_implementation='eager'.  bnb_4bit_compute_dtype=torch.bfloat16 is faster.",
+        "experts_implementation='eager'.  torch.bfloat16 is faster on GPUs that compute in it.",
         dtype.removeprefix("torch."),
     )
 
