@@ -12,6 +12,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+import gemma4_compat
 from gemma4_compat.patches._packed_experts import is_packed
 from tests import support
 from tests.patches.test_fused_experts_4bit import (
@@ -70,7 +71,7 @@ def gradients(model, implementation="grouped_mm"):
     return {name: p.grad for name, p in support.adapter_parameters(model).items()}
 
 
-@pytest.mark.regression("packed_experts_lora", "dimensional|in 4 bits", behind="fused_experts_4bit")
+@pytest.mark.regression("packed_experts_lora", "the experts are not in 4 bits")
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_training(folder, implementation):
     base = load(folder)
@@ -85,6 +86,14 @@ def test_training(folder, implementation):
     for name, gradient in found.items():
         assert gradient.abs().max() > 0
         assert torch.equal(gradient, expected[name]), name
+
+
+def test_without_the_patch(folder):
+    """What the users of experts in 4 bits would see: the tests above need both patches."""
+    error = "may not change the dtype of the tensor|matrix, got Byte"
+    raised = pytest.raises((ValueError, RuntimeError), match=error)
+    with gemma4_compat.disabled("packed_experts_lora"), raised:
+        logits(adapted(load(folder)))
 
 
 def test_a_step_with_checkpointing(folder):

@@ -2,8 +2,8 @@
 
 For the names in ``target_parameters``, PEFT adds the update of an adapter to the parameter itself:
 it registers a parametrisation that returns ``weight + update``.  It takes the shape, the dtype and
-the device of the adapter from the parameter.  A parameter in 4 bits is a column of bytes, so PEFT
-raises, or would add the update to bytes.
+the device of the adapter from the parameter.  A parameter in 4 bits is a column of bytes, so the
+adapter gets wrong shapes, and the first forward raises.
 
 The fix lets PEFT read the shape and the dtype of the dequantised weight.  In a forward, the experts
 get the update and add it to the weight that they dequantise.  Merging dequantises, adds the update
@@ -27,8 +27,9 @@ from .._shadow import shadowed
 PATCH = Patch(
     name="packed_experts_lora",
     symptom=(
-        "LoRA with target_parameters on experts in 4 bits: ValueError: lora.ParamWrapper does not "
-        "work with, or was initialized with 2 dimensional Parameter"
+        "LoRA with target_parameters on experts in 4 bits: Registering a parametrization may not "
+        "change the dtype of the tensor, or Expected mat_a to be Float32, BFloat16 or Float16 "
+        "matrix, got Byte"
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
