@@ -170,29 +170,35 @@ def _rows(table: Any, indices: Any, dim: int = 0) -> Any:
 
 
 def forward(
-    original: Callable[..., Any], module: Any, states: Any, indices: Any, weights: Any
+    original: Callable[..., Any],
+    module: Any,
+    hidden_states: Any,
+    top_k_index: Any,
+    top_k_weights: Any,
 ) -> Any:
     """The forward of a module with experts in 4 bits; ``original`` is that of its class."""
     import torch
 
     updates = vars(module).get(UPDATES) or {}
-    dtype = getattr(module, "compute_dtype", None) or states.dtype
+    dtype = getattr(module, "compute_dtype", None) or hidden_states.dtype
     packed = {
         name: Packed(parameter, dtype) for name, parameter in packed_parameters(module).items()
     }
-    inputs = states.to(dtype)
-    trains = torch.is_grad_enabled() and (states.requires_grad or weights.requires_grad)
-    if updates or trains or len(packed) < len(FUSED):
+    inputs = hidden_states.to(dtype), top_k_index, top_k_weights
+    trains = hidden_states.requires_grad or top_k_weights.requires_grad
+    if updates or (trains and torch.is_grad_enabled()) or len(packed) < len(FUSED):
         run = _whole
-    elif len(states) == 1 and all(each.rows_are_blocks() for each in packed.values()):
-        return _one_token(module, packed, inputs, indices, weights).to(states.dtype)
+    elif len(hidden_states) == 1 and all(each.rows_are_blocks() for each in packed.values()):
+        return _one_token(module, packed, *inputs).to(hidden_states.dtype)
     else:
-        few = 2 * indices.numel() <= packed[FUSED[0]].shape[0]
+        few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
         run = _routed if few else _whole
-    return run(original, module, packed, updates)(inputs, indices, weights).to(states.dtype)
+    return run(original, module, packed, updates)(*inputs).to(hidden_states.dtype)
 
 
-def _one_token(module: Any, packed: dict[str, Packed], inputs: Any, indices: Any, w: Any) -> Any:
+def _one_token(
+    module: Any, packed: dict[str, Packed], inputs: Any, indices: Any, weights: Any
+) -> Any:
     """Two products with a matrix in 4 bits: of all gates and ups, and of all downs.
 
     The products with the second matrix add up the experts, so its inputs are weighted.
@@ -202,7 +208,7 @@ def _one_token(module: Any, packed: dict[str, Packed], inputs: Any, indices: Any
     indices = indices.reshape(-1)
     matrix, state = packed["gate_up_proj"].stacked(indices)
     inner = matmul_4bit(inputs, matrix.t(), quant_state=state).view(len(indices), -1)
-    inner = module._apply_gate(inner) * w.reshape(-1, 1)
+    inner = module._apply_gate(inner) * weights.reshape(-1, 1)
     matrix, state = packed["down_proj"].side_by_side(indices)
     inner = inner.to(inputs.dtype).view(1, -1)
     return matmul_4bit(inner, matrix.t(), quant_state=state)

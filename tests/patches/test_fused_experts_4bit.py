@@ -10,6 +10,7 @@ bfloat16.
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
 import logging
@@ -242,6 +243,7 @@ def test_experts_that_share_blocks(tmp_path, caplog):
 
 def test_other_models(tmp_path, monkeypatch):
     """Another model with fused experts: as without us, unless the gate lets it in."""
+    importlib.import_module("transformers.models.gemma4.modeling_gemma4")  # the patch waits for it
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -270,7 +272,7 @@ def test_other_models(tmp_path, monkeypatch):
 
     def open_gate(self, model, *args, **kwargs):
         before(self, model, *args, **kwargs)
-        fused_experts_4bit.quantise_while_loading(self, model)
+        fused_experts_4bit.quantise_while_loading(self, model, Qwen3MoeExperts)
 
     monkeypatch.setattr(Bnb4BitHfQuantizer, "_process_model_before_weight_loading", open_gate)
     ours = fused_experts_4bit.experts_forward(Qwen3MoeExperts.forward)
@@ -283,6 +285,25 @@ def test_other_models(tmp_path, monkeypatch):
         layer.mlp.experts = dequantised(layer.mlp.experts)
     assert torch.equal(found[0], logits(opened))
     assert_near(found[1], logits(opened, 1), ROUNDINGS)
+
+
+def test_a_subclass_with_a_forward_of_its_own(folder):
+    from transformers import AutoConfig, Gemma4ForCausalLM
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    class Subclass(Gemma4TextExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return hidden_states
+
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM(AutoConfig.from_pretrained(folder))
+    model.model.layers[1].experts.__class__ = Subclass
+    config = support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map={"": "cpu"})
+    names = [f"model.layers.{layer}.experts.down_proj" for layer in range(LAYERS)]
+    assert [quantizer.param_needs_quantization(model, n) for n in names] == [True, False, True]
 
 
 # -- forward ------------------------------------------------------------------------------------
@@ -302,6 +323,22 @@ def test_forward(folder, kind, implementation, tokens):
         implement("batched_mm" if few else "grouped_mm", plain)
     with torch.no_grad():
         assert torch.equal(experts(*routed(tokens)), plain(*routed(tokens)))
+
+
+@IMPLEMENTATIONS
+def test_calls(folder, implementation):
+    """By keyword; without any token; with inputs of another dtype."""
+    experts = experts_of(load(folder))
+    plain = dequantised(experts)
+    implement(implementation, experts, plain)
+    states, indices, weights = routed(20)
+    names = {"hidden_states": states, "top_k_index": indices, "top_k_weights": weights}
+    with torch.no_grad():
+        assert torch.equal(experts(**names), experts(states, indices, weights))
+        assert experts(states[:0], indices[:0], weights[:0]).shape == (0, 128)
+        found = experts(states.float(), indices, weights)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, experts(states, indices, weights).float())
 
 
 @IMPLEMENTATIONS
@@ -342,6 +379,21 @@ def test_compute_dtype(folder, implementation, tokens):
         expected = plain(states.float(), indices, weights)
     assert found.dtype == torch.bfloat16
     assert_near(found, expected, 2**-8)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_compiled(folder, tokens):
+    """One graph, except with releases of bitsandbytes whose own layers break it."""
+    import bitsandbytes
+
+    experts = experts_of(load(folder))
+    implement("grouped_mm", experts)
+    whole = Version(bitsandbytes.__version__) >= Version("0.50")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = experts(*routed(tokens))
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=whole)
+        assert torch.equal(compiled(*routed(tokens)), expected)
 
 
 def test_logits(folder):

@@ -92,9 +92,10 @@ def process_model_before_weight_loading(original: Any) -> Any:
     def _process_model_before_weight_loading(
         self: Any, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
         result = original(self, model, *args, **kwargs)
-        if model.config.model_type.startswith("gemma4"):
-            quantise_while_loading(self, model, kwargs.get("checkpoint_files"))
+        quantise_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
         return result
 
     return _process_model_before_weight_loading
@@ -179,17 +180,21 @@ def bnb4bit_deserialize_convert(original: Any) -> Any:
     return convert
 
 
-def quantise_while_loading(quantizer: Any, model: Any, files: Any = None) -> None:
+def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
     """Mark the fused experts of a model on meta, so that the loader quantises them; warn once.
 
-    ``files`` are those of the checkpoint.  If it is quantised, they tell which experts are.
+    ``experts`` is their class, whose forward must be `experts_forward`; a subclass may have its own
+    forward.  ``files`` are those of the checkpoint.  If it is quantised, they tell which experts
+    are.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     modules = {
         name: module
         for name, module in model.named_modules()
-        if has_fused_form(module) and should_convert_module(name, quantizer.modules_to_not_convert)
+        if getattr(type(module), "forward", None) is experts.forward
+        and has_fused_form(module)
+        and should_convert_module(name, quantizer.modules_to_not_convert)
     }
     if quantizer.pre_quantized and modules and not _are_packed_in(files):
         return _warn_unquantised(modules, "the checkpoint has them unquantised")
