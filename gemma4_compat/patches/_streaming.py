@@ -36,6 +36,9 @@ _AHEAD = 2
 #: Alignment of the tensors in a block, in bytes; the same as that of PyTorch's allocator.
 _ALIGNMENT = 512
 
+#: Tensors of experts up to this size, in bytes, are copied, although the rest is read in place.
+_SMALL = 1024
+
 _PART = "_streamed_part"  # attribute of a hook
 _ITSELF = ""  # key of the parameter's own tensor, beside those of its quant state
 _SCALES = "SCB"  # key of the row scales of an 8-bit weight
@@ -284,6 +287,10 @@ class Layer(NotCopied):
         """Have the block on the device, for the forward of one of the layer's modules."""
         self.dispatch.enter(self)
 
+    def view(self, piece: Piece) -> Any:
+        """A tensor of the block, on the device."""
+        return piece.view_in(self.on_device)
+
     def views(self, block: Any) -> dict[Any, Any]:
         return {dtype: block.view(dtype) for dtype in self.dtypes}
 
@@ -345,6 +352,7 @@ class Experts(Layer):
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         super().__init__(dispatch, stack)
         self.in_place = False
+        self.copies: dict[Piece, Any] = {}  # of the tables, which each kernel reads many times
 
     def enter(self) -> None:
         self.send()
@@ -357,8 +365,24 @@ class Experts(Layer):
             block = on_gpu(self.host, self.device)
             if block is not None:
                 self.on_device, self.in_place = self.views(block), True
+                self.copies = self.tables()
         if not self.in_place:
             super().send()
+
+    def tables(self) -> dict[Piece, Any]:
+        """Copies of the small tensors on the device."""
+        import torch
+
+        pieces = (
+            piece for part in self.parts for p in part.pieces.values() for piece in p.values()
+        )
+        small = [piece for piece in pieces if piece.host.nbytes <= _SMALL]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return {piece: piece.host.to(self.device, copy=True) for piece in small}
+
+    def view(self, piece: Piece) -> Any:
+        copied = self.copies.get(piece)
+        return super().view(piece) if copied is None else copied
 
     def release(self) -> None:
         if not self.in_place:
@@ -447,7 +471,7 @@ class Part(NotCopied):
             self.layer.drop()
             return False
         for name, pieces in self.pieces.items():
-            tensors = {key: piece.view_in(self.layer.on_device) for key, piece in pieces.items()}
+            tensors = {key: self.layer.view(piece) for key, piece in pieces.items()}
             placed = _like(self.meta[name], tensors.pop(_ITSELF))
             self.placed[name] = placed
             if _SCALES in tensors:
