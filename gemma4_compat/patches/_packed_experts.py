@@ -72,8 +72,8 @@ class Packed:
 
     def whole(self) -> Any:
         """All experts, dequantised."""
-        state = copy.copy(self.state)
-        return self._dequantised(self._data, state, self.shape)
+        state = self._state(self._maxima(slice(None)))
+        return self._dequantised(self._bytes(), state, self.shape)
 
     def one(self, index: int) -> Any:
         """One expert, dequantised."""
@@ -304,9 +304,9 @@ class _Dequantising(View):
         self._updated: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self._packed:
+        packed = self._packed.get(name) if name in FUSED else None
+        if packed is None:
             return super().__getattr__(name)
-        packed = self._packed[name]
         if name in self._updates:
             if name not in self._updated:
                 self._updated[name] = self._updates[name](packed.whole())

@@ -22,6 +22,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine.gate import holds
 from .._code import mentions
 from .._offload import onloaded
 from .._packed_experts import (
@@ -298,11 +299,17 @@ def _are_packed_in(files: Iterable[str] | None) -> bool:
 
 @PATCH.replaces(_EXPERTS, "Gemma4TextExperts.forward")
 def experts_forward(original: Any) -> Any:
+    import torch
+
+    run: Any = forward
+    if holds("bitsandbytes<0.50"):  # whose kernels recurse without end in a compiled graph
+        run = torch.compiler.disable(forward)
+
     @wraps(original)
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_packed(self._parameters.get(FUSED[0])):
             return original(self, *args, **kwargs)
-        return forward(original, self, *args, **kwargs)
+        return run(original, self, *args, **kwargs)
 
     return experts_forward
 
