@@ -292,6 +292,8 @@ def test_a_subclass_with_a_forward_of_its_own(folder):
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    importlib.import_module("transformers.integrations.bitsandbytes")  # the patch waits for it
+
     class Subclass(Gemma4TextExperts):
         def forward(self, hidden_states, top_k_index, top_k_weights):
             return hidden_states
