@@ -58,6 +58,21 @@ def test_every_tensor_of_a_loaded_model(model_dir, kind):
     assert predicted(model_dir, quantization(kind, llm_int8_skip_modules=None)) == held(loaded)
 
 
+@pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested", "int8"])
+def test_experts(moe_dir, kind):
+    from transformers import AutoModelForCausalLM
+
+    config = quantization(kind, llm_int8_skip_modules=["lm_head"])
+    loaded = AutoModelForCausalLM.from_pretrained(
+        moe_dir, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    packed = [
+        p for n, p in loaded.named_parameters() if ".experts." in n and p.dtype == torch.uint8
+    ]
+    assert len(packed) == (6 if kind in ("nf4", "nf4-nested") else 0)
+    assert predicted(moe_dir, config) == held(loaded)
+
+
 def test_what_is_offloaded_is_not_quantised(model_dir):
     """transformers does not quantise offloaded modules; the loaded model skips the same modules."""
     offloaded = [*TOWERS, "model.language_model.layers.5"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..model.hooks import offload_hook, placed_model
-from ..model.parts import PARTS, is_under, part_of
+from ..model.parts import PARTS, fused_experts, is_under, part_of
 from ..text import plural
 from .mapped import OFFLOAD_FLAG
 from .placement import (
@@ -336,9 +336,13 @@ def _quant_tensors(module: Any, weight: Any) -> dict[str, Any]:
 def _linear_kind(module: Any) -> str | None:
     from torch import nn
 
-    if not isinstance(module, nn.Linear):
-        return None
-    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear):
+        return _weight_kind(module._parameters.get("weight"))
+    name = next(fused_experts({"": module}), None)  # ".gate_up_proj"
+    return None if name is None else f"{_weight_kind(module._parameters[name[1:]])} experts"
+
+
+def _weight_kind(weight: Any) -> str:
     quantised = {"Params4bit": "4-bit", "Int8Params": "8-bit"}.get(type(weight).__name__)
     dtype = str(getattr(weight, "dtype", "")).removeprefix("torch.")
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -5,6 +5,7 @@ transformers' own quantiser decides which layers are quantised.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import tempfile
@@ -59,6 +60,8 @@ def meta_model(
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
+        # As before any load: a patch of the quantiser applies after the import of all its modules.
+        importlib.import_module("transformers.integrations.bitsandbytes")
         quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
         # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of the
         # last parameter unquantised.

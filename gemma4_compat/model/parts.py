@@ -81,8 +81,14 @@ def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
     for name, module in modules.items():
         if type(module).__name__.endswith("Experts"):
             for own, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() == 3:
+                if len(shape_of(parameter)) == 3:
                     yield f"{name}.{own}"
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter's values, also if they are packed in 4 bits."""
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return tuple(parameter.shape if shape is None else shape)
 
 
 def experts_without_adapter(modules: Mapping[str, Any], adapted: Iterable[str]) -> list[str]:

@@ -183,6 +183,45 @@ def _use_kernels(model: nn.Module) -> None:
         # PEFT's layers around them have the same names.
         if kernel is not None and type(module).__module__.startswith("bitsandbytes"):
             vars(module)["forward"] = forward_of(kernel, module)
+        elif kernel is None and _holds_packed_experts(module):
+            vars(module)["forward"] = _forward_of_experts(module)
+
+
+def _holds_packed_experts(module: Any) -> bool:
+    """Whether a module that is no layer of bitsandbytes has parameters in 4 bits."""
+    own = module._parameters.values()
+    return not isinstance(module, nn.Linear) and any(type(p).__name__ == "Params4bit" for p in own)
+
+
+def _allocate(like: Any, shape: Any) -> None:
+    """Allocate and free a tensor of this shape, so that it is counted."""
+    like.new_empty(shape)
+
+
+def _forward_of_experts(module: Any) -> Any:
+    """A forward that allocates the dequantised experts, besides what the module's own allocates.
+
+    Few tokens dequantise their own experts.  More tokens dequantise all, and again for a backward.
+    """
+    packed = [p for p in module._parameters.values() if type(p).__name__ == "Params4bit"]
+    original = type(module).forward
+
+    def forward(states: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        experts = packed[0].shape[0]
+        trains = torch.is_grad_enabled() and states.requires_grad
+        few = 2 * indices.numel() <= experts and not trains
+        count = indices.numel() if few else experts
+        held = [states.new_empty((count, *parameter.shape[1:])) for parameter in packed]
+        result = original(module, states, indices, *args, **kwargs)
+        del held
+        if result.requires_grad:
+            largest = max(
+                (parameter.shape for parameter in packed), key=lambda shape: shape.numel()
+            )
+            result.register_hook(lambda grad: grad.new_empty(largest) is None or None)
+        return result
+
+    return forward
 
 
 # -- the layers -----------------------------------------------------------------------------------

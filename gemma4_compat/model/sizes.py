@@ -85,7 +85,8 @@ def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
 def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
     kind = type(tensor).__name__
     if kind == "Params4bit":
-        elements = module.in_features * module.out_features
+        linear = hasattr(module, "in_features")  # else all experts of a layer, on meta
+        elements = module.in_features * module.out_features if linear else tensor.numel()
         blocks = -(-elements // tensor.blocksize)
         yield TensorSize(name, -(-elements // 2))
         yield TensorSize(f"{name}.quant_map", 4 * 16)

@@ -18,6 +18,8 @@ class View:
             setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_module":  # torch.compile makes the object before its attributes
+            raise AttributeError(name)
         return getattr(self._module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -116,10 +116,19 @@ def _readable(table: Any, device: Any) -> Any | None:
         if not (_READABLE_IN_PLACE and page_lock(locked, device)):
             _warn_pageable(table.nbytes)
             return None
-        on_gpu = torch.as_tensor(_OnGpu(locked))
-        if on_gpu.device != device:
-            return None
-        return on_gpu.view(table.dtype).view(table.shape)
+        view = on_gpu(locked, device)
+        return None if view is None else view.view(table.dtype).view(table.shape)
+
+
+def on_gpu(locked: Any, device: Any) -> Any | None:
+    """The bytes of page-locked memory as a tensor on a GPU; ``None`` if it is another GPU's."""
+    import torch
+
+    if not _READABLE_IN_PLACE:
+        return None
+    with torch.inference_mode(mode=False), torch.no_grad():
+        view = torch.as_tensor(_OnGpu(locked))
+    return view if view.device == device else None
 
 
 class _OnGpu:

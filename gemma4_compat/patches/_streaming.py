@@ -2,6 +2,7 @@
 
 A ``Dispatch`` holds the layers that one dispatch of a model offloads.  A ``Layer`` holds the block
 of host memory with its tensors, a ``Part`` one module of the layer, and a ``Piece`` one tensor.
+Experts in 4 bits are a layer of their own, ``Experts``, whose block the GPU reads in place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 
 from ..model.hooks import host_tensors, offload_hooks
 from ._not_copied import NotCopied
-from ._page_locked import page_lock
+from ._packed_experts import packed_parameters
+from ._page_locked import on_gpu, page_lock
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,9 @@ _AHEAD = 2
 
 #: Alignment of the tensors in a block, in bytes; the same as that of PyTorch's allocator.
 _ALIGNMENT = 512
+
+#: Tensors of experts up to this size, in bytes, are copied, although the rest is read in place.
+_SMALL = 1024
 
 _PART = "_streamed_part"  # attribute of a hook
 _ITSELF = ""  # key of the parameter's own tensor, beside those of its quant state
@@ -97,7 +102,8 @@ def streamed_layers(modules: Iterable[Any]) -> list[Layer]:
 def first_layers(modules: Iterable[Any]) -> list[Layer]:
     """The first streamed layer of each dispatch in these modules."""
     first: dict[Dispatch, Layer] = {}
-    for layer in streamed_layers(modules):
+    copied = (layer for layer in streamed_layers(modules) if not isinstance(layer, Experts))
+    for layer in copied:
         first.setdefault(layer.dispatch, layer)
     return list(first.values())
 
@@ -140,6 +146,11 @@ class Dispatch(NotCopied):
         if number is None:
             return
         stack, layer = ".".join(names[:number]), ".".join(names[: number + 1])
+        if packed_parameters(module):
+            experts = Experts(self, stack)
+            experts.parts = [Part(experts, hook, module)]
+            setattr(hook, _PART, experts.parts[0])
+            return
         if layer not in self.layers:
             before = next(reversed(self.layers.values()), None)
             self.layers[layer] = Layer(self, stack)
@@ -245,7 +256,7 @@ class Layer(NotCopied):
             piece.start = size
             size += -(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT
         host = torch.empty(size, dtype=torch.uint8)
-        self.page_locked = page_lock(host)
+        self.page_locked = page_lock(host, device if device.type == "cuda" else None)
         if not self.page_locked and torch.cuda.is_available():
             _warn_pageable()
             if not four_bit:
@@ -271,6 +282,14 @@ class Layer(NotCopied):
         while len(layers) <= _AHEAD and layers[-1].following is not None:
             layers.append(layers[-1].following)
         return layers
+
+    def enter(self) -> None:
+        """Have the block on the device, for the forward of one of the layer's modules."""
+        self.dispatch.enter(self)
+
+    def view(self, piece: Piece) -> Any:
+        """A tensor of the block, on the device."""
+        return piece.view_in(self.on_device)
 
     def views(self, block: Any) -> dict[Any, Any]:
         return {dtype: block.view(dtype) for dtype in self.dtypes}
@@ -322,6 +341,55 @@ class Layer(NotCopied):
         self.pending.discard(part)
         if not self.pending:
             self.dispatch.leave(self)
+
+
+class Experts(Layer):
+    """The experts of a layer in 4 bits: a forward needs only those that its tokens are routed to.
+
+    The GPU reads them in place.  If the block is not page-locked, it is copied for each forward.
+    """
+
+    def __init__(self, dispatch: Dispatch, stack: str) -> None:
+        super().__init__(dispatch, stack)
+        self.in_place = False
+        self.copies: dict[Piece, Any] = {}  # of the tables, which each kernel reads many times
+
+    def enter(self) -> None:
+        self.send()
+        self.wait()
+
+    def send(self) -> None:
+        if not self.laid_out:
+            self.lay_out()
+        if self.page_locked and not self.in_place:
+            block = on_gpu(self.host, self.device)
+            if block is not None:
+                self.on_device, self.in_place = self.views(block), True
+                self.copies = self.tables()
+        if not self.in_place:
+            super().send()
+
+    def tables(self) -> dict[Piece, Any]:
+        """Copies of the small tensors on the device."""
+        import torch
+
+        pieces = (
+            piece for part in self.parts for p in part.pieces.values() for piece in p.values()
+        )
+        small = [piece for piece in pieces if piece.host.nbytes <= _SMALL]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return {piece: piece.host.to(self.device, copy=True) for piece in small}
+
+    def view(self, piece: Piece) -> Any:
+        copied = self.copies.get(piece)
+        return super().view(piece) if copied is None else copied
+
+    def release(self) -> None:
+        if not self.in_place:
+            super().release()
+
+    def has_run(self, part: Part) -> None:
+        self.release()
 
 
 @dataclass(eq=False)
@@ -397,13 +465,13 @@ class Part(NotCopied):
         if not self.pieces or not self.is_unchanged(hook, module):
             return False
         try:
-            self.layer.dispatch.enter(self.layer)
+            self.layer.enter()
         except torch.cuda.OutOfMemoryError:  # single tensors may still fit
             self.layer.dispatch.clear()
             self.layer.drop()
             return False
         for name, pieces in self.pieces.items():
-            tensors = {key: piece.view_in(self.layer.on_device) for key, piece in pieces.items()}
+            tensors = {key: self.layer.view(piece) for key, piece in pieces.items()}
             placed = _like(self.meta[name], tensors.pop(_ITSELF))
             self.placed[name] = placed
             if _SCALES in tensors:

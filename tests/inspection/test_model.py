@@ -95,6 +95,20 @@ def test_linear_layers_are_counted(model_dir):
     assert counted == linear - 1  # lm_head's weight is tied to the embeddings
 
 
+@pytest.mark.parametrize("kind", [None, "nf4-nested", "int8"])
+def test_experts_are_counted(moe_dir, kind):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        moe_dir, quantization_config=quantization(kind), dtype=torch.bfloat16, device_map="cpu"
+    )
+    found = inspect_model(model)
+    assert found.ok
+    assert found.bytes == {"cpu": sum(held(model).values())}
+    four_bit = kind == "nf4-nested"
+    assert part(found, parts.LAYERS).linear["4-bit experts" if four_bit else "bf16 experts"] == 3
+
+
 # -- split models ---------------------------------------------------------------------------------
 
 

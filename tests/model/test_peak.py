@@ -108,6 +108,33 @@ def test_4_bit_layers_dequantise_their_weight(model_dir):
     assert 0 < more <= max(weights)
 
 
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_4_bit_experts_take_what_real_ones_take(moe_dir, tokens):
+    """4 tokens dequantise the experts that they are routed to, 40 dequantise all."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM
+
+    config = quantization("nf4", llm_int8_skip_modules=["lm_head"])
+    real = AutoModelForCausalLM.from_pretrained(
+        moe_dir, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    on_meta = meta.meta_model(moe_dir, config)
+    peak._use_kernels(on_meta)
+
+    def taken(model, device):
+        experts = model.model.layers[0].experts
+        states = torch.zeros(tokens, 128, dtype=torch.bfloat16, device=device)
+        indices = torch.arange(2 * tokens, device=device).reshape(tokens, 2) % 32
+        with torch.no_grad(), peak.PeakMemory(experts) as memory:
+            experts(states, indices, torch.ones(tokens, 2, dtype=torch.bfloat16, device=device))
+        return memory.peak
+
+    count = 8 if tokens == 4 else 32
+    found = taken(on_meta, "meta")
+    assert found > 2 * count * 3 * 48 * 128
+    assert found == pytest.approx(taken(real, "cpu"), rel=0.2)
+
+
 def test_the_model_is_unchanged(model_dir):
     model = meta.meta_model(model_dir)
     names = [name for name, _ in model.named_modules()]

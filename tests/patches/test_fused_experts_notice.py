@@ -1,4 +1,4 @@
-"""A warning says that bitsandbytes does not quantise the experts of Gemma 4."""
+"""A warning says that load_in_8bit does not quantise the experts of Gemma 4."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.support import load_model, quantization
 OURS = "gemma4_compat.patches.offloading.fused_experts_notice"
 LAYERS = 3
 NOTICE = re.compile(
-    r"bitsandbytes does not quantise the experts of (?P<layers>\d+) layers "
+    r"load_in_8bit does not quantise the experts of (?P<layers>\d+) layers "
     r"\(fused tensors such as (?P<name>[\w.]+)\): "
     r"they are loaded in (?P<dtype>\w+) and take (?P<size>[\d.e+-]+) GiB\.  "
+    r"load_in_4bit quantises them\.  "
     r"To find a device map that fits your GPU, run gemma4-compat plan MODEL --gpu SIZE\."
 )
 
@@ -57,13 +58,12 @@ def logits(model):
 
 @pytest.mark.regression("fused_experts_notice", r"no warning that the experts are not quantised")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, "auto"], ids=str)
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_the_notice_is_true(moe_dir, kind, dtype, notices):
-    model, said = notices(load, moe_dir, kind, dtype)
+def test_the_notice_is_true(moe_dir, dtype, notices):
+    model, said = notices(load, moe_dir, "int8", dtype)
     assert said, "no warning that the experts are not quantised"
     (said,) = (NOTICE.fullmatch(message) for message in said)
     linears = {type(layer.mlp.up_proj).__name__ for layer in model.model.layers}
-    assert linears == {"Linear8bitLt" if kind == "int8" else "Linear4bit"}
+    assert linears == {"Linear8bitLt"}
 
     experts = fused(model)
     assert len(experts) == 2 * LAYERS
@@ -75,22 +75,22 @@ def test_the_notice_is_true(moe_dir, kind, dtype, notices):
 
 
 def test_nothing_else_changes(moe_dir, notices):
-    model, said = notices(load, moe_dir, "nf4")
+    model, said = notices(load, moe_dir, "int8")
     assert len(said) == 1
     with gemma4_compat.disabled("fused_experts_notice"):
-        expected, said = notices(load, moe_dir, "nf4")
+        expected, said = notices(load, moe_dir, "int8")
     assert said == []
     assert type(model.model.layers[0].experts) is type(expected.model.layers[0].experts)
     assert logits(model).isfinite().all()
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_quantised_checkpoint(moe_dir, tmp_path, notices):
-    """When a 4-bit model is saved and loaded again, its experts are still in bfloat16."""
-    model, (first,) = notices(load, moe_dir, "nf4")
+def test_quantised_checkpoint(moe_dir, tmp_path, notices, eight_bit_files):
+    """When an 8-bit model is saved and loaded again, its experts are still in bfloat16."""
+    model, (first,) = notices(load, moe_dir, "int8")
     model.save_pretrained(tmp_path)
     again, (second,) = notices(load, tmp_path)
-    assert type(again.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert type(again.model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
     assert {p.dtype for p in fused(again).values()} == {torch.bfloat16}
     assert first == second
 
@@ -100,9 +100,15 @@ def test_not_quantised(moe_dir, notices):
     assert said == []
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_no_experts(model_dir, kind, notices):
-    _, said = notices(load_model, model_dir, kind)
+def test_four_bits(moe_dir, notices):
+    """load_in_4bit quantises them."""
+    model, said = notices(load, moe_dir, "nf4")
+    assert said == []
+    assert {p.dtype for p in fused(model).values()} == {torch.uint8}
+
+
+def test_no_experts(model_dir, notices):
+    _, said = notices(load_model, model_dir, "int8")
     assert said == []
 
 
@@ -114,6 +120,6 @@ def test_other_models(tmp_path, notices):
         num_key_value_heads=1, vocab_size=64, num_local_experts=2,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(tmp_path)
-    model, said = notices(load, tmp_path, "nf4")
+    model, said = notices(load, tmp_path, "int8")
     assert any(p.dim() == 3 for p in model.parameters()), "the same symptom, another model"
     assert said == []

@@ -90,6 +90,10 @@ def _warn(model: Any) -> None:
 def _quantized_layers(model: Any) -> list[str]:
     """ "4 bit" or "8 bit" for each layer with an adapter on a bitsandbytes weight."""
     kinds = {"Params4bit": "4 bit", "Int8Params": "8 bit"}
-    bases = (m.get_base_layer() for m in model.modules() if hasattr(m, "get_base_layer"))
-    names = (type(getattr(base, "weight", None)).__name__ for base in bases)
-    return [kinds[name] for name in names if name in kinds]
+    layers = (m for m in model.modules() if hasattr(m, "get_base_layer"))
+    # The wrapper of a parameter, such as the experts of a layer, names it.
+    weights = (
+        getattr(m.get_base_layer(), getattr(m, "parameter_name", "weight"), None) for m in layers
+    )
+    classes = (type(weight).__name__ for weight in weights)
+    return [kinds[name] for name in classes if name in kinds]

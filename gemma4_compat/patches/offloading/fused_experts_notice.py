@@ -1,11 +1,12 @@
-"""``load_in_4bit`` does not quantise the experts of 26B-A4B, and nothing reports it.
+"""``load_in_8bit`` does not quantise the experts of 26B-A4B, and nothing reports it.
 
 bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
 two three-dimensional parameters, so transformers skips them.  Nine tenths of the model, some 42
-GiB, are loaded in bfloat16 although the config asks for four bits.
+GiB, are loaded in bfloat16 although the config asks for eight bits.
 
-This patch repairs nothing.  It warns, with the size, before the weights are read.  It asks the
-quantizer which parameters it skips, so the warning ends when a release quantises them.
+This patch repairs nothing.  It warns, with the size, before the weights are read, and names
+``load_in_4bit``, with which this package quantises them.  It asks the quantizer which parameters it
+skips, so the warning ends when a release quantises them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ PATCH = Patch(
     name="fused_experts_notice",
     kind=Kind.WARNING,
     symptom=(
-        "load_in_4bit or load_in_8bit of 26B-A4B needs far more memory than expected: the experts "
-        "stay unquantised (some 42 GiB in bfloat16), and nothing reports it"
+        "load_in_8bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
+        "(some 42 GiB in bfloat16), and nothing reports it"
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
-        "Loading a Gemma 4 model with fused experts under bitsandbytes warns once per load that "
-        "they are not quantised, with their size.  The loaded model does not change."
+        "Loading a Gemma 4 model with fused experts in 8 bits warns once per load that they are "
+        "not quantised, with their size.  The loaded model does not change."
     ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
@@ -37,7 +38,7 @@ PATCH = Patch(
     ),
 )
 
-_QUANTIZERS = "transformers.quantizers.quantizer_bnb"
+_QUANTIZER = "transformers.quantizers.quantizer_bnb_8bit"
 
 
 @PATCH.probe
@@ -45,20 +46,17 @@ def quantizers_can_be_asked() -> Finding:
     """Look for the method that decides what is quantised, and whether it mentions experts."""
     import inspect
 
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
     from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
-    for quantizer in (Bnb4BitHfQuantizer, Bnb8BitHfQuantizer):
-        if "param_needs_quantization" not in vars(quantizer):
-            return drifted(f"{quantizer.__name__} has no param_needs_quantization")
-    code = inspect.unwrap(Bnb4BitHfQuantizer.param_needs_quantization).__code__
+    if "param_needs_quantization" not in vars(Bnb8BitHfQuantizer):
+        return drifted("Bnb8BitHfQuantizer has no param_needs_quantization")
+    code = inspect.unwrap(Bnb8BitHfQuantizer.param_needs_quantization).__code__
     if mentions(code, "xperts"):
-        return fixed("the 4-bit quantizer handles experts itself")
+        return fixed("the 8-bit quantizer handles experts itself")
     return broken()
 
 
-@PATCH.replaces(f"{_QUANTIZERS}_4bit", "Bnb4BitHfQuantizer._process_model_before_weight_loading")
-@PATCH.replaces(f"{_QUANTIZERS}_8bit", "Bnb8BitHfQuantizer._process_model_before_weight_loading")
+@PATCH.replaces(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")
 def process_model_before_weight_loading(original: Any) -> Any:
     @wraps(original)
     def _process_model_before_weight_loading(
@@ -90,9 +88,9 @@ def _warn(quantizer: Any, model: Any) -> None:
     size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in skipped.values()}
     logger.warning(
-        "bitsandbytes does not quantise the experts of %d layers (fused tensors such as %s): they "
-        "are loaded in %s and take %.3g GiB.  To find a device map that fits your GPU, run "
-        "gemma4-compat plan MODEL --gpu SIZE.",
+        "load_in_8bit does not quantise the experts of %d layers (fused tensors such as %s): they "
+        "are loaded in %s and take %.3g GiB.  load_in_4bit quantises them.  To find a device map "
+        "that fits your GPU, run gemma4-compat plan MODEL --gpu SIZE.",
         len({name.rpartition(".")[0] for name in skipped}), next(iter(skipped)),
         " and ".join(sorted(dtypes)), size / 2**30,
     )  # fmt: skip

@@ -1,0 +1,375 @@
+"""The experts of a layer as two ``Params4bit``, and their forward.
+
+The quant state of such a parameter has the shape of the whole fused tensor: experts x rows x
+columns.  The blocks of an expert follow each other, so its packed bytes and the maxima of its
+blocks are slices of the parameter's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+from ._module_view import View
+
+logger = logging.getLogger(__name__)
+
+#: The names of the fused parameters of a layer's experts.
+FUSED = ("gate_up_proj", "down_proj")
+
+#: On an experts module, while LoRA layers run its forward: parameter -> what adds their update.
+UPDATES = "_weight_updates"
+
+
+# -- data ---------------------------------------------------------------------------------------
+
+
+def has_fused_form(module: Any) -> bool:
+    """Whether a module has all experts of a layer in two parameters, out x in, without biases."""
+    shapes = []
+    for name in FUSED:
+        parameter = module._parameters.get(name)
+        if parameter is None or parameter.dim() != 3 or not parameter.is_floating_point():
+            return False
+        shapes.append(parameter.shape)
+    (experts, twice, hidden), (others, out, inner) = shapes
+    if getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
+        return False
+    return (experts, twice, hidden) == (others, 2 * inner, out)
+
+
+def fits_in_blocks(module: Any, blocksize: int) -> bool:
+    """Whether no block of a quantised fused parameter contains values of two experts."""
+    return all(module._parameters[name][0].numel() % blocksize == 0 for name in FUSED)
+
+
+def is_packed(parameter: Any) -> bool:
+    """Whether a parameter holds the experts of a layer in 4 bits."""
+    state = getattr(parameter, "quant_state", None)
+    return state is not None and len(state.shape or ()) == 3
+
+
+def packed_parameters(module: Any) -> dict[str, Any]:
+    """The parameters of a module that hold experts in 4 bits, by name."""
+    own = module._parameters
+    return {name: own[name] for name in FUSED if name in own and is_packed(own[name])}
+
+
+class Packed:
+    """The experts in one ``Params4bit``: whole, one, or several chosen by index on the device."""
+
+    def __init__(self, parameter: Any, dtype: Any = None) -> None:
+        self.state = parameter.quant_state
+        self.dtype = dtype or self.state.dtype
+        self.shape = tuple(self.state.shape)
+        self._data = parameter.data
+
+    def whole(self) -> Any:
+        """All experts, dequantised."""
+        state = self._state(self._maxima(slice(None)))
+        return self._dequantised(self._bytes(), state, self.shape)
+
+    def one(self, index: int) -> Any:
+        """One expert, dequantised."""
+        state = self._state(self._maxima(slice(index, index + 1)))
+        return self._dequantised(self._bytes()[index], state, self.shape[1:])
+
+    def several(self, indices: Any) -> Any:
+        """The experts of these indices, dequantised; nothing is read back from the device."""
+        state = self._state(self._maxima(indices))
+        packed = _rows(self._bytes(), indices)
+        return self._dequantised(packed, state, (len(indices), *self.shape[1:]))
+
+    def stacked(self, indices: Any) -> tuple[Any, Any]:
+        """The experts of these indices below each other, as one matrix in 4 bits."""
+        _, rows, columns = self.shape
+        packed = _rows(self._bytes(), indices).view(-1, 1)
+        return packed, self._state(self._maxima(indices), (len(indices) * rows, columns))
+
+    def side_by_side(self, indices: Any) -> tuple[Any, Any]:
+        """The experts of these indices beside each other, as one matrix in 4 bits."""
+        experts, rows, columns = self.shape
+        chosen = len(indices)
+        packed = self._bytes().view(experts, rows, -1)
+        packed = _rows(packed.transpose(0, 1), indices, 1).view(-1, 1)
+        maxima = self._maxima(indices).view(chosen, rows, -1).transpose(0, 1)
+        return packed, self._state(maxima.reshape(-1), (rows, chosen * columns))
+
+    def rows_are_blocks(self) -> bool:
+        """Whether no block contains values of two rows."""
+        return bool(self.shape[2] % self.state.blocksize == 0)
+
+    def _bytes(self) -> Any:
+        """The packed values, one row for each expert."""
+        import torch
+
+        return self._data.reshape(-1).view(torch.uint8).view(self.shape[0], -1)
+
+    def _maxima(self, chosen: Any) -> Any:
+        """The maxima of the blocks of these experts (indices or a slice), in float32."""
+        from bitsandbytes.functional import dequantize_blockwise
+
+        state, experts = self.state, self.shape[0]
+        maxima = state.absmax.view(experts, -1)
+        if not state.nested:
+            return _chosen(maxima, chosen).reshape(-1)
+        nested = copy.copy(state.state2)
+        if maxima.shape[1] % nested.blocksize == 0:
+            nested.absmax = _chosen(nested.absmax.view(experts, -1), chosen).reshape(-1)
+            maxima = dequantize_blockwise(_chosen(maxima, chosen).reshape(-1), nested)
+        else:  # a block of maxima contains those of two experts
+            whole = dequantize_blockwise(state.absmax, nested).view(experts, -1)
+            maxima = _chosen(whole, chosen).reshape(-1)
+        return (maxima + state.offset).float()
+
+    def _dequantised(self, packed: Any, state: Any, shape: Any) -> Any:
+        """The values of these bytes.
+
+        bitsandbytes' kernel for the CPU is wrong if the blocks do not begin with the rows.  Here
+        each row is a block.
+        """
+        from bitsandbytes.functional import dequantize_4bit
+
+        state.shape = (math.prod(shape) // state.blocksize, state.blocksize)
+        return dequantize_4bit(packed.reshape(-1, 1), state).view(shape).to(self.dtype)
+
+    def _state(self, maxima: Any, shape: Any = None) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        return QuantState(
+            absmax=maxima,
+            shape=shape,
+            code=self.state.code,
+            blocksize=self.state.blocksize,
+            quant_type=self.state.quant_type,
+            dtype=self.state.dtype,
+        )
+
+
+def _chosen(table: Any, chosen: Any) -> Any:
+    return table[chosen] if isinstance(chosen, slice) else _rows(table, chosen)
+
+
+def _rows(table: Any, indices: Any, dim: int = 0) -> Any:
+    """``table.index_select(dim, indices)``, of eight bytes at a time if their number allows it."""
+    import torch
+
+    if table.dtype is torch.uint8 and table.shape[-1] % 8 == 0:
+        wide = table.view(torch.int64)
+        return wide.index_select(dim, indices).view(torch.uint8)
+    return table.index_select(dim, indices)
+
+
+# -- forward ------------------------------------------------------------------------------------
+
+
+def forward(
+    original: Callable[..., Any],
+    module: Any,
+    hidden_states: Any,
+    top_k_index: Any,
+    top_k_weights: Any,
+) -> Any:
+    """The forward of a module with experts in 4 bits; ``original`` is that of its class."""
+    import torch
+
+    updates = vars(module).get(UPDATES) or {}
+    dtype = getattr(module, "compute_dtype", None) or hidden_states.dtype
+    packed = {
+        name: Packed(parameter, dtype) for name, parameter in packed_parameters(module).items()
+    }
+    inputs = hidden_states.to(dtype), top_k_index, top_k_weights
+    trains = hidden_states.requires_grad or top_k_weights.requires_grad
+    if updates or (trains and torch.is_grad_enabled()) or len(packed) < len(FUSED):
+        run = _whole
+    elif len(hidden_states) == 1 and all(each.rows_are_blocks() for each in packed.values()):
+        return _one_token(module, packed, *inputs).to(hidden_states.dtype)
+    else:
+        few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
+        run = _routed if few else _whole
+    return run(original, module, packed, updates)(*inputs).to(hidden_states.dtype)
+
+
+def _one_token(
+    module: Any, packed: dict[str, Packed], inputs: Any, indices: Any, weights: Any
+) -> Any:
+    """Two products with a matrix in 4 bits: of all gates and ups, and of all downs.
+
+    The products with the second matrix add up the experts, so its inputs are weighted.
+    """
+    from bitsandbytes import matmul_4bit
+
+    indices = indices.reshape(-1)
+    matrix, state = packed["gate_up_proj"].stacked(indices)
+    inner = matmul_4bit(inputs, matrix.t(), quant_state=state).view(len(indices), -1)
+    inner = module._apply_gate(inner) * weights.reshape(-1, 1)
+    matrix, state = packed["down_proj"].side_by_side(indices)
+    inner = inner.to(inputs.dtype).view(1, -1)
+    return matmul_4bit(inner, matrix.t(), quant_state=state)
+
+
+def _routed(original: Any, module: Any, packed: Any, updates: Any) -> Any:
+    """A forward that dequantises only the experts that the tokens are routed to."""
+    chosen = _implementation(module)
+    attributes: dict[str, Any] = {name: _Routed(each) for name, each in packed.items()}
+    if chosen != "eager":  # which loops over the experts, and needs to know their numbers
+        attributes["config"] = _config(module, "batched_mm")
+    stand_in = View(module, **attributes)
+    return lambda *args: original(stand_in, *args)
+
+
+def _whole(original: Any, module: Any, packed: Any, updates: Any) -> Any:
+    """A forward that dequantises each fused tensor when it is read.
+
+    Autograd gets it dequantised again in the backward.
+    """
+    chosen = _implementation(module)
+    lent = _Lent()
+    stand_in = _Dequantising(module, packed, updates, lent, chosen == "eager")
+    if chosen == "batched_mm":  # copies the weights of an expert for each of its tokens
+        stand_in.config = _config(module, "grouped_mm")
+
+    def run(inputs: Any, *args: Any) -> Any:
+        if chosen != "eager" and not _has_grouped_kernel(inputs):
+            _say_looped(str(inputs.dtype))
+            stand_in.config = _config(module, "eager")
+            stand_in.one_by_one = True
+        with lent.hooks():
+            return original(stand_in, inputs, *args)
+
+    return run
+
+
+def _implementation(module: Any) -> str:
+    config = getattr(module, "config", None)
+    return getattr(config, "_experts_implementation", None) or "eager"
+
+
+def _config(module: Any, implementation: str) -> View:
+    return View(module.config, _experts_implementation=implementation)
+
+
+def _has_grouped_kernel(inputs: Any) -> bool:
+    """CUDA's kernel multiplies bfloat16 only."""
+    import torch
+
+    return bool(inputs.device.type != "cuda" or inputs.dtype == torch.bfloat16)
+
+
+@cache
+def _say_looped(dtype: str) -> None:
+    logger.warning(
+        "the 4-bit experts compute in %s (bnb_4bit_compute_dtype), for which CUDA has no grouped "
+        "matrix product: the experts are computed one after the other, as with "
+        "experts_implementation='eager'.  torch.bfloat16 is faster on GPUs that compute in it.",
+        dtype.removeprefix("torch."),
+    )
+
+
+class _Routed:
+    """Stands in for a fused tensor; dequantises what it is indexed with."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._packed.several(index) if index.dim() else self._packed.one(int(index))
+
+
+class _OneByOne:
+    """Stands in for a fused tensor; dequantises the one expert that it is indexed with."""
+
+    def __init__(self, packed: Packed, lent: _Lent) -> None:
+        self._packed, self._lent = packed, lent
+
+    def __getitem__(self, index: Any) -> Any:
+        number = int(index)
+        return self._lent.lend(lambda: self._packed.one(number))
+
+
+class _Dequantising(View):
+    """Stands in for the module; its fused tensors are dequantised whenever they are read."""
+
+    def __init__(self, module: Any, packed: Any, updates: Any, lent: _Lent, one_by_one: bool):
+        super().__init__(module)
+        self.config = getattr(module, "config", None)
+        self.one_by_one = one_by_one
+        self._packed, self._updates, self._lent = packed, updates, lent
+        self._updated: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        packed = self._packed.get(name) if name in FUSED else None
+        if packed is None:
+            return super().__getattr__(name)
+        if name in self._updates:
+            if name not in self._updated:
+                self._updated[name] = self._updates[name](packed.whole())
+            return self._updated[name]
+        if self.one_by_one:
+            return _OneByOne(packed, self._lent)
+        return self._lent.lend(packed.whole)
+
+
+class _Lent:
+    """Dequantised weights that autograd does not keep for the backward: it gets them again."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}
+
+    def lend(self, make: Callable[[], Any]) -> Any:
+        """``make()``, which may be called again in the backward."""
+        weight = make()
+        self._made[weight.data_ptr()] = weakref.ref(weight), make
+        return weight
+
+    def hooks(self) -> Any:
+        """A context in which autograd saves no weight that was lent."""
+        import torch
+
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return nullcontext()
+        keep, give = _outer_hooks()
+
+        def pack(tensor: Any) -> Any:
+            pointer = tensor.untyped_storage().data_ptr()
+            weight, make = self._made.get(pointer, (None, None))
+            if weight is None or weight() is None:
+                return keep(tensor)
+            return _Again(make, tensor.dtype, tensor.size(), tensor.stride())
+
+        def unpack(saved: Any) -> Any:
+            return saved() if isinstance(saved, _Again) else give(saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Again:
+    """A weight that the backward dequantises again."""
+
+    def __init__(self, make: Any, dtype: Any, size: Any, stride: Any) -> None:
+        self.make, self.dtype, self.size, self.stride = make, dtype, size, stride
+
+    def __call__(self) -> Any:
+        return self.make().as_strided(self.size, self.stride)
+
+
+def _outer_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """What checkpointing does with a saved tensor; only the innermost hooks are called."""
+    import torch
+
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    outer = top(False) if top is not None else None
+    return outer or (lambda tensor: tensor, lambda tensor: tensor)
+
+
+def experts_in(model: Any) -> Iterator[tuple[str, Any]]:
+    """The names and modules of a model's experts in 4 bits."""
+    for name, module in model.named_modules():
+        if packed_parameters(module):
+            yield name, module

@@ -1,0 +1,172 @@
+"""PEFT cannot adapt experts that are stored in 4 bits.
+
+For the names in ``target_parameters``, PEFT adds the update of an adapter to the parameter itself:
+it registers a parametrisation that returns ``weight + update``.  It takes the shape, the dtype and
+the device of the adapter from the parameter.  A parameter in 4 bits is a column of bytes, so the
+adapter gets wrong shapes, and the first forward raises.
+
+The fix lets PEFT read the shape and the dtype of the dequantised weight.  In a forward, the experts
+get the update and add it to the weight that they dequantise.  Merging dequantises, adds the update
+and quantises again, as PEFT does for 4-bit layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.hooks import execution_device
+from .._code import mentions
+from .._offload import onloaded
+from .._packed_experts import UPDATES, Packed, is_packed
+from .._shadow import shadowed
+
+PATCH = Patch(
+    name="packed_experts_lora",
+    symptom=(
+        "LoRA with target_parameters on experts in 4 bits: Registering a parametrization may not "
+        "change the dtype of the tensor, or Expected mat_a to be Float32, BFloat16 or Float16 "
+        "matrix, got Byte"
+    ),
+    affects=("transformers", "peft", "bitsandbytes"),
+    changes=(
+        "PEFT's target_parameters adapts the experts that fused_experts_4bit quantises: training, "
+        "saving, loading, several adapters, merging."
+    ),
+    unreported="Only fused_experts_4bit, a patch of this package, stores experts in 4 bits.",
+    requires=("fused_experts_4bit",),
+)
+
+_LAYER = "peft.tuners.lora.layer"
+
+
+@PATCH.probe
+def wrapper_reads_the_parameter() -> Finding:
+    """Look whether PEFT's wrapper knows quantised parameters."""
+    import inspect
+
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if not all(name in vars(ParamWrapper) for name in ("get_param", "_activate_lora")):
+        return drifted("ParamWrapper has no get_param")
+    if mentions(inspect.unwrap(ParamWrapper.get_param).__code__, "quant_state"):
+        return fixed("ParamWrapper adapts quantised parameters itself")
+    return broken()
+
+
+@PATCH.replaces(_LAYER, "ParamWrapper.get_param")
+def get_param(original: Any) -> Any:
+    @wraps(original)
+    def get_param(self: Any) -> Any:
+        parameter = _packed(self)
+        return original(self) if parameter is None else _stand_in(self, parameter)
+
+    return get_param
+
+
+@PATCH.replaces(_LAYER, "ParamWrapper._activate_lora")
+def activate_lora(original: Any) -> Any:
+    @wraps(original)
+    @contextmanager
+    def _activate_lora(self: Any, active_adapters: Any) -> Iterator[None]:
+        adapters = [name for name in active_adapters or () if name in self.lora_A]
+        if not adapters or _packed(self) is None:
+            with original(self, active_adapters):
+                yield
+            return
+        experts = self.get_base_layer()
+        updates = {**vars(experts).get(UPDATES, {}), self.parameter_name: _update(self, adapters)}
+        with shadowed(experts, **{UPDATES: updates}):
+            yield
+
+    return _activate_lora
+
+
+@PATCH.replaces(_LAYER, "ParamWrapper.merge")
+def merge(original: Any) -> Any:
+    @wraps(original)
+    def merge(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> Any:
+        if _packed(self) is None:
+            return original(self, safe_merge, adapter_names)
+        from peft.tuners.tuners_utils import check_adapters_to_merge
+
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name in self.lora_A:
+                _add(self, name, 1, safe_merge)
+                self.merged_adapters.append(name)
+        return None
+
+    return merge
+
+
+@PATCH.replaces(_LAYER, "ParamWrapper.unmerge")
+def unmerge(original: Any) -> Any:
+    @wraps(original)
+    def unmerge(self: Any) -> Any:
+        if _packed(self) is None or not self.merged:
+            return original(self)
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            if name in self.lora_A:
+                _add(self, name, -1)
+        return None
+
+    return unmerge
+
+
+def _packed(wrapper: Any) -> Any | None:
+    """The adapted parameter, if it holds experts in 4 bits."""
+    parameter = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
+    return parameter if is_packed(parameter) else None
+
+
+def _stand_in(wrapper: Any, parameter: Any) -> Any:
+    """A tensor with the shape, dtype and device of the dequantised weight; it has one value."""
+    import torch
+
+    experts, state = wrapper.get_base_layer(), parameter.quant_state
+    dtype = getattr(experts, "compute_dtype", None) or state.dtype
+    device = execution_device(experts) or parameter.device
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(state.shape))
+
+
+def _update(wrapper: Any, adapters: list[str]) -> Callable[[Any], Any]:
+    """A function that adds the updates of these adapters to a weight."""
+    import torch
+
+    def added(weight: Any) -> Any:
+        if len(adapters) == 1 and hasattr(wrapper, "get_delta_factors"):  # as PEFT >= 0.21 adds it
+            left, right, scaling = wrapper.get_delta_factors(adapters[0])
+            with torch.autocast(weight.device.type, enabled=False):
+                return torch.baddbmm(weight, left, right, alpha=scaling)
+        first, *others = (wrapper.get_delta_weight(name) for name in adapters)
+        return weight + sum(others, start=first)
+
+    return added
+
+
+def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
+    """Add an adapter's update to the weight, or subtract it, and quantise the sum."""
+    import torch
+    from bitsandbytes.nn import Params4bit
+
+    experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+    with torch.no_grad(), onloaded(experts, keep_changes=True):
+        before = experts._parameters[name]
+        weight = Packed(before).whole()
+        weight += sign * wrapper.get_delta_weight(adapter).to(weight)
+        if safe and not weight.isfinite().all():
+            raise ValueError(
+                f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
+            )
+        experts._parameters[name] = Params4bit(
+            weight,
+            requires_grad=False,
+            blocksize=before.blocksize,
+            compress_statistics=before.compress_statistics,
+            quant_type=before.quant_type,
+            quant_storage=before.quant_storage,
+        ).to(weight.device)

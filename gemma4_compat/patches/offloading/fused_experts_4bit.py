@@ -1,0 +1,351 @@
+"""``load_in_4bit`` does not quantise the experts of 26B-A4B.
+
+bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
+two three-dimensional parameters, so transformers skips them.  Nine tenths of the model, some 42
+GiB, are loaded in bfloat16 although the config asks for four bits.
+
+The fix makes each of the two parameters a ``Params4bit``, as the weight of a ``Linear4bit`` is.
+The loader quantises it as soon as it is read, so there is never more than one fused tensor in
+bfloat16 on the device.  The class of the module stays; its forward dequantises what the tokens are
+routed to.  In a file, the statistics of the parameter follow its name, as those of a
+``Linear4bit`` do.
+
+Loading warns with the sizes.  Experts that the config excludes, or whose number of values is no
+multiple of the blocksize, stay as they are.  The patch ends when the quantiser handles experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine.gate import holds
+from .._code import mentions
+from .._offload import onloaded
+from .._packed_experts import (
+    FUSED,
+    Packed,
+    experts_in,
+    fits_in_blocks,
+    forward,
+    has_fused_form,
+    is_packed,
+    packed_parameters,
+)
+
+logger = logging.getLogger(__name__)
+
+PATCH = Patch(
+    name="fused_experts_4bit",
+    symptom=(
+        "load_in_4bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
+        "(some 42 GiB in bfloat16)"
+    ),
+    affects=("transformers", "bitsandbytes"),
+    changes=(
+        "Loading a Gemma 4 model with load_in_4bit quantises the fused experts too, and warns once "
+        "with their size before and after.  Their forward multiplies with the experts that the "
+        "tokens are routed to.  save_pretrained writes them in 4 bits; from_pretrained reads them; "
+        "dequantize() restores them.  llm_int8_skip_modules excludes them."
+    ),
+    links=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1965",
+    ),
+)
+
+_QUANTIZER = "transformers.quantizers.quantizer_bnb_4bit"
+_INTEGRATION = "transformers.integrations.bitsandbytes"
+_EXPERTS = "transformers.models.gemma4.modeling_gemma4"
+
+#: The endings of the tensors that a file has for a parameter in 4 bits.  The longest come first,
+#: because old releases of transformers take the first that matches.
+_IN_FILES = (
+    ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".nested_quant_map",
+    ".nested_absmax", ".quant_map", ".absmax", "",
+)  # fmt: skip
+
+
+@PATCH.probe
+def quantizer_skips_experts() -> Finding:
+    """Look whether the quantizer mentions experts, and for the methods that it loads with."""
+    import inspect
+
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    if "param_needs_quantization" not in vars(Bnb4BitHfQuantizer):
+        return drifted("Bnb4BitHfQuantizer has no param_needs_quantization")
+    code = inspect.unwrap(Bnb4BitHfQuantizer.param_needs_quantization).__code__
+    if mentions(code, "xperts"):
+        return fixed("the 4-bit quantizer handles experts itself")
+    return broken()
+
+
+# -- loading ------------------------------------------------------------------------------------
+
+
+@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(original: Any) -> Any:
+    @wraps(original)
+    def _process_model_before_weight_loading(
+        self: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+        result = original(self, model, *args, **kwargs)
+        quantise_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
+        return result
+
+    return _process_model_before_weight_loading
+
+
+@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer.param_needs_quantization")
+def param_needs_quantization(original: Any) -> Any:
+    @wraps(original)
+    def param_needs_quantization(self: Any, model: Any, param_name: str, **kwargs: Any) -> Any:
+        if original(self, model, param_name, **kwargs):
+            return True
+        path, _, name = param_name.rpartition(".")
+        return name in FUSED and _is_marked(model.get_submodule(path), name)
+
+    return param_needs_quantization
+
+
+@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer.get_weight_conversions")
+def get_weight_conversions(original: Any) -> Any:
+    @wraps(original)
+    def get_weight_conversions(self: Any) -> Any:
+        conversions = original(self)
+        if not vars(self).get("_reads_experts"):
+            return conversions
+        from transformers.core_model_loading import WeightConverter
+        from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+        conversions = list(conversions)
+        for name in (f"experts.{name}" for name in FUSED):
+            conversions.append(
+                WeightConverter(
+                    source_patterns=[name + ending for ending in _IN_FILES],
+                    target_patterns=name,
+                    operations=[Bnb4bitDeserialize(self)],
+                )
+            )
+        return conversions
+
+    return get_weight_conversions
+
+
+@PATCH.replaces(_INTEGRATION, "Bnb4bitQuantize.convert")
+def bnb4bit_quantize_convert(original: Any) -> Any:
+    @wraps(original)
+    def convert(
+        self: Any,
+        input_dict: Any,
+        full_layer_name: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        path, _, leaf = str(full_layer_name).rpartition(".")
+        if len(input_dict) != 1 or leaf not in FUSED:
+            return original(self, input_dict, full_layer_name, model, **kwargs)
+        module = model.get_submodule(path)
+        if not _is_marked(module, leaf):
+            return original(self, input_dict, full_layer_name, model, **kwargs)
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        module._is_hf_initialized = True
+        return {f"{path}.{leaf}": _quantised(value, module._parameters[leaf])}
+
+    return convert
+
+
+@PATCH.replaces(_INTEGRATION, "Bnb4bitDeserialize.convert")
+def bnb4bit_deserialize_convert(original: Any) -> Any:
+    @wraps(original)
+    def convert(
+        self: Any, input_dict: Any, model: Any = None, full_layer_name: Any = None, **kwargs: Any
+    ) -> Any:
+        name = min(input_dict, key=len)
+        if name.rpartition(".")[2] not in FUSED or len(input_dict) == 1:
+            return original(self, input_dict, model, full_layer_name, **kwargs)
+        from bitsandbytes.nn import Params4bit
+
+        tensors = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
+        packed = tensors.pop(name)
+        model.get_submodule(full_layer_name.rpartition(".")[0])._is_hf_initialized = True
+        return {name: Params4bit.from_prequantized(packed, tensors, device=packed.device)}
+
+    return convert
+
+
+def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
+    """Mark the fused experts of a model on meta, so that the loader quantises them; warn once.
+
+    ``experts`` is their class, whose forward must be `experts_forward`; a subclass may have its own
+    forward.  ``files`` are those of the checkpoint.  If it is quantised, they tell which experts
+    are.
+    """
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(type(module), "forward", None) is experts.forward
+        and has_fused_form(module)
+        and should_convert_module(name, quantizer.modules_to_not_convert)
+    }
+    if quantizer.pre_quantized and modules and not _are_packed_in(files):
+        return _warn_unquantised(modules, "the checkpoint has them unquantised")
+    quantizer._reads_experts = bool(modules) and quantizer.pre_quantized
+    refused = {}
+    sizes = [0, 0]
+    for name, module in modules.items():
+        options = quantizer.quantization_config
+        parameters = {own: _on_meta(module._parameters[own], options) for own in FUSED}
+        if not fits_in_blocks(module, parameters[FUSED[0]].blocksize):
+            refused[name] = module
+            continue
+        for own, parameter in parameters.items():
+            before = module._parameters[own]
+            sizes[0] += before.numel() * before.element_size()
+            sizes[1] += _packed_bytes(before.numel(), parameter)
+            if quantizer.pre_quantized:
+                parameter.data = parameter.data.to(options.bnb_4bit_quant_storage)
+            module._parameters[own] = parameter
+        module.compute_dtype = options.bnb_4bit_compute_dtype
+    if refused:
+        _warn_unquantised(refused, "the size of an expert is no multiple of the blocksize")
+    if len(modules) > len(refused) and not quantizer.pre_quantized:
+        first = next(name for name in modules if name not in refused)
+        logger.warning(
+            "load_in_4bit quantises the experts of %d layers, too (fused tensors such as %s): "
+            "%.3g GiB become %.3g GiB.  To keep them unquantised, set "
+            "BitsAndBytesConfig(llm_int8_skip_modules=['lm_head', 'experts']).",
+            len(modules) - len(refused), f"{first}.{FUSED[0]}", sizes[0] / 2**30, sizes[1] / 2**30,
+        )  # fmt: skip
+
+
+def _warn_unquantised(modules: dict[str, Any], why: str) -> None:
+    parameters = [module._parameters[own] for module in modules.values() for own in FUSED]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    logger.warning(
+        "the experts of %d layers are not quantised (fused tensors such as %s), because %s: they "
+        "are loaded in %s and take %.3g GiB.  To find a device map that fits your GPU, run "
+        "gemma4-compat plan MODEL --gpu SIZE.",
+        len(modules), f"{next(iter(modules))}.{FUSED[0]}", why, " and ".join(sorted(dtypes)),
+        size / 2**30,
+    )  # fmt: skip
+
+
+def _on_meta(parameter: Any, options: Any) -> Any:
+    """The parameter as one that is quantised when it is moved to a device."""
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(
+        parameter.data,
+        requires_grad=False,
+        compress_statistics=options.bnb_4bit_use_double_quant,
+        quant_type=options.bnb_4bit_quant_type,
+        quant_storage=options.bnb_4bit_quant_storage,
+    )
+
+
+def _packed_bytes(elements: int, parameter: Any) -> int:
+    blocks = elements // int(parameter.blocksize)
+    return elements // 2 + (blocks + blocks // 64 if parameter.compress_statistics else 4 * blocks)
+
+
+def _is_marked(module: Any, name: str) -> bool:
+    """Whether a parameter of experts is to be quantised, or is quantised."""
+    from bitsandbytes.nn import Params4bit
+
+    return isinstance(module._parameters.get(name), Params4bit)
+
+
+def _quantised(value: Any, like: Any) -> Any:
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(
+        value,
+        requires_grad=False,
+        blocksize=like.blocksize,
+        compress_statistics=like.compress_statistics,
+        quant_type=like.quant_type,
+        quant_storage=like.quant_storage,
+    ).to(value.device)
+
+
+def _are_packed_in(files: Iterable[str] | None) -> bool:
+    """Whether the files of a quantised checkpoint have experts in 4 bits."""
+    import os
+
+    if not files or not all(os.fspath(file).endswith(".safetensors") for file in files):
+        return True
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            if any(key.endswith(f"experts.{FUSED[0]}.absmax") for key in opened.keys()):  # noqa: SIM118
+                return True
+    return False
+
+
+# -- the loaded model ---------------------------------------------------------------------------
+
+
+@PATCH.replaces(_EXPERTS, "Gemma4TextExperts.forward")
+def experts_forward(original: Any) -> Any:
+    import torch
+
+    run: Any = forward
+    if holds("bitsandbytes<0.50"):  # whose kernels recurse without end in a compiled graph
+        run = torch.compiler.disable(forward)
+
+    @wraps(original)
+    def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_packed(self._parameters.get(FUSED[0])):
+            return original(self, *args, **kwargs)
+        return run(original, self, *args, **kwargs)
+
+    return experts_forward
+
+
+@PATCH.replaces(_EXPERTS, "Gemma4TextExperts._save_to_state_dict")
+def experts_save_to_state_dict(original: Any) -> Any:
+    @wraps(original)
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> Any:
+        result = original(self, destination, prefix, keep_vars)
+        for name, parameter in packed_parameters(self).items():
+            for key, value in parameter.quant_state.as_dict(packed=True).items():
+                destination[f"{prefix}{name}.{key}"] = value if keep_vars else value.detach()
+        return result
+
+    return _save_to_state_dict
+
+
+@PATCH.replaces(_INTEGRATION, "dequantize_and_replace")
+def dequantize_and_replace(original: Any) -> Any:
+    @wraps(original)
+    def dequantize_and_replace(
+        model: Any, quantization_config: Any = None, dtype: Any = None
+    ) -> Any:
+        model = original(model, quantization_config=quantization_config, dtype=dtype)
+        for _, module in list(experts_in(model)):
+            with onloaded(module, keep_changes=True):
+                _dequantise(module, dtype)
+        return model
+
+    return dequantize_and_replace
+
+
+def _dequantise(module: Any, dtype: Any) -> None:
+    import torch
+
+    for name, parameter in packed_parameters(module).items():
+        weight = Packed(parameter, dtype).whole()
+        module._parameters[name] = torch.nn.Parameter(weight)
+    vars(module).pop("compute_dtype", None)

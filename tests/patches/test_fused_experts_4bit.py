@@ -1,0 +1,819 @@
+"""load_in_4bit quantises the fused experts of Gemma 4.
+
+The reference is the same module with the weights that bitsandbytes dequantises.  It uses the same
+kernels, so outputs are compared bit for bit.  One token is multiplied with two matrices in 4 bits,
+and its routing weights are rounded before the second product instead of after it: four roundings of
+2**-9 in bfloat16.  In float32, the product with values in 4 bits does not round the weights to
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import itertools
+import logging
+import re
+
+import pytest
+import torch
+from packaging.version import Version
+
+import gemma4_compat
+from gemma4_compat.patches import _streaming
+from gemma4_compat.patches._packed_experts import Packed, is_packed
+from gemma4_compat.patches.offloading import fused_experts_4bit
+from tests import support
+
+OURS = "gemma4_compat.patches.offloading.fused_experts_4bit"
+LAYERS, EXPERTS, TOP_K = 3, 32, 2
+FUSED = ["gate_up_proj", "down_proj"]
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+ROUNDINGS = 2**-7
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+NOTICE = re.compile(
+    r"load_in_4bit quantises the experts of (?P<layers>\d+) layers, too \(fused tensors such as "
+    r"(?P<name>[\w.]+)\): (?P<before>[\d.e+-]+) GiB become (?P<after>[\d.e+-]+) GiB\.  To keep "
+    r"them unquantised, set BitsAndBytesConfig\(llm_int8_skip_modules=\['lm_head', 'experts'\]\)\."
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Like the text model of 26B-A4B: all relations between its sizes, and random values."""
+    path = tmp_path_factory.mktemp("experts")
+    support.save_random("Gemma4 experts", path, **SIZES)
+    return path
+
+
+def load(path, kind="nf4-nested", dtype=torch.bfloat16, device="cpu", **options):
+    from transformers import AutoModelForCausalLM
+
+    options.setdefault("llm_int8_skip_modules", support.NOT_PACKED)
+    config = {} if kind is None else {"quantization_config": support.quantization(kind, **options)}
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, device_map={"": device}, **config
+    )
+    return model.eval()
+
+
+def load_saved(path, **options):
+    from transformers import AutoModelForCausalLM
+
+    options = {"device_map": {"": "cpu"}, "dtype": torch.bfloat16, **options}
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def experts_of(model, layer=0):
+    return model.get_submodule("model").layers[layer].experts
+
+
+def values_of(parameter):
+    """The values that bitsandbytes dequantises.
+
+    Its kernel for the CPU is wrong if the blocks do not begin with the rows (0.49 to 0.50.2).
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy.copy(parameter.quant_state)
+    shape, state.shape = state.shape, (state.shape.numel() // state.blocksize, state.blocksize)
+    return dequantize_4bit(parameter.data, state).view(shape)
+
+
+def dequantised(experts, dtype=torch.bfloat16):
+    """The module with the weights that bitsandbytes dequantises."""
+    plain = copy.deepcopy(experts)
+    for name in FUSED:
+        weight = values_of(getattr(experts, name)).to(dtype)
+        plain._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+    return plain
+
+
+def routed(tokens, dtype=torch.bfloat16, device="cpu", seed=0):
+    """Inputs of an experts module: hidden states, the routed experts, and their weights."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(tokens, 128, generator=generator).to(dtype)
+    chosen = [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)]
+    weights = torch.rand(tokens, TOP_K, generator=generator).to(dtype)
+    return states.to(device), torch.stack(chosen).to(device), weights.to(device)
+
+
+def implement(implementation, *modules):
+    for module in modules:
+        module.config._experts_implementation = implementation
+
+
+def logits(model, tokens=7):
+    with torch.no_grad():
+        ids = torch.arange(3, 3 + tokens, device=model.device)[None]
+        return model(input_ids=ids).logits.float().cpu()
+
+
+def assert_near(found, expected, tolerance):
+    assert found.isfinite().all()
+    off = ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    assert off <= tolerance, f"off by {off:.3g} of the size"
+
+
+def messages(caplog, function, *args, **kwargs):
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        result = function(*args, **kwargs)
+    return result, [r.getMessage() for r in caplog.records if r.name == OURS]
+
+
+def needs_fp4():
+    """Skips where bitsandbytes quantises nothing to fp4 on the CPU (0.46)."""
+    from bitsandbytes.functional import quantize_4bit
+
+    try:
+        quantize_4bit(torch.ones(64), quant_type="fp4")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+# -- loading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.regression("fused_experts_4bit", "the experts take .* bytes")
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@KINDS
+def test_experts_are_quantised(folder, kind, quant_type, caplog):
+    if quant_type == "fp4":
+        needs_fp4()
+    model, said = messages(caplog, load, folder, kind, bnb_4bit_quant_type=quant_type)
+    parameters = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    values = LAYERS * EXPERTS * 3 * 128 * 64
+    size = sum(p.untyped_storage().nbytes() for p in parameters.values())
+    assert size == values // 2, f"the experts take {size} bytes"
+    states = [p.quant_state for p in parameters.values()]
+    assert {state.quant_type for state in states} == {quant_type}
+    assert {state.nested for state in states} == {kind == "nf4-nested"}
+    (said,) = (NOTICE.fullmatch(message) for message in said)
+    assert int(said["layers"]) == LAYERS
+    assert said["name"] in parameters
+    for state in states:
+        own = [state.absmax] + ([state.state2.absmax] if state.nested else [])
+        size += sum(tensor.nbytes for tensor in own)
+    assert float(said["before"]) == pytest.approx(2 * values / 2**30, rel=5e-3)
+    assert float(said["after"]) == pytest.approx(size / 2**30, rel=5e-3)
+
+
+@pytest.mark.regression("fused_experts_4bit", "has no attribute 'quant_state'")
+def test_values_are_those_of_linear_layers(folder):
+    """Each expert has the bytes and scales that bitsandbytes gives its matrix as nn.Linear."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model, plain = load(folder, "nf4"), load(folder, None)
+    for layer, name in itertools.product(range(LAYERS), FUSED):
+        whole = getattr(experts_of(model, layer), name)
+        for found, matrix in zip(
+            values_of(whole), getattr(experts_of(plain, layer), name), strict=True
+        ):
+            packed, state = quantize_4bit(matrix.contiguous(), quant_type="nf4")
+            assert torch.equal(found, dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
+@pytest.mark.parametrize("width", [48, 64, 1024], ids="inner size {}".format)
+def test_experts_are_slices(width, kind):
+    """1024: the maxima of an expert are whole blocks of double quantisation."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    weight = torch.randn(5, 128, width, generator=torch.Generator().manual_seed(0))
+    parameter = Params4bit(
+        weight.bfloat16(), quant_type="nf4", compress_statistics=kind == "nf4-nested"
+    ).to("cpu")
+    whole = values_of(parameter)
+    assert (whole - weight).norm() < 0.11 * weight.norm()
+    packed = Packed(parameter)
+    assert torch.equal(packed.whole(), whole)
+    for expert in range(5):
+        assert torch.equal(packed.one(expert), whole[expert])
+    chosen = torch.tensor([3, 0, 3])
+    assert torch.equal(packed.several(chosen), whole[chosen])
+    if packed.rows_are_blocks():
+        below = whole[chosen].flatten(0, 1)
+        assert torch.equal(dequantize_4bit(*packed.stacked(chosen)), below)
+        beside = whole[chosen].transpose(0, 1).flatten(1)
+        assert torch.equal(dequantize_4bit(*packed.side_by_side(chosen)), beside)
+
+
+@pytest.mark.parametrize("skipped", ["experts", "model.layers.1"])
+def test_experts_that_the_config_skips(folder, skipped, caplog):
+    names = [*support.NOT_PACKED, skipped]
+    model, said = messages(caplog, load, folder, llm_int8_skip_modules=names)
+    packed = [is_packed(experts_of(model, layer).down_proj) for layer in range(LAYERS)]
+    assert packed == ([False] * 3 if skipped == "experts" else [True, False, True])
+    assert len(said) == (skipped != "experts")
+    unquantised = load(folder, None)
+    for layer in [i for i in range(LAYERS) if not packed[i]]:
+        for name in FUSED:
+            expected = getattr(experts_of(unquantised, layer), name)
+            assert torch.equal(getattr(experts_of(model, layer), name), expected)
+
+
+def test_experts_that_share_blocks(tmp_path, caplog):
+    """The size of an expert is no multiple of the blocksize of 64."""
+    support.save_random(
+        "Gemma4 experts", tmp_path, **SIZES | {"hidden_size": 96, "moe_intermediate_size": 33}
+    )
+    skipped = [*support.NOT_PACKED, "model.layers"]
+    with pytest.MonkeyPatch.context() as patch:
+        # every layer but the experts is too narrow for bitsandbytes on some CPUs
+        patch.setattr(
+            "transformers.quantizers.quantizers_utils.should_convert_module", lambda *_: True
+        )
+        model, said = messages(caplog, load, tmp_path, llm_int8_skip_modules=skipped)
+    assert not any(map(is_packed, model.parameters()))
+    (message,) = said
+    assert "the experts of 3 layers are not quantised" in message
+    assert "no multiple of the blocksize" in message
+    model.set_experts_implementation("eager")
+    assert logits(model).isfinite().all()
+
+
+def test_other_models(tmp_path, monkeypatch):
+    """Another model with fused experts: as without us, unless the gate lets it in."""
+    importlib.import_module("transformers.models.gemma4.modeling_gemma4")  # the patch waits for it
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    config = Qwen3MoeConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(config)
+        for parameter in model.parameters():
+            if parameter.dim() > 2:
+                torch.nn.init.normal_(parameter, std=0.05)
+        model.to(torch.bfloat16).save_pretrained(tmp_path)
+    skipped = ["lm_head", "gate"]
+    closed = load(tmp_path, llm_int8_skip_modules=skipped)
+    with gemma4_compat.disabled("fused_experts_4bit"):
+        without = load(tmp_path, llm_int8_skip_modules=skipped)
+    assert closed.state_dict().keys() == without.state_dict().keys()
+    assert {p.dtype for n, p in closed.named_parameters() if ".experts." in n} == {torch.bfloat16}
+    assert torch.equal(logits(closed), logits(without))
+
+    before = Bnb4BitHfQuantizer._process_model_before_weight_loading
+
+    def open_gate(self, model, *args, **kwargs):
+        before(self, model, *args, **kwargs)
+        fused_experts_4bit.quantise_while_loading(self, model, Qwen3MoeExperts)
+
+    monkeypatch.setattr(Bnb4BitHfQuantizer, "_process_model_before_weight_loading", open_gate)
+    ours = fused_experts_4bit.experts_forward(Qwen3MoeExperts.forward)
+    monkeypatch.setattr(Qwen3MoeExperts, "forward", ours)
+    opened = load(tmp_path, llm_int8_skip_modules=skipped)
+    experts = [layer.mlp.experts for layer in opened.model.layers]
+    assert all(is_packed(getattr(each, name)) for each in experts for name in FUSED)
+    found = [logits(opened), logits(opened, 1)]
+    for layer in opened.model.layers:
+        layer.mlp.experts = dequantised(layer.mlp.experts)
+    assert torch.equal(found[0], logits(opened))
+    assert_near(found[1], logits(opened, 1), ROUNDINGS)
+
+
+def test_a_subclass_with_a_forward_of_its_own(folder):
+    from transformers import AutoConfig, Gemma4ForCausalLM
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    importlib.import_module("transformers.integrations.bitsandbytes")  # the patch waits for it
+
+    class Subclass(Gemma4TextExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return hidden_states
+
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM(AutoConfig.from_pretrained(folder))
+    model.model.layers[1].experts.__class__ = Subclass
+    config = support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map={"": "cpu"})
+    names = [f"model.layers.{layer}.experts.down_proj" for layer in range(LAYERS)]
+    assert [quantizer.param_needs_quantization(model, n) for n in names] == [True, False, True]
+
+
+# -- forward ------------------------------------------------------------------------------------
+
+
+@pytest.mark.regression("fused_experts_4bit", "has no attribute 'quant_state'")
+@IMPLEMENTATIONS
+@KINDS
+@pytest.mark.parametrize("tokens", [2, 8, 9, 40])
+def test_forward(folder, kind, implementation, tokens):
+    """From 9 tokens on, whole tensors are dequantised; grouped_mm stands in for batched_mm."""
+    experts = experts_of(load(folder, kind))
+    plain = dequantised(experts)
+    few = 2 * tokens * TOP_K <= EXPERTS
+    implement(implementation, experts)
+    if implementation != "eager":
+        implement("batched_mm" if few else "grouped_mm", plain)
+    with torch.no_grad():
+        assert torch.equal(experts(*routed(tokens)), plain(*routed(tokens)))
+
+
+@IMPLEMENTATIONS
+def test_calls(folder, implementation):
+    """By keyword; without any token; with inputs of another dtype."""
+    experts = experts_of(load(folder))
+    plain = dequantised(experts)
+    implement(implementation, experts, plain)
+    states, indices, weights = routed(20)
+    names = {"hidden_states": states, "top_k_index": indices, "top_k_weights": weights}
+    with torch.no_grad():
+        assert torch.equal(experts(**names), experts(states, indices, weights))
+        assert experts(states[:0], indices[:0], weights[:0]).shape == (0, 128)
+        found = experts(states.float(), indices, weights)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, experts(states, indices, weights).float())
+
+
+@IMPLEMENTATIONS
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_token(folder, kind, implementation, dtype):
+    model = load(folder, kind, bnb_4bit_compute_dtype=dtype)
+    for layer in range(LAYERS):
+        experts = experts_of(model, layer)
+        plain = dequantised(experts, dtype)
+        implement(implementation, experts, plain)
+        with torch.no_grad():
+            for seed in range(4):
+                inputs = routed(1, dtype, seed=seed)
+                assert_near(experts(*inputs), plain(*inputs), ROUNDINGS)
+
+
+def test_one_token_with_narrow_experts(moe_dir):
+    """Blocks contain values of two rows, so that the 4-bit matrices cannot be put together."""
+    model = load(moe_dir)
+    experts = experts_of(model)
+    plain = dequantised(experts)
+    implement("batched_mm", experts, plain)
+    with torch.no_grad():
+        assert torch.equal(experts(*routed(1)), plain(*routed(1)))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_compute_dtype(folder, implementation, tokens):
+    """The inputs are cast to the compute dtype, as those of a Linear4bit are, and back."""
+    experts = experts_of(load(folder, bnb_4bit_compute_dtype=torch.float32))
+    plain = dequantised(experts, torch.float32)
+    implement(implementation, experts, plain)
+    states, indices, weights = routed(tokens)
+    with torch.no_grad():
+        found = experts(states, indices, weights)
+        expected = plain(states.float(), indices, weights)
+    assert found.dtype == torch.bfloat16
+    assert_near(found, expected, 2**-8)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_compiled(folder, tokens):
+    """One graph, except with releases of bitsandbytes whose own layers break it."""
+    import bitsandbytes
+
+    experts = experts_of(load(folder))
+    implement("grouped_mm", experts)
+    whole = Version(bitsandbytes.__version__) >= Version("0.50")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = experts(*routed(tokens))
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=whole)
+        assert torch.equal(compiled(*routed(tokens)), expected)
+
+
+def test_logits(folder):
+    """The whole model equals the model with dequantised experts."""
+    model = load(folder)
+    plain = copy.deepcopy(model)
+    for layer in plain.model.layers:
+        layer.experts = dequantised(layer.experts)
+    assert torch.equal(logits(model, 40), logits(plain, 40))
+    assert_near(logits(model, 1), logits(plain, 1), LAYERS * ROUNDINGS)
+
+
+@pytest.mark.regression("fused_experts_4bit", "has no attribute 'quant_state'")
+def test_as_good_as_linear_layers(folder):
+    """The outputs are as near to those in bfloat16 as with each expert quantised as nn.Linear."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    def cosine(model):
+        assert model is linear or experts_of(model).down_proj.quant_state
+        with torch.no_grad():
+            found = experts_of(model)(*routed(200)).flatten().double()
+        return torch.cosine_similarity(found, expected, 0).item()
+
+    with torch.no_grad():
+        expected = experts_of(load(folder, None))(*routed(200)).flatten().double()
+    linear = load(folder, llm_int8_skip_modules=[*support.NOT_PACKED, "experts"])
+    for layer in linear.model.layers:
+        for name in FUSED:
+            parameter = getattr(layer.experts, name)
+            for matrix in parameter.data:
+                packed, state = quantize_4bit(matrix, quant_type="nf4", compress_statistics=True)
+                matrix.copy_(dequantize_4bit(packed, state))
+    assert cosine(load(folder)) == pytest.approx(cosine(linear), abs=1e-3)
+    assert cosine(linear) > 0.97
+
+
+# -- training -----------------------------------------------------------------------------------
+
+
+def gradients(experts, tokens, dtype=torch.bfloat16):
+    states, indices, weights = routed(tokens, dtype)
+    states, weights = states.requires_grad_(), weights.requires_grad_()
+    experts(states, indices, weights).float().pow(2).sum().backward()
+    return states.grad, weights.grad
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_gradients(folder, implementation, tokens):
+    experts = experts_of(load(folder))
+    plain = dequantised(experts)
+    implement(implementation, experts, plain)
+    if implementation == "batched_mm":
+        implement("grouped_mm", plain)
+    for found, expected in zip(gradients(experts, tokens), gradients(plain, tokens), strict=True):
+        assert torch.equal(found, expected)
+
+
+@IMPLEMENTATIONS
+def test_autograd_keeps_no_dequantised_weights(folder, implementation):
+    experts = experts_of(load(folder))
+    implement(implementation, experts)
+    states, *rest = routed(20)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts(states.requires_grad_(), *rest)
+    assert kept, "the hooks outside the experts were not called"
+    assert max(kept) < 128 * 64 * 2, "autograd keeps a dequantised expert"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(folder, reentrant):
+    model = load(folder)
+
+    def losses_and_gradients():
+        model.zero_grad()
+        model.train()
+        embeddings = model.model.embed_tokens
+        embeddings.weight.requires_grad_()
+        ids = torch.arange(3, 15)[None]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.detach(), embeddings.weight.grad
+
+    expected = losses_and_gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for found, before in zip(losses_and_gradients(), expected, strict=True):
+        assert torch.equal(found, before)
+
+
+# -- files and copies ---------------------------------------------------------------------------
+
+
+@pytest.mark.regression("fused_experts_4bit", "no statistics of the experts in the file")
+@KINDS
+def test_save_and_load(folder, kind, tmp_path, caplog):
+    from safetensors.torch import load_file
+
+    model = load(folder, kind)
+    model.save_pretrained(tmp_path / "first")
+    tensors = load_file(tmp_path / "first" / "model.safetensors")
+    prefix = "model.layers.0.experts.down_proj."
+    endings = {name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
+    assert endings, "no statistics of the experts in the file"
+    linear = "model.layers.0.mlp.down_proj.weight."
+    assert endings == {name.removeprefix(linear) for name in tensors if name.startswith(linear)}
+    again, said = messages(caplog, load_saved, tmp_path / "first")
+    assert said == []
+    assert is_packed(experts_of(again).down_proj)
+    assert experts_of(again).compute_dtype == torch.bfloat16
+    for tokens in (1, 7, 40):
+        assert torch.equal(logits(again, tokens), logits(model, tokens))
+    again.save_pretrained(tmp_path / "second")
+    second = load_file(tmp_path / "second" / "model.safetensors")
+    assert tensors.keys() == second.keys()
+    assert all(torch.equal(second[name], tensor) for name, tensor in tensors.items())
+
+
+def test_names_are_those_of_bitsandbytes(folder):
+    """bitsandbytes' parametrisation of a parameter in 4 bits has the same state dict."""
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    from torch import nn
+
+    other = nn.Module()
+    other.down_proj = nn.Parameter(experts_of(load(folder, None)).down_proj.detach().clone())
+    parametrize.replace_parameter_4bit(
+        other, "down_proj", compress_statistics=True, quant_type="nf4"
+    )
+    expected = other.state_dict()
+    own = experts_of(load(folder)).state_dict()
+    found = {name: tensor for name, tensor in own.items() if name.startswith("down_proj")}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_files_with_unquantised_experts(folder, tmp_path, caplog):
+    """The file decides, not the flag: a checkpoint that was written without this patch."""
+    with gemma4_compat.disabled("fused_experts_4bit"):
+        model = load(folder)
+        model.save_pretrained(tmp_path)
+    assert not is_packed(experts_of(model).down_proj)
+    again, said = messages(caplog, load_saved, tmp_path)
+    assert {p.dtype for p in experts_of(again).parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(again), logits(model))
+    (message,) = said
+    assert "because the checkpoint has them unquantised" in message
+
+
+def test_files_without_the_patch(folder, tmp_path):
+    """Files with experts in 4 bits never become random experts: a forward without us raises."""
+    load(folder).save_pretrained(tmp_path)
+    error = r"(?i)shape|size|mismatch|Byte"
+    with gemma4_compat.disabled("fused_experts_4bit"), pytest.raises(Exception, match=error):
+        logits(load_saved(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(folder, how):
+    import pickle
+
+    model = load(folder)
+    expected = logits(model), logits(model, 1)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    model.model.layers[0].experts.down_proj.data.zero_()
+    assert type(experts_of(other)) is type(experts_of(model))
+    assert torch.equal(logits(other), expected[0])
+    assert torch.equal(logits(other, 1), expected[1])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_dequantize(folder, dtype):
+    model = load(folder)
+    expected = [dequantised(layer.experts, dtype or torch.bfloat16) for layer in model.model.layers]
+    model = model.dequantize(dtype=dtype)
+    for layer, plain in enumerate(expected):
+        experts = experts_of(model, layer)
+        for name in FUSED:
+            assert torch.equal(getattr(experts, name), getattr(plain, name))
+    assert logits(model.to(dtype or torch.bfloat16)).isfinite().all()
+
+
+# -- split models -------------------------------------------------------------------------------
+
+
+def offloaded(model, folder, *, disk):
+    from accelerate import dispatch_model
+
+    where = "disk" if disk else "cpu"
+    device_map = {"": "cpu", **{f"model.layers.{i}.experts": "disk" for i in range(LAYERS) if disk}}
+    if disk:
+        return dispatch_model(
+            model, device_map, main_device="cpu", offload_dir=str(folder), force_hooks=True
+        )
+    from accelerate import cpu_offload
+
+    assert where == "cpu"
+    for layer in model.model.layers:
+        cpu_offload(layer.experts, execution_device="cpu")
+    return model
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["cpu", "disk"])
+@KINDS
+def test_offloaded(folder, tmp_path, kind, disk):
+    model = load(folder, kind)
+    expected = {tokens: logits(model, tokens) for tokens in (1, 7, 40)}
+    model.save_pretrained(tmp_path / "whole")
+    model = offloaded(model, tmp_path / "offload", disk=disk)
+    assert experts_of(model).down_proj.is_meta
+    for _ in range(2):
+        for tokens, logits_before in expected.items():
+            assert torch.equal(logits(model, tokens), logits_before)
+    assert experts_of(model).down_proj.is_meta
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["cpu", "disk"])
+def test_offloaded_models_are_saved(folder, tmp_path, disk):
+    from safetensors.torch import load_file
+
+    model = load(folder)
+    model.save_pretrained(tmp_path / "whole")
+    offloaded(model, tmp_path / "offload", disk=disk).save_pretrained(tmp_path / "split")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    split = load_file(tmp_path / "split" / "model.safetensors")
+    assert whole.keys() == split.keys()
+    assert all(torch.equal(split[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["cpu", "disk"])
+def test_offloaded_models_are_dequantised(folder, tmp_path, disk):
+    model = load(folder)
+    expected = dequantised(experts_of(model))
+    split = offloaded(model, tmp_path, disk=disk).dequantize()
+    experts = experts_of(split)
+    with torch.no_grad():
+        assert torch.equal(experts(*routed(7)), expected(*routed(7)))
+
+
+def parts_of(model):
+    hooks = (layer.experts._hf_hook for layer in model.model.layers)
+    return [next(filter(None, map(_streaming.part_of, hooks_of_one(hook)))) for hook in hooks]
+
+
+def hooks_of_one(hook):
+    return getattr(hook, "hooks", [hook])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_offloaded_experts_are_read_in_place(folder, monkeypatch, in_place):
+    """The CPU stands in for the GPU; without page-locked memory, a block is copied."""
+    from accelerate import cpu_offload
+
+    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
+    if in_place:
+        monkeypatch.setattr(_streaming, "page_lock", lambda host, device=None: True)
+        monkeypatch.setattr(_streaming, "on_gpu", lambda host, device: host)
+    model = load(folder)
+    expected = {tokens: logits(model, tokens) for tokens in (1, 7, 40)}
+    model = cpu_offload(model, execution_device=torch.device("cpu"))
+    experts, seen = experts_of(model), []
+    experts.act_fn.register_forward_pre_hook(
+        lambda *_: seen.append(experts.down_proj.untyped_storage().data_ptr())
+    )
+    for _ in range(2):
+        for tokens, before in expected.items():
+            assert torch.equal(logits(model, tokens), before)
+            assert all(parameter.is_meta for parameter in model.parameters())
+    layers = [part.layer for part in parts_of(model)]
+    assert all(isinstance(layer, _streaming.Experts) for layer in layers)
+    assert {bool(layer.on_device) for layer in layers} == {in_place}
+    assert (set(seen) == {layers[0].host.data_ptr()}) is in_place
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_training_with_offloaded_experts(folder, implementation):
+    from accelerate import cpu_offload
+
+    model = load(folder)
+    experts = experts_of(model)
+    implement(implementation, experts)
+    expected = gradients(experts, 20)
+    cpu_offload(experts, execution_device="cpu")
+    for found, before in zip(gradients(experts, 20), expected, strict=True):
+        assert torch.equal(found, before)
+
+
+# -- on a GPU -----------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@IMPLEMENTATIONS
+@KINDS
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_on_cuda(folder, kind, implementation, tokens):
+    experts = experts_of(load(folder, kind, device=0))
+    plain = dequantised(experts)
+    implement(implementation, experts, plain)
+    with torch.no_grad():
+        inputs = routed(tokens, device="cuda")
+        assert_near(experts(*inputs), plain(*inputs), ROUNDINGS)
+
+
+@pytest.mark.cuda
+@KINDS
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_without_synchronisation(folder, kind, tokens):
+    """Few tokens need nothing from the GPU, so that a CUDA graph can hold the forward."""
+    experts = experts_of(load(folder, kind, device=0))
+    implement("grouped_mm", experts)
+    inputs = routed(tokens, device="cuda")
+    with torch.no_grad():
+        expected = experts(*inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            experts(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = experts(*inputs)
+        for seed in range(3):
+            new = routed(tokens, device="cuda", seed=seed)
+            for old, value in zip(inputs, new, strict=True):
+                old.copy_(value)
+            graph.replay()
+            assert torch.equal(captured, experts(*new))
+    assert expected.isfinite().all()
+
+
+@pytest.mark.cuda
+def test_loading_peak(tmp_path):
+    """The device never holds more than one fused tensor unquantised."""
+    support.save_random(
+        "Gemma4 experts", tmp_path, **SIZES | {"num_experts": 128, "moe_intermediate_size": 704}
+    )
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = load(tmp_path, device=0)
+    peak, resident = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    one = 128 * 2 * 704 * 128 * 2
+    assert peak - resident <= 1.2 * one
+    assert is_packed(experts_of(model).down_proj)
+
+
+def captured_and_eager(model, tokens=24):
+    ids = torch.arange(5, 17, device=model.device)[None]
+
+    def generate(**options):
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            cache_implementation="static",
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+        return torch.stack(output.logits).cpu()
+
+    eager = generate(disable_compile=True)
+    generate()
+    return generate(), eager
+
+
+def captures(model):
+    return sum(len(memory.steps) for memory in model._decoding.memories)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@KINDS
+def test_captured_decoding(folder, kind, implementation):
+    model = load(folder, kind, device=0)
+    model.set_experts_implementation(implementation)
+    found, expected = captured_and_eager(model)
+    assert captures(model), "nothing was captured"
+    assert_near(found, expected, 0 if deterministic() else ROUNDINGS)
+
+
+@pytest.mark.cuda
+@KINDS
+def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
+    from accelerate import dispatch_model
+
+    model = load(folder, kind, device=0)
+    expected, _ = captured_and_eager(model)
+    packed = sum(p.nbytes for layer in model.model.layers for p in layer.experts.parameters())
+    before = torch.cuda.memory_allocated()
+    names = {f"model.layers.{i}.experts": "cpu" for i in range(LAYERS)}
+    model = dispatch_model(
+        model, {"": 0, **names}, main_device=0, skip_keys=model._skip_keys_device_placement
+    )
+    found, eager = captured_and_eager(model)
+    assert captures(model), "nothing was captured"
+    near = 0 if deterministic() else ROUNDINGS
+    assert_near(found, eager, near)
+    assert_near(found, expected, near)
+    assert torch.cuda.memory_allocated() < before - packed // 2
+    assert all(part.layer.in_place for part in parts_of(model))
+
+
+def deterministic():
+    """Before bitsandbytes 0.50, the 4-bit kernel for one row is not deterministic."""
+    import bitsandbytes
+
+    return Version(bitsandbytes.__version__) >= Version("0.50")

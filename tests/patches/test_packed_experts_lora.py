@@ -1,0 +1,210 @@
+"""LoRA through PEFT's target_parameters on experts in 4 bits.
+
+The reference is LoRA on the same model with the weights that bitsandbytes dequantises.  The update
+is added to the same weights by the same operations, so outputs and gradients are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from packaging.version import Version
+
+import gemma4_compat
+from gemma4_compat.patches._packed_experts import is_packed
+from tests import support
+from tests.patches.test_fused_experts_4bit import (
+    FUSED,
+    SIZES,
+    assert_near,
+    dequantised,
+    experts_of,
+    load,
+    logits,
+)
+
+peft = pytest.importorskip("peft")
+
+TARGETS = [f"experts.{name}" for name in FUSED]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experts")
+    support.save_random("Gemma4 experts", path, **SIZES)
+    return path
+
+
+def config(**options):
+    options = {"r": 4, "target_modules": [], "target_parameters": TARGETS, **options}
+    return peft.LoraConfig(**options)
+
+
+def plain(model):
+    """The model with dequantised experts."""
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        layer.experts = dequantised(layer.experts)
+        layer.experts.config = model.config
+    return model
+
+
+def randomise(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in support.adapter_parameters(model).values():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def adapted(base, **options):
+    return randomise(peft.get_peft_model(base, config(**options)))
+
+
+def gradients(model, implementation="grouped_mm"):
+    model.get_base_model().set_experts_implementation(implementation)
+    model.zero_grad()
+    ids = torch.arange(3, 15)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad for name, p in support.adapter_parameters(model).items()}
+
+
+@pytest.mark.regression("packed_experts_lora", "the experts are not in 4 bits")
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_training(folder, implementation):
+    base = load(folder)
+    assert is_packed(experts_of(base).down_proj), "the experts are not in 4 bits"
+    expected = gradients(adapted(plain(base)), implementation)
+    found = gradients(adapted(base), implementation)
+    assert found.keys() == expected.keys()
+    if implementation == "batched_mm":  # which copies the weights of an expert for each token
+        for name, gradient in found.items():
+            assert_near(gradient, expected[name], 2**-6)
+        return
+    for name, gradient in found.items():
+        assert gradient.abs().max() > 0
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_without_the_patch(folder):
+    """What the users of experts in 4 bits would see: the tests above need both patches."""
+    error = "may not change the dtype of the tensor|matrix, got Byte"
+    raised = pytest.raises((ValueError, RuntimeError), match=error)
+    with gemma4_compat.disabled("packed_experts_lora"), raised:
+        logits(adapted(load(folder)))
+
+
+def test_a_step_with_checkpointing(folder):
+    model = adapted(load(folder))
+    model.train()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    found = gradients(model)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+def test_prepared_for_training(folder):
+    model = peft.prepare_model_for_kbit_training(load(folder))
+    assert is_packed(experts_of(model).down_proj)
+    found = gradients(adapted(model))
+    assert all(
+        gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values()
+    )
+
+
+def test_outputs(folder):
+    base = load(folder)
+    expected, model = adapted(plain(base)), adapted(base)
+    for tokens in (1, 7, 40):
+        assert torch.equal(logits(model, tokens), logits(expected, tokens))
+        with model.disable_adapter(), expected.disable_adapter():
+            near = 3 * 2**-7 if tokens == 1 else 0
+            assert_near(logits(model, tokens), logits(expected, tokens), near)
+    model.eval()
+    assert not torch.equal(logits(model), logits(load(folder)))
+
+
+def test_save_and_load(folder, tmp_path):
+    """An adapter has the same tensor names as one of a model in bfloat16, and loads over either."""
+    from safetensors.torch import load_file
+
+    base = load(folder)
+    model, other = adapted(base), adapted(load(folder, None))
+    model.save_pretrained(tmp_path / "four")
+    other.save_pretrained(tmp_path / "sixteen")
+    names = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("four", "sixteen")
+    ]
+    assert names[0].keys() == names[1].keys()
+    assert {t.shape for t in names[0].values()} == {t.shape for t in names[1].values()}
+    for name in ("four", "sixteen"):
+        again = peft.PeftModel.from_pretrained(load(folder), tmp_path / name)
+        assert torch.equal(logits(again), logits(model))
+
+
+def test_two_adapters(folder):
+    base = load(folder)
+    models = [adapted(plain(base)), adapted(base)]
+    if Version(peft.__version__) < Version("0.20"):  # refuses them, whatever the weights are
+        for model in models:
+            with pytest.raises(ValueError, match="only one LoRA adapter"):
+                model.add_adapter("second", config(r=8))
+        return
+    for model in models:
+        model.add_adapter("second", config(r=8))
+        randomise(model, seed=1)
+        model.base_model.set_adapter(["default", "second"])
+    assert torch.equal(logits(models[0]), logits(models[1]))
+    both = logits(models[0])
+    for model in models:
+        model.set_adapter("second")
+    assert torch.equal(logits(models[0]), logits(models[1]))
+    assert not torch.equal(logits(models[0]), both)
+
+
+def test_merging(folder):
+    """The sum is quantised again, as in 4-bit layers: within the step between two values."""
+    base = load(folder)
+    expected, model = adapted(plain(base)).merge_and_unload(), adapted(copy.deepcopy(base))
+
+    def weights(model):
+        layers = (experts_of(model, layer) for layer in range(3))
+        modules = (getattr(each, "get_base_layer", lambda each=each: each)() for each in layers)
+        return [getattr(dequantised(m), name).data for m in modules for name in FUSED]
+
+    model.merge_adapter()
+    merged = weights(model.get_base_model())
+    model.unmerge_adapter()
+    unmerged = weights(model.get_base_model())
+    for layer in range(3):
+        for name in FUSED:
+            wanted = getattr(experts_of(expected, layer), name).data
+            assert_near(merged.pop(0), wanted, 0.11)
+    for found, before in zip(unmerged, weights(base), strict=True):
+        assert_near(found, before, 0.2)
+    model = model.merge_and_unload()
+    assert is_packed(experts_of(model).down_proj)
+    assert not torch.equal(logits(model), logits(base))
+
+
+def test_merge_into_the_unquantised_base(folder, tmp_path):
+    """An adapter that was trained over 4-bit experts, merged by the command."""
+    from gemma4_compat.merge import merge_adapter
+
+    adapted(load(folder)).save_pretrained(tmp_path / "adapter")
+    expected = peft.PeftModel.from_pretrained(load(folder, None), tmp_path / "adapter")
+    expected = logits(expected.merge_and_unload())
+    merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
+    found = load(tmp_path / "merged", None)
+    assert torch.equal(logits(found), expected)
+    assert not torch.equal(expected, logits(load(folder, None)))
+    assert is_packed(experts_of(load(tmp_path / "merged")).down_proj)
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_refusals_stay(folder, options):
+    with pytest.raises(ValueError, match="ParamWrapper does not work with"):
+        peft.get_peft_model(load(folder), config(**options))
