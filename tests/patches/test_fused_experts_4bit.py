@@ -32,6 +32,8 @@ FUSED = ["gate_up_proj", "down_proj"]
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 ROUNDINGS = 2**-7
+#: bitsandbytes' GEMV on a GPU rounds each weight and each product to bfloat16, in both matrices.
+GPU_ROUNDINGS = 2**-6
 SIZES = {
     "num_hidden_layers": LAYERS,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -708,7 +710,7 @@ def test_on_cuda(folder, kind, implementation, tokens):
     implement(implementation, experts, plain)
     with torch.no_grad():
         inputs = routed(tokens, device="cuda")
-        assert_near(experts(*inputs), plain(*inputs), ROUNDINGS)
+        assert_near(experts(*inputs), plain(*inputs), GPU_ROUNDINGS)
 
 
 @pytest.mark.cuda
