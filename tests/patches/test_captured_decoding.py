@@ -697,8 +697,10 @@ def test_memory_of_streamed_layers_is_freed(model_dir):
     model = load_in("layers on the CPU", model_dir)
     check(model, prompt(model))
     assert _page_locked._locked > before
+    gc.collect()
     allocated = torch.cuda.memory_allocated()
     generated(model, prompt(model))
+    gc.collect()
     assert torch.cuda.memory_allocated() == allocated, "a layer stayed on the GPU"
     del model
     gc.collect()
