@@ -16,6 +16,8 @@ from tools.measured import DATA, Measured, Run
 MEASURED = Measured.read(DATA)
 PATCHES = {patch.name: patch for patch in load()}
 MEASURE = "not measured: nox -s measure --"
+#: Without the patches, another bug ends the tests of these.
+UNSEEN = ("offload_streaming",)
 
 
 def needs_a_gpu(name):
@@ -55,16 +57,16 @@ def test_gate_agrees(name):
 def test_every_bug_was_seen(name):
     assert name in MEASURED.by_patch, f"{MEASURE} {name}"
     seen = {found.without for found in MEASURED.by_patch[name]}
-    assert ("broken" in seen) != needs_a_gpu(name)
+    assert ("broken" in seen) != (name in UNSEEN)
 
 
-def test_patches_that_show_on_a_gpu_alone():
-    """The patches whose regression tests are all marked ``cuda``."""
-    assert [name for name in PATCHES if needs_a_gpu(name)] == [
-        "captured_decoding",
-        "offload_device_copy",
-        "offload_streaming",
-    ]
+@pytest.mark.parametrize("name", filter(needs_a_gpu, PATCHES))
+@pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])
+def test_patches_that_show_on_a_gpu_alone(stack, name):
+    """They were measured on a GPU; bitsandbytes there is one whose binaries fit its CUDA."""
+    stack = {library: stack[library] for library in stack if library != "bitsandbytes"}
+    on_gpus = (found for found in MEASURED.by_patch[name] if found.stack["device"] == "cuda")
+    assert any(stack.items() <= found.stack.items() for found in on_gpus)
 
 
 @pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])

@@ -44,7 +44,7 @@ def test_copies_say_nothing_of_the_template(project):
     [
         ((), "usage: nox -s new -- NAME"),
         (("Not-a-name",), "'Not-a-name' is not a lower_snake_case name"),
-        ((NAME, "offlaoding"), "the topics are adapters, avx512_cpu, "),
+        ((NAME, "offlaoding"), "the topics are adapters, attention, avx512_cpu, "),
         ((NAME,), "a patch has that name already"),
     ],
 )
