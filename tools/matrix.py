@@ -36,6 +36,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +108,7 @@ class Overlays:
         [distribution] = metadata.distributions(name="transformers", path=[str(folders[0])])
         for text in distribution.requires or ():
             name = re.split(r"[^\w-]", text)[0]
-            if name in COMPANIONS and "extra" not in text:
+            if name in COMPANIONS and "extra" not in text and not _is_installed(text):
                 folders.append(self._release(text))
         return os.pathsep.join(map(str, folders))
 
@@ -120,6 +121,12 @@ class Overlays:
             subprocess.run([*command, str(partial), requirement], check=True)
             partial.rename(target)
         return target
+
+
+def _is_installed(requirement: str) -> bool:
+    """Whether this Python has a version that fits; a newer one may need what it does not have."""
+    wanted = Requirement(requirement)
+    return wanted.specifier.contains(metadata.version(wanted.name))
 
 
 def measure(stack: Stack, path: str, patches: list[str]) -> dict[str, str]:
