@@ -10,42 +10,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import checkpoint
 from .checkpoint import _fill, machine
 from .decoding import call, prompt, timed
 from .measure import GIB, peak, pinned_bandwidth, reset_peak, resident, seconds
 
-LAYERS_OF_26B = 30
-_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+LAYERS_OF_26B = checkpoint.layers("26b")
 #: The widths of 26B-A4B; the vocabulary is smaller.
 TEXT: dict[str, Any] = {
+    **checkpoint.TEXT["26b"],
     "vocab_size": 32768,
     "vocab_size_per_layer_input": 32768,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "moe_intermediate_size": 704,
-    "enable_moe_block": True,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "num_global_key_value_heads": 2,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "attention_k_eq_v": True,
-    "sliding_window": 1024,
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "max_position_embeddings": 131072,
-    "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+_TYPES = TEXT.pop("layer_types")
 TINY = {
     **TEXT, "vocab_size": 512, "vocab_size_per_layer_input": 512, "hidden_size": 128,
     "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 32, "top_k_experts": 2,
@@ -64,8 +48,7 @@ def build(folder: Path, sizes: dict[str, Any], layers: int) -> None:
 
     if (folder / "complete").exists():
         return
-    types = (_PATTERN * math.ceil(layers / len(_PATTERN)))[-layers:]
-    config = Gemma4TextConfig(**sizes, num_hidden_layers=layers, layer_types=types)
+    config = Gemma4TextConfig(**sizes, num_hidden_layers=layers, layer_types=_TYPES[-layers:])
     config.architectures, config.dtype = ["Gemma4ForCausalLM"], "bfloat16"
     with torch.device("meta"):
         model = Gemma4ForCausalLM(config).to(torch.bfloat16)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import config_of
+from .measure import resident
 
 _JOBS: tuple[dict[str, Any], ...] = (
     {"quant": "nf4", "context": 2048},
@@ -153,10 +154,7 @@ def _workspaces() -> float:
 
 
 def _allocated() -> float:
-    import torch
-
-    _workspaces()
-    return torch.cuda.memory_allocated() / _MIB
+    return 1024 * (resident() or 0.0)
 
 
 def _used() -> float:

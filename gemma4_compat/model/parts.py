@@ -13,6 +13,8 @@ LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
 PARTS = (LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST)
 TOWERS = ("language", "vision", "audio", "other")
 _WRAPPER = "ClippableLinear"
+#: the beginnings of the modules with the classes of Gemma 4, its variants and Gemma 3n
+MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
 
 
 def part_of(name: str) -> str:

@@ -218,7 +218,7 @@ def _forward_of_experts(module: Any) -> Any:
             largest = max(
                 (parameter.shape for parameter in packed), key=lambda shape: shape.numel()
             )
-            result.register_hook(lambda grad: grad.new_empty(largest) is None or None)
+            result.register_hook(lambda grad: _allocate(grad, largest))
         return result
 
     return forward

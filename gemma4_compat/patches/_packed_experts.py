@@ -61,6 +61,20 @@ def packed_parameters(module: Any) -> dict[str, Any]:
     return {name: own[name] for name in FUSED if name in own and is_packed(own[name])}
 
 
+def quantised(value: Any, like: Any) -> Any:
+    """A weight in 4 bits, on its device, with the options of another ``Params4bit``."""
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(
+        value,
+        requires_grad=False,
+        blocksize=like.blocksize,
+        compress_statistics=like.compress_statistics,
+        quant_type=like.quant_type,
+        quant_storage=like.quant_storage,
+    ).to(value.device)
+
+
 class Packed:
     """The experts in one ``Params4bit``: whole, one, or several chosen by index on the device."""
 

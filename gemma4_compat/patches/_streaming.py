@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from ..model.hooks import host_tensors, offload_hooks
+from ..model.parts import MODELS
 from ._not_copied import NotCopied
 from ._packed_experts import packed_parameters
 from ._page_locked import on_gpu, page_lock
@@ -25,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Device types that can copy from page-locked memory while the CPU does other work.
 STREAMED_TO = ("cuda",)
-
-#: Only these models have unquantised and 8-bit layers copied in blocks, because three such blocks
-#: may need more GPU memory than single tensors.
-_MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
 
 #: How many layers are copied ahead while one computes.
 _AHEAD = 2
@@ -237,8 +234,9 @@ class Layer(NotCopied):
     def lay_out(self) -> None:
         """Choose the modules to copy in the block and move their tensors, before the first forward.
 
-        If this is not possible, or for unquantised and 8-bit layers of models outside ``_MODELS``,
-        accelerate copies the modules.
+        If this is not possible, or for unquantised and 8-bit layers of models outside ``MODELS``,
+        accelerate copies the modules: three such blocks may need more GPU memory than single
+        tensors.
         """
         import torch
 
@@ -268,8 +266,8 @@ class Layer(NotCopied):
             part.move_to(self.views(self.host))
 
     def is_known(self) -> bool:
-        """Whether this is a layer of one of ``_MODELS``."""
-        return any(type(part.module).__module__.startswith(_MODELS) for part in self.parts)
+        """Whether this is a layer of one of ``MODELS``."""
+        return any(type(part.module).__module__.startswith(MODELS) for part in self.parts)
 
     def drop(self) -> None:
         """Let accelerate copy the modules of this layer."""

@@ -156,7 +156,6 @@ def units_of(
     """The units of a model, in the order in which they are offloaded; the rest is the last one."""
     units = [*_steps(model), Unit(parts.REST)]
     owners = {module: unit for unit in units for module in unit.modules}
-
     owners[""] = units[-1]
 
     def owner(name: str) -> Unit:

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
+from ...model.parts import MODELS
 from .._advice import advise
 from .._code import mentions
 
@@ -28,8 +29,6 @@ PATCH = Patch(
     ),
     unreported="The error is right.  It only lacks advice.",
 )
-
-_MODELS = ("transformers.models.gemma4", "transformers.models.gemma3n")
 
 
 @PATCH.probe
@@ -63,4 +62,4 @@ def load_adapter(original: Any) -> Any:
 
 
 def _is_gemma(model: Any) -> bool:
-    return type(model.get_base_model()).__module__.startswith(_MODELS)
+    return type(model.get_base_model()).__module__.startswith(MODELS)

@@ -21,7 +21,7 @@ from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import execution_device
 from .._code import mentions
 from .._offload import onloaded
-from .._packed_experts import UPDATES, Packed, is_packed
+from .._packed_experts import UPDATES, Packed, is_packed, quantised
 from .._shadow import shadowed
 
 PATCH = Patch(
@@ -151,7 +151,6 @@ def _update(wrapper: Any, adapters: list[str]) -> Callable[[Any], Any]:
 def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
     """Add an adapter's update to the weight, or subtract it, and quantise the sum."""
     import torch
-    from bitsandbytes.nn import Params4bit
 
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     with torch.no_grad(), onloaded(experts, keep_changes=True):
@@ -162,11 +161,4 @@ def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
             raise ValueError(
                 f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
             )
-        experts._parameters[name] = Params4bit(
-            weight,
-            requires_grad=False,
-            blocksize=before.blocksize,
-            compress_statistics=before.compress_statistics,
-            quant_type=before.quant_type,
-            quant_storage=before.quant_storage,
-        ).to(weight.device)
+        experts._parameters[name] = quantised(weight, before)

@@ -34,6 +34,7 @@ from .._packed_experts import (
     has_fused_form,
     is_packed,
     packed_parameters,
+    quantised,
 )
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def bnb4bit_quantize_convert(original: Any) -> Any:
         (value,) = input_dict.values()
         value = value[0] if isinstance(value, list) else value
         module._is_hf_initialized = True
-        return {f"{path}.{leaf}": _quantised(value, module._parameters[leaf])}
+        return {f"{path}.{leaf}": quantised(value, module._parameters[leaf])}
 
     return convert
 
@@ -264,19 +265,6 @@ def _is_marked(module: Any, name: str) -> bool:
     from bitsandbytes.nn import Params4bit
 
     return isinstance(module._parameters.get(name), Params4bit)
-
-
-def _quantised(value: Any, like: Any) -> Any:
-    from bitsandbytes.nn import Params4bit
-
-    return Params4bit(
-        value,
-        requires_grad=False,
-        blocksize=like.blocksize,
-        compress_statistics=like.compress_statistics,
-        quant_type=like.quant_type,
-        quant_storage=like.quant_storage,
-    ).to(value.device)
 
 
 def _are_packed_in(files: Iterable[str] | None) -> bool:

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
+from ...model.parts import MODELS
 from ...model.torch_build import cpu_only
 from .._advice import advise
 from .._code import mentions
@@ -34,7 +35,6 @@ PATCH = Patch(
     unreported="The errors are right.  They only lack advice.",
 )
 
-_MODELS = ("transformers.models.gemma4", "transformers.models.gemma3n")
 #: how the errors of torch without a GPU begin, by release and build
 _NO_GPU = ("Cannot access accelerator", "Torch not compiled with CUDA", "No CUDA GPUs", "Found no")
 
@@ -56,7 +56,7 @@ def from_pretrained(original: Any) -> Any:
         try:
             return original(cls, *args, **kwargs)
         except (RuntimeError, AssertionError) as error:  # an OutOfMemoryError is a RuntimeError
-            advice = _advice(error) if cls.__module__.startswith(_MODELS) else ""
+            advice = _advice(error) if cls.__module__.startswith(MODELS) else ""
             if advice:
                 advise(error, advice)
             raise
