@@ -4,7 +4,8 @@
     python tools/matrix.py --expiry
 
 Takes each library through its releases, with the others at the users' versions and then at the
-newest; then come the corners.  On each such stack the regression tests run twice, at the same time:
+newest, and measures the patches that say they are affected by this library.  On the corners, it
+measures all patches.  On each such stack the regression tests run twice, at the same time:
 without the patches (does the bug show?) and with them (is it fixed?).  The Python that runs the
 tests has torch and the libraries' dependencies.  The libraries themselves come from folders in
 front of it on the path; each release is fetched once.
@@ -75,25 +76,29 @@ def index_of(library: str, folder: Path | None) -> list[str]:
     return line.partition(":")[2].replace(" ", "").split(",")
 
 
-def early(of: dict[str, list[str]], index: dict[str, list[str]]) -> Iterator[Stack]:
+def early(
+    of: dict[str, list[str]], index: dict[str, list[str]]
+) -> Iterator[tuple[Stack, str | None]]:
     """The newest stack with the newest pre-release of one library, if that is later."""
     newest = {library: of[library][-1] for library in LIBRARIES}
     for library in LIBRARIES:
         last = max(index[library], key=Version)
         if Version(last) > Version(newest[library]):
-            yield {**newest, library: last}
+            yield {**newest, library: last}, None
 
 
-def stacks(of: dict[str, list[str]]) -> Iterator[Stack]:
-    """The users' and the newest stack; each library varied on both of them; the corners."""
+def stacks(of: dict[str, list[str]]) -> Iterator[tuple[Stack, str | None]]:
+    """The users' and the newest stack; each library varied on both of them; the corners.
+
+    With each stack comes the library that is varied, if it is one.
+    """
     newest = {library: of[library][-1] for library in LIBRARIES}
     oldest = {library: of[library][0] for library in LIBRARIES}
-    yield from (USERS, newest)
+    yield from ((USERS, None), (newest, None), (oldest, None))
+    yield {**newest, "transformers": oldest["transformers"]}, None
+    yield {**oldest, "transformers": newest["transformers"]}, None
     for library, anchor in itertools.product(LIBRARIES, (USERS, newest)):
-        yield from ({**anchor, library: version} for version in of[library])
-    yield oldest
-    yield {**newest, "transformers": oldest["transformers"]}
-    yield {**oldest, "transformers": newest["transformers"]}
+        yield from (({**anchor, library: version}, library) for version in of[library])
 
 
 class Overlays:
@@ -240,16 +245,24 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     folder = options.overlays if options.offline else None
     index = {library: index_of(library, folder) for library in LIBRARIES}
     of = {library: releases(library, index[library]) for library in LIBRARIES}
-    names = [patch.name for patch in load()]
+    names = {
+        patch.name: {Requirement(each).name for each in patch.affects}
+        for patch in load()
+        if not named or patch.name in named
+    }
     items: list[Any] = []
-    tested = iter([USERS, FLOORS, NEWEST])
+    tested = ((stack, None) for stack in (USERS, FLOORS, NEWEST))
     asked = (
         tested if options.tested else itertools.islice(stacks(of), 2 if options.newest else None)
     )
-    for stack in itertools.chain(asked, early(of, index) if options.newest else ()):
+    for stack, varied in itertools.chain(asked, early(of, index) if options.newest else ()):
         key = {**machine, **stack}
         done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
-        wanted = named or [name for name in names if name not in done]
+        wanted = [
+            name
+            for name, libraries in names.items()
+            if (named or name not in done) and (varied is None or varied in libraries)
+        ]
         if wanted and (key, wanted) not in items:
             items.append((key, wanted))
     return items
