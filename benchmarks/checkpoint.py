@@ -177,7 +177,8 @@ def _fill(name: str, shape: tuple[int, ...]) -> Any:
     elif len(shape) > 1:
         tensor.normal_(0, 0.02)
     else:
-        tensor.fill_(1.0 if leaf in ("weight", "layer_scalar") else 0.0)
+        ones = ("weight", "layer_scalar", "scale", "per_expert_scale")
+        tensor.fill_(1.0 if leaf in ones else 0.0)
     return tensor.cpu()
 
 

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+from ._experts_kernel import routed
 from ._module_view import View
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ FUSED = ("gate_up_proj", "down_proj")
 
 #: On an experts module, while LoRA layers run its forward: parameter -> what adds their update.
 UPDATES = "_weight_updates"
+
+#: On a parameter on a GPU whose memory is the host's.
+IN_HOST_MEMORY = "_in_host_memory"
 
 
 # -- data ---------------------------------------------------------------------------------------
@@ -82,6 +86,7 @@ class Packed:
         self.state = parameter.quant_state
         self.dtype = dtype or self.state.dtype
         self.shape = tuple(self.state.shape)
+        self.in_host_memory = getattr(parameter, IN_HOST_MEMORY, False)
         self._data = parameter.data
 
     def whole(self) -> Any:
@@ -99,6 +104,22 @@ class Packed:
         state = self._state(self._maxima(indices))
         packed = _rows(self._bytes(), indices)
         return self._dequantised(packed, state, (len(indices), *self.shape[1:]))
+
+    def chosen(self, indices: Any) -> Packed:
+        """A copy of the experts of these indices, in 4 bits, with maxima in float32."""
+        copied = copy.copy(self)
+        copied.shape, copied.in_host_memory = (len(indices), *self.shape[1:]), False
+        copied._data = _rows(self._bytes(), indices)
+        copied.state = self._state(self._maxima(indices), copied.shape)
+        return copied
+
+    def tensors(self) -> tuple[Any, ...]:
+        """The packed values and the tensors that their maxima are made of."""
+        state = self.state
+        if not state.nested:
+            return self._data, state.absmax
+        nested = state.state2
+        return self._data, state.absmax, nested.code, nested.absmax, state.offset
 
     def stacked(self, indices: Any) -> tuple[Any, Any]:
         """The experts of these indices below each other, as one matrix in 4 bits."""
@@ -202,6 +223,8 @@ def forward(
     trains = hidden_states.requires_grad or top_k_weights.requires_grad
     if updates or (trains and torch.is_grad_enabled()) or len(packed) < len(FUSED):
         run = _whole
+    elif (output := routed(module, packed, *inputs)) is not None:
+        return output.to(hidden_states.dtype)
     elif len(hidden_states) == 1 and all(each.rows_are_blocks() for each in packed.values()):
         return _one_token(module, packed, *inputs).to(hidden_states.dtype)
     else:

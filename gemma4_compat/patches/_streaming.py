@@ -19,7 +19,7 @@ from typing import Any
 from ..model.hooks import host_tensors, offload_hooks
 from ..model.parts import MODELS
 from ._not_copied import NotCopied
-from ._packed_experts import packed_parameters
+from ._packed_experts import IN_HOST_MEMORY, packed_parameters
 from ._page_locked import on_gpu, page_lock
 
 logger = logging.getLogger(__name__)
@@ -224,6 +224,7 @@ class Layer(NotCopied):
         self.laid_out = False
         self.host: Any = None  # uint8, page-locked
         self.page_locked = False
+        self.in_place = False  # the GPU reads the block of host memory
         self.device: Any = None
         self.dtypes: set[Any] = set()
         self.on_device: dict[Any, Any] = {}  # dtype -> view of the block on the device
@@ -349,7 +350,6 @@ class Experts(Layer):
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         super().__init__(dispatch, stack)
-        self.in_place = False
         self.copies: dict[Piece, Any] = {}  # of the tables, which each kernel reads many times
 
     def enter(self) -> None:
@@ -471,6 +471,8 @@ class Part(NotCopied):
         for name, pieces in self.pieces.items():
             tensors = {key: self.layer.view(piece) for key, piece in pieces.items()}
             placed = _like(self.meta[name], tensors.pop(_ITSELF))
+            if self.layer.in_place:
+                setattr(placed, IN_HOST_MEMORY, True)
             self.placed[name] = placed
             if _SCALES in tensors:
                 placed.CB, placed.SCB = placed.data, tensors[_SCALES]

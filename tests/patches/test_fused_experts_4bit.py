@@ -21,8 +21,8 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches import _streaming
-from gemma4_compat.patches._packed_experts import Packed, is_packed
+from gemma4_compat.patches import _experts_kernel, _packed_experts, _streaming
+from gemma4_compat.patches._packed_experts import Packed, is_packed, quantised
 from gemma4_compat.patches.offloading import fused_experts_4bit
 from tests import support
 
@@ -77,8 +77,8 @@ def experts_of(model, layer=0):
     return model.get_submodule("model").layers[layer].experts
 
 
-def values_of(parameter):
-    """The values that bitsandbytes dequantises.
+def values_of(parameter, dtype=None):
+    """The values that bitsandbytes dequantises, rounded to a dtype: its own, if none is given.
 
     Its kernel for the CPU is wrong if the blocks do not begin with the rows (0.49 to 0.50.2).
     """
@@ -86,6 +86,7 @@ def values_of(parameter):
 
     state = copy.copy(parameter.quant_state)
     shape, state.shape = state.shape, (state.shape.numel() // state.blocksize, state.blocksize)
+    state.dtype = dtype or state.dtype
     return dequantize_4bit(parameter.data, state).view(shape)
 
 
@@ -711,6 +712,108 @@ def test_on_cuda(folder, kind, implementation, tokens):
     with torch.no_grad():
         inputs = routed(tokens, device="cuda")
         assert_near(experts(*inputs), plain(*inputs), GPU_ROUNDINGS)
+
+
+def wide(kind, blocksize=64, dtype=torch.bfloat16):
+    """The experts of one layer of 26B-A4B, but 16 instead of 128."""
+    from bitsandbytes.nn import Params4bit
+    from transformers import Gemma4TextConfig
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+    sizes = {"hidden_size": 2816, "moe_intermediate_size": 704, "num_experts": 16}
+    config = Gemma4TextConfig(enable_moe_block=True, top_k_experts=8, **sizes)
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.device("cuda"):
+        experts = Gemma4TextExperts(config).to(dtype)
+    for name in FUSED:
+        value = torch.empty(experts._parameters[name].shape, dtype=dtype, device="cuda")
+        like = Params4bit(
+            torch.empty(0),
+            requires_grad=False,
+            blocksize=blocksize,
+            compress_statistics=kind == "nf4-nested",
+            quant_type="nf4",
+        )
+        value.normal_(0, 0.02, generator=generator)
+        experts._parameters[name] = quantised(value, like)
+    return experts
+
+
+def routed_wide(tokens, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(tokens, 2816, generator=generator).to(dtype)
+    chosen = [torch.randperm(16, generator=generator)[:8] for _ in range(tokens)]
+    weights = torch.rand(tokens, 8, generator=generator)
+    return states.cuda(), torch.stack(chosen).cuda(), weights.cuda()
+
+
+def in_kernels(experts, states, chosen, weights):
+    packed = {name: Packed(getattr(experts, name), states.dtype) for name in FUSED}
+    with torch.no_grad():
+        found = _experts_kernel.routed(experts, packed, states, chosen, weights)
+    assert found is not None, "the kernels were not used"
+    return found
+
+
+def in_float32(experts, states, chosen, weights):
+    """The same computation without any rounding to the compute dtype."""
+    gate_up, down = (values_of(getattr(experts, name), torch.float32) for name in FUSED)
+    outputs = []
+    for state, numbers, factors in zip(states.float(), chosen, weights.float(), strict=True):
+        inner = experts._apply_gate(gate_up[numbers] @ state)
+        outputs.append(factors @ (down[numbers] @ inner[..., None])[..., 0])
+    return torch.stack(outputs)
+
+
+@pytest.mark.cuda
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
+def test_kernels(kind, dtype, tokens):
+    """The values of the code and the inner vector are rounded to the compute dtype, each once."""
+    experts = wide(kind, dtype=dtype)
+    inputs = routed_wide(tokens, dtype)
+    found = in_kernels(experts, *inputs)
+    assert found.dtype == dtype
+    assert_near(found, in_float32(experts, *inputs), 2**-8 if dtype == torch.bfloat16 else 2**-11)
+    assert torch.equal(found, in_kernels(experts, *inputs))
+    one_by_one = [in_kernels(experts, *(each[i : i + 1] for each in inputs)) for i in range(tokens)]
+    assert torch.equal(found, torch.cat(one_by_one))
+
+
+@pytest.mark.cuda
+def test_kernels_skip_absent_experts():
+    """With expert parallelism, the number of experts means an expert of another process."""
+    experts = wide("nf4-nested")
+    states, chosen, weights = routed_wide(2)
+    absent, without = chosen.clone(), weights.clone()
+    absent[0, 3], without[0, 3] = 16, 0
+    found = in_kernels(experts, states, absent, weights)
+    assert torch.equal(found, in_kernels(experts, states, chosen, without))
+
+
+@pytest.mark.cuda
+@KINDS
+def test_kernels_of_copied_experts(kind):
+    """Experts in host memory are copied first; their maxima are dequantised then."""
+    experts = wide(kind)
+    inputs = routed_wide(2)
+    expected = in_kernels(experts, *inputs)
+    for name in FUSED:
+        setattr(getattr(experts, name), _packed_experts.IN_HOST_MEMORY, True)
+    assert torch.equal(in_kernels(experts, *inputs), expected)
+
+
+@pytest.mark.cuda
+def test_hooks_of_the_activation_run():
+    experts = wide("nf4")
+    expected = in_float32(experts, *routed_wide(1))
+    seen = []
+    experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        found = _packed_experts.forward(None, experts, *routed_wide(1))
+    assert seen
+    assert_near(found, expected, GPU_ROUNDINGS)
 
 
 @pytest.mark.cuda

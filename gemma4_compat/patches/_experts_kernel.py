@@ -1,0 +1,160 @@
+"""The routed experts of a few tokens in two kernels of our own (``_routed_experts.cu``).
+
+bitsandbytes' kernels multiply with one matrix.  For the experts of one token they need the experts
+in a row, so that most of the time goes into copies and launches.  These kernels read the packed
+experts where they are, apply the activation, and add up the experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ._cuda_kernel import Kernel, KernelError, compiled
+
+logger = logging.getLogger(__name__)
+
+#: More tokens share experts, which these kernels read once for each token.
+TOKENS = 8
+
+_THREADS = 256
+_TILES = 2  # of eight rows, in a block of the first kernel
+_UNIT = 64  # values
+_NESTED_BLOCK = 256
+_GELU = "GELUTanh"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the kernels are compiled for."""
+
+    device: Any
+    bfloat16: bool
+    nested: bool
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    blocksizes: tuple[int, int]
+
+
+def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weights: Any) -> Any:
+    """The output of an experts module, or ``None`` if the kernels cannot compute it.
+
+    Args:
+        module: The experts, with Gemma's activation.
+        packed: Its two fused tensors, as ``Packed``.
+        inputs: [tokens, hidden], in the compute dtype.
+        indices: [tokens, top_k], the experts of each token.
+        weights: [tokens, top_k], of these experts.
+    """
+    import torch
+
+    if inputs.device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    if not 0 < len(inputs) <= TOKENS or not _is_gelu(module):
+        return None
+    gate_up, down = packed["gate_up_proj"], packed["down_proj"]
+    inputs = inputs.contiguous()
+    shape = _shape(gate_up, down, inputs, indices)
+    if shape is None:
+        return None
+    copied = gate_up.in_host_memory or down.in_host_memory
+    if copied:
+        shape = replace(shape, nested=False, experts=TOKENS * shape.top_k)
+    kernels = _kernels(shape)
+    if kernels is None:
+        return None
+    if copied:  # whole experts, because short reads leave the link idle
+        chosen = indices.reshape(-1)
+        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
+        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
+    indices = indices.to(torch.int64).contiguous()
+    weights = weights.float().contiguous()
+    tokens, hidden = inputs.shape
+    inner = inputs.new_empty(tokens, indices.shape[1], down.shape[2])
+    out = inputs.new_empty(tokens, hidden)
+    blocks = -(-inner[0].numel() // (8 * _TILES))
+    with torch.cuda.device(inputs.device):
+        stream = torch.cuda.current_stream(inputs.device).cuda_stream
+        first = inner, inputs, indices, gate_up.state.code, gate_up.tensors()
+        kernels[0]((blocks, tokens), _THREADS, *first, stream=stream)
+        second = out, inner, indices, weights, down.state.code, down.tensors()
+        kernels[1]((hidden // 16, tokens), _THREADS, *second, stream=stream)
+    return out
+
+
+def _is_gelu(module: Any) -> bool:
+    """Whether the activation is the one in the kernel, and no hook wants to see it."""
+    from transformers.integrations import moe
+
+    usual = getattr(moe, "_default_apply_gate", None)
+    own = getattr(type(module), "_apply_gate", None)
+    activation = module.act_fn
+    hooks = activation._forward_hooks or activation._forward_pre_hooks
+    return own is not None and own is usual and type(activation).__name__ == _GELU and not hooks
+
+
+def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
+    """What to compile the kernels for; ``None`` if they cannot compute these experts."""
+    import torch
+
+    states = gate_up.state, down.state
+    (experts, twice, hidden), (_, out, inner) = gate_up.shape, down.shape
+    fits = (
+        inputs.dtype in (torch.bfloat16, torch.float16)
+        and inputs.data_ptr() % 16 == 0
+        and (twice, hidden) == (2 * inner, out)
+        and hidden % _UNIT == inner % _UNIT == 0
+        and gate_up.rows_are_blocks()
+        and down.rows_are_blocks()
+        and all(state.blocksize % _UNIT == 0 for state in states)
+        and states[0].nested == states[1].nested
+        and all(not s.nested or s.state2.blocksize == _NESTED_BLOCK for s in states)
+    )
+    if not fits:
+        return None
+    return _Shape(
+        device=inputs.device,
+        bfloat16=inputs.dtype == torch.bfloat16,
+        nested=bool(states[0].nested),
+        experts=experts,
+        top_k=indices.shape[-1],
+        hidden=hidden,
+        inner=inner,
+        blocksizes=(states[0].blocksize, states[1].blocksize),
+    )
+
+
+@cache
+def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
+    """The two kernels, or ``None`` if this machine has no compiler for them or an older GPU."""
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.get_device_capability(shape.device) < (8, 0):
+        return None
+    source = Path(__file__).with_name("_routed_experts.cu").read_text(encoding="utf-8")
+    options = {
+        "BFLOAT16": int(shape.bfloat16),
+        "NESTED": int(shape.nested),
+        "EXPERTS": shape.experts,
+        "TOP_K": shape.top_k,
+    }
+    gated, down = (
+        {"GATED": gated, "ROWS": rows, "UNITS": columns // _UNIT, "BLOCK": blocksize // _UNIT}
+        for gated, rows, columns, blocksize in (
+            (1, 2 * shape.inner, shape.hidden, shape.blocksizes[0]),
+            (0, shape.hidden, shape.inner, shape.blocksizes[1]),
+        )
+    )
+    try:
+        return (
+            compiled(source, "gated", options | gated, shape.device),
+            compiled(source, "down", options | down, shape.device),
+        )
+    except KernelError as error:
+        logger.info("bitsandbytes' kernels compute the experts in 4 bits: %s", error)
+        return None
