@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
 
 class KernelError(RuntimeError):
     """A kernel cannot be compiled or launched on this machine."""
@@ -19,15 +21,15 @@ class KernelError(RuntimeError):
 class Kernel:
     """A compiled kernel on one GPU."""
 
-    def __init__(self, function: Any, module: Any) -> None:
+    def __init__(self, function: Any, module: Any, threads: int, shared: int) -> None:
         self._function, self._module = function, module
+        self._threads, self._shared = threads, shared
 
-    def __call__(self, grid: tuple[int, int], threads: int, *arguments: Any, stream: int) -> None:
+    def __call__(self, grid: tuple[int, int], *arguments: Any, stream: int) -> None:
         """Launch the kernel.
 
         Args:
             grid: Blocks in x and y.
-            threads: Threads of a block.
             *arguments: Contiguous CUDA tensors, passed as pointers, or tuples of them, passed as a
                 struct of pointers.
             stream: The handle of a CUDA stream of the kernel's GPU.
@@ -39,7 +41,13 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         _check(
             _driver().cuLaunchKernel(
-                self._function, *grid, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), pointers, None
+                self._function,
+                *(*grid, 1),
+                *(self._threads, 1, 1),
+                self._shared,
+                ctypes.c_void_p(stream),
+                pointers,
+                None,
             )
         )
 
@@ -49,7 +57,9 @@ def _value(argument: Any) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
 
 
-def compiled(source: str, name: str, constants: dict[str, int], device: Any) -> Kernel:
+def compiled(
+    source: str, name: str, constants: dict[str, int], device: Any, threads: int, shared: int
+) -> Kernel:
     """Compile a kernel for one GPU.
 
     Args:
@@ -57,6 +67,8 @@ def compiled(source: str, name: str, constants: dict[str, int], device: Any) -> 
         name: An ``extern "C"`` function of the source.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
+        threads: Threads of a block.
+        shared: Bytes of dynamic shared memory of a block.
 
     Raises:
         KernelError: This machine cannot compile or load it.
@@ -73,7 +85,8 @@ def compiled(source: str, name: str, constants: dict[str, int], device: Any) -> 
         torch.cuda.current_stream()  # creates the CUDA context
         _check(driver.cuModuleLoadData(ctypes.byref(module), program))
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    return Kernel(function, module)
+        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
+    return Kernel(function, module, threads, shared)
 
 
 def _ptx(source: str, options: list[str]) -> bytes:

@@ -20,11 +20,25 @@ logger = logging.getLogger(__name__)
 #: More tokens share experts, which these kernels read once for each token.
 TOKENS = 8
 
-_THREADS = 256
-_TILES = 2  # of eight rows, in a block of the first kernel
+_MOST_EXPERTS = 16  # of a token
+_OUTPUTS = 16  # of a block
+_GATED_WARPS = 8
 _UNIT = 64  # values
 _NESTED_BLOCK = 256
 _GELU = "GELUTanh"
+
+_WORD = 16  # bytes that a thread reads at once
+_FETCH_THREADS, _FETCH_BLOCKS = 256, 64  # of a row
+_FETCH = """
+extern "C" __global__ void fetch(uint4* to, const uint4* from, const long long* rows) {
+    const unsigned long long row = rows[blockIdx.y];
+    if (row >= ROWS) return;
+    from += row * WORDS;
+    to += (size_t)blockIdx.y * WORDS;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < WORDS; i += gridDim.x * blockDim.x)
+        to[i] = from[i];
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,7 @@ class _Shape:
 
     device: Any
     bfloat16: bool
-    nested: bool
+    nested: tuple[bool, bool]
     experts: int
     top_k: int
     hidden: int
@@ -59,32 +73,54 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
         return None
     gate_up, down = packed["gate_up_proj"], packed["down_proj"]
     inputs = inputs.contiguous()
+    indices = indices.to(torch.int64).contiguous()
     shape = _shape(gate_up, down, inputs, indices)
-    if shape is None:
+    if shape is None or _kernels(shape) is None:
         return None
-    copied = gate_up.in_host_memory or down.in_host_memory
-    if copied:
-        shape = replace(shape, nested=False, experts=TOKENS * shape.top_k)
+    if gate_up.in_host_memory or down.in_host_memory:
+        chosen = indices.view(-1)
+        gate_up, down = gate_up.chosen(chosen, _fetched), down.chosen(chosen, _fetched)
+        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
+        shape = _shape(gate_up, down, inputs, indices)
+        if shape is None:
+            return None
+        shape = replace(shape, experts=TOKENS * shape.top_k)  # for any number of tokens
     kernels = _kernels(shape)
     if kernels is None:
         return None
-    if copied:  # whole experts, because short reads leave the link idle
-        chosen = indices.reshape(-1)
-        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
-        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
-    indices = indices.to(torch.int64).contiguous()
     weights = weights.float().contiguous()
     tokens, hidden = inputs.shape
     inner = inputs.new_empty(tokens, indices.shape[1], down.shape[2])
     out = inputs.new_empty(tokens, hidden)
-    blocks = -(-inner[0].numel() // (8 * _TILES))
+    gated, down_and_sum = kernels
     with torch.cuda.device(inputs.device):
         stream = torch.cuda.current_stream(inputs.device).cuda_stream
         first = inner, inputs, indices, gate_up.state.code, gate_up.tensors()
-        kernels[0]((blocks, tokens), _THREADS, *first, stream=stream)
+        gated((inner[0].numel() // _OUTPUTS, tokens), *first, stream=stream)
         second = out, inner, indices, weights, down.state.code, down.tensors()
-        kernels[1]((hidden // 16, tokens), _THREADS, *second, stream=stream)
+        down_and_sum((hidden // _OUTPUTS, tokens), *second, stream=stream)
     return out
+
+
+def _fetched(table: Any, indices: Any) -> Any:
+    """``table.index_select(0, indices)`` of a table in host memory, with wide reads."""
+    import torch
+
+    words = table[0].nbytes // _WORD
+    if table[0].nbytes % _WORD:
+        return table.index_select(0, indices)
+    rows = torch.empty((len(indices), *table.shape[1:]), dtype=table.dtype, device=table.device)
+    blocks = max(1, min(-(-words // _FETCH_THREADS), _FETCH_BLOCKS))
+    stream = torch.cuda.current_stream(table.device).cuda_stream
+    with torch.cuda.device(table.device):
+        fetch = _fetch(table.device, words, len(table))
+        fetch((blocks, len(indices)), rows, table, indices, stream=stream)
+    return rows
+
+
+@cache
+def _fetch(device: Any, words: int, count: int) -> Kernel:
+    return compiled(_FETCH, "fetch", {"WORDS": words, "ROWS": count}, device, _FETCH_THREADS, 0)
 
 
 def _is_gelu(module: Any) -> bool:
@@ -107,12 +143,12 @@ def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
     fits = (
         inputs.dtype in (torch.bfloat16, torch.float16)
         and inputs.data_ptr() % 16 == 0
+        and indices.shape[-1] <= _MOST_EXPERTS
         and (twice, hidden) == (2 * inner, out)
         and hidden % _UNIT == inner % _UNIT == 0
         and gate_up.rows_are_blocks()
         and down.rows_are_blocks()
         and all(state.blocksize % _UNIT == 0 for state in states)
-        and states[0].nested == states[1].nested
         and all(not s.nested or s.state2.blocksize == _NESTED_BLOCK for s in states)
     )
     if not fits:
@@ -120,7 +156,7 @@ def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
     return _Shape(
         device=inputs.device,
         bfloat16=inputs.dtype == torch.bfloat16,
-        nested=bool(states[0].nested),
+        nested=(bool(states[0].nested), bool(states[1].nested)),
         experts=experts,
         top_k=indices.shape[-1],
         hidden=hidden,
@@ -137,23 +173,30 @@ def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
     if torch.version.cuda is None or torch.cuda.get_device_capability(shape.device) < (8, 0):
         return None
     source = Path(__file__).with_name("_routed_experts.cu").read_text(encoding="utf-8")
-    options = {
+    common = {
         "BFLOAT16": int(shape.bfloat16),
-        "NESTED": int(shape.nested),
         "EXPERTS": shape.experts,
         "TOP_K": shape.top_k,
+        "OUTPUTS": _OUTPUTS,
     }
-    gated, down = (
-        {"GATED": gated, "ROWS": rows, "UNITS": columns // _UNIT, "BLOCK": blocksize // _UNIT}
-        for gated, rows, columns, blocksize in (
-            (1, 2 * shape.inner, shape.hidden, shape.blocksizes[0]),
-            (0, shape.hidden, shape.inner, shape.blocksizes[1]),
-        )
-    )
+
+    def kernel(number: int, rows: int, columns: int, vectors: int, warps: int) -> Kernel:
+        constants = {
+            "GATED": int(number == 0),
+            "NESTED": int(shape.nested[number]),
+            "ROWS": rows,
+            "UNITS": columns // _UNIT,
+            "BLOCK": shape.blocksizes[number] // _UNIT,
+        }
+        shared = 4 * 256 * _UNIT + 2 * vectors * columns + 64 * warps
+        name = ("gated", "down")[number]
+        return compiled(source, name, common | constants, shape.device, 32 * warps, shared)
+
+    hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k
     try:
         return (
-            compiled(source, "gated", options | gated, shape.device),
-            compiled(source, "down", options | down, shape.device),
+            kernel(0, 2 * inner, hidden, 1, _GATED_WARPS),
+            kernel(1, hidden, inner, top_k, top_k),
         )
     except KernelError as error:
         logger.info("bitsandbytes' kernels compute the experts in 4 bits: %s", error)

@@ -775,7 +775,7 @@ def test_kernels(kind, dtype, tokens):
     inputs = routed_wide(tokens, dtype)
     found = in_kernels(experts, *inputs)
     assert found.dtype == dtype
-    assert_near(found, in_float32(experts, *inputs), 2**-8 if dtype == torch.bfloat16 else 2**-11)
+    assert_near(found, in_float32(experts, *inputs), 2**-7 if dtype == torch.bfloat16 else 2**-10)
     assert torch.equal(found, in_kernels(experts, *inputs))
     one_by_one = [in_kernels(experts, *(each[i : i + 1] for each in inputs)) for i in range(tokens)]
     assert torch.equal(found, torch.cat(one_by_one))
