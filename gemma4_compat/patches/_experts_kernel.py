@@ -27,19 +27,6 @@ _UNIT = 64  # values
 _NESTED_BLOCK = 256
 _GELU = "GELUTanh"
 
-_WORD = 16  # bytes that a thread reads at once
-_FETCH_THREADS, _FETCH_BLOCKS = 256, 64  # of a row
-_FETCH = """
-extern "C" __global__ void fetch(uint4* to, const uint4* from, const long long* rows) {
-    const unsigned long long row = rows[blockIdx.y];
-    if (row >= ROWS) return;
-    from += row * WORDS;
-    to += (size_t)blockIdx.y * WORDS;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < WORDS; i += gridDim.x * blockDim.x)
-        to[i] = from[i];
-}
-"""
-
 
 @dataclass(frozen=True)
 class _Shape:
@@ -77,9 +64,9 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     shape = _shape(gate_up, down, inputs, indices)
     if shape is None or _kernels(shape) is None:
         return None
-    if gate_up.in_host_memory or down.in_host_memory:
+    if gate_up.in_host_memory or down.in_host_memory:  # short reads would leave the link idle
         chosen = indices.view(-1)
-        gate_up, down = gate_up.chosen(chosen, _fetched), down.chosen(chosen, _fetched)
+        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
         indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
         shape = _shape(gate_up, down, inputs, indices)
         if shape is None:
@@ -100,27 +87,6 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
         second = out, inner, indices, weights, down.state.code, down.tensors()
         down_and_sum((hidden // _OUTPUTS, tokens), *second, stream=stream)
     return out
-
-
-def _fetched(table: Any, indices: Any) -> Any:
-    """``table.index_select(0, indices)`` of a table in host memory, with wide reads."""
-    import torch
-
-    words = table[0].nbytes // _WORD
-    if table[0].nbytes % _WORD:
-        return table.index_select(0, indices)
-    rows = torch.empty((len(indices), *table.shape[1:]), dtype=table.dtype, device=table.device)
-    blocks = max(1, min(-(-words // _FETCH_THREADS), _FETCH_BLOCKS))
-    stream = torch.cuda.current_stream(table.device).cuda_stream
-    with torch.cuda.device(table.device):
-        fetch = _fetch(table.device, words, len(table))
-        fetch((blocks, len(indices)), rows, table, indices, stream=stream)
-    return rows
-
-
-@cache
-def _fetch(device: Any, words: int, count: int) -> Kernel:
-    return compiled(_FETCH, "fetch", {"WORDS": words, "ROWS": count}, device, _FETCH_THREADS, 0)
 
 
 def _is_gelu(module: Any) -> bool:

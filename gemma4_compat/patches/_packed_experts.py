@@ -105,20 +105,19 @@ class Packed:
         packed = _rows(self._bytes(), indices)
         return self._dequantised(packed, state, (len(indices), *self.shape[1:]))
 
-    def chosen(self, indices: Any, take: Callable[[Any, Any], Any]) -> Packed:
-        """A copy of the experts of these indices, in 4 bits; ``take`` copies rows of a table."""
+    def chosen(self, indices: Any) -> Packed:
+        """A copy of the experts of these indices, in 4 bits."""
         state, experts = self.state, self.shape[0]
         copied = copy.copy(self)
         copied.shape, copied.in_host_memory = (len(indices), *self.shape[1:]), False
-        copied._data = take(self._bytes(), indices)
+        copied._data = _rows(self._bytes(), indices)
         maxima = state.absmax.view(experts, -1)
         if state.nested and maxima.shape[1] % state.state2.blocksize == 0:
             copied.state = copy.copy(state)
-            copied.state.absmax = take(maxima, indices).view(-1)
+            copied.state.absmax = _rows(maxima, indices).view(-1)
             copied.state.state2 = copy.copy(state.state2)
-            copied.state.state2.absmax = take(state.state2.absmax.view(experts, -1), indices).view(
-                -1
-            )
+            blocks = state.state2.absmax.view(experts, -1)
+            copied.state.state2.absmax = _rows(blocks, indices).view(-1)
         else:
             copied.state = self._state(self._maxima(indices), copied.shape)
         return copied

@@ -216,7 +216,10 @@ __device__ __forceinline__ void products(
         sum0 += __shfl_xor_sync(0xffffffff, sum0, distance);
         sum1 += __shfl_xor_sync(0xffffffff, sum1, distance);
     }
-    if (t == 0) shared.sums[warp][row] = sum0, shared.sums[warp][row + 8] = sum1;
+    if (t == 0) {
+        shared.sums[warp][row] = start0 == NONE ? 0.f : sum0;
+        shared.sums[warp][row + 8] = start1 == NONE ? 0.f : sum1;
+    }
     __syncthreads();
 }
 

@@ -659,6 +659,16 @@ def hooks_of_one(hook):
     return getattr(hook, "hooks", [hook])
 
 
+@KINDS
+def test_chosen_experts(folder, kind):
+    """Experts that are copied have the same values, in 4 bits."""
+    experts = experts_of(load(folder, kind))
+    numbers = torch.tensor([5, 0, 31, 5])
+    for name in FUSED:
+        packed = Packed(getattr(experts, name))
+        assert torch.equal(packed.chosen(numbers).whole(), packed.whole()[numbers])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_offloaded_experts_are_read_in_place(folder, monkeypatch, in_place):
     """The CPU stands in for the GPU; without page-locked memory, a block is copied."""
