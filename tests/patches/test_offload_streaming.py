@@ -337,7 +337,9 @@ def test_generate_and_prefill_on_the_gpu(model_dir, kind):
 
 
 @pytest.mark.cuda
-def test_gradients_on_the_gpu(model_dir, language_adapter_dir):
+@pytest.mark.parametrize("kind", [None, "nf4", "int8"], ids=["bf16", "nf4", "int8"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_on_the_gpu(model_dir, language_adapter_dir, kind, checkpointing):
     from peft import PeftModel
 
     def gradients(base):
@@ -345,12 +347,18 @@ def test_gradients_on_the_gpu(model_dir, language_adapter_dir):
         inputs = {name: tensor.cuda() for name, tensor in text_inputs(base.config).items()}
         with torch.inference_mode():
             model(**inputs)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+            model.train()
         for _ in range(2):
             model(**inputs, labels=inputs["input_ids"]).loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients(load_model(model_dir, "nf4", {"": 0}))
-    found = gradients(on_gpu(model_dir, "nf4"))
+    expected = gradients(load_model(model_dir, kind, {"": 0}))
+    split = on_gpu(model_dir, kind)
+    found = gradients(split)
+    assert _streaming.streamed_layers(split.modules())
     assert found.keys() == expected.keys() != set()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 

@@ -8,7 +8,8 @@ The fix makes each of the two parameters a ``Params4bit``, as the weight of a ``
 The loader quantises it as soon as it is read, so there is never more than one fused tensor in
 bfloat16 on the device.  The class of the module stays; its forward dequantises what the tokens are
 routed to.  In a file, the statistics of the parameter follow its name, as those of a
-``Linear4bit`` do.
+``Linear4bit`` do.  For up to eight tokens on a GPU, two CUDA kernels multiply with the packed
+experts.  They are compiled at run time; where this fails, bitsandbytes' kernels are used.
 
 Loading warns with the sizes.  Experts that the config excludes, or whose number of values is no
 multiple of the blocksize, stay as they are.  The patch ends when the quantiser handles experts.
