@@ -76,7 +76,12 @@ def gradients(model, implementation="grouped_mm"):
 def test_training(folder, implementation):
     base = load(folder)
     assert is_packed(experts_of(base).down_proj), "the experts are not in 4 bits"
-    expected = gradients(adapted(plain(base)), implementation)
+    try:
+        expected = gradients(adapted(plain(base)), implementation)
+    except RuntimeError as error:
+        if implementation != "batched_mm" or "modified by an inplace operation" not in str(error):
+            raise
+        pytest.skip("this release cannot train unquantised experts with batched_mm (5.8, 5.9)")
     found = gradients(adapted(base), implementation)
     assert found.keys() == expected.keys()
     if implementation == "batched_mm":  # which copies the weights of an expert for each token

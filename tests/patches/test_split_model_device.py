@@ -64,19 +64,29 @@ def test_inputs_brought_to_the_device(whole, divided):
                 assert torch.equal(tokens(divided, inputs), tokens(whole, inputs))
 
 
+def assisted(model, **options):
+    """Skips on releases whose sliding caches cannot take rejected tokens back (5.12, 5.13)."""
+    try:
+        return tokens(model, **options)
+    except ValueError as error:
+        if "Cannot `crop` a `DynamicSlidingWindowLayer`" not in str(error):
+            raise
+        pytest.skip("on one device, this release raises the same error")
+
+
 @pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_prompt_lookup(whole, divided):
+    expected = assisted(whole, prompt_lookup_num_tokens=3)
     for _ in range(2):
-        found = tokens(divided, prompt_lookup_num_tokens=3)
-        assert torch.equal(found, tokens(whole, prompt_lookup_num_tokens=3))
+        assert torch.equal(tokens(divided, prompt_lookup_num_tokens=3), expected)
 
 
 @pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 @pytest.mark.parametrize("side", ["main", "assistant"])
 def test_assisted_generation(whole, divided, model_dir, side):
-    expected = tokens(whole, assistant_model=load_model(model_dir))
+    expected = assisted(whole, assistant_model=load_model(model_dir))
     if side == "main":
         found = tokens(divided, assistant_model=whole)
     else:

@@ -24,7 +24,7 @@ PATCH = Patch(
         "on the expected device, in the first forward; or You are trying to offload the whole "
         "model to the disk"
     ),
-    affects=("transformers<5.13", "accelerate"),
+    affects=("transformers", "accelerate"),
     # The embeddings and the head are tied, and both are on the disk.
     requires=("tied_weights_on_disk",),
     changes=(
