@@ -50,6 +50,18 @@ def pretend(tmp_path, monkeypatch):
     return lambda *names: [Story(name.replace("_", " "), "pretend_stories", name) for name in names]
 
 
+def test_the_first_stories(tmp_path, monkeypatch):
+    """A sample of the slow test below."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    found = play.demo(STORIES[:2], keep=tmp_path)
+    assert found.ok
+    rows = found.as_dict()["stories"]
+    assert [row["story"] for row in rows] == [story.title for story in STORIES[:2]]
+    assert [row["with"]["text"] for row in rows] == ["equal", "equal"]
+    assert (tmp_path / "with" / STORIES[0].function / "log.txt").exists()
+
+
+@pytest.mark.slow
 def test_every_story_ends_well_with_the_patches(tmp_path, monkeypatch):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["GEMMA4_COMPAT_CLIPPABLE_LINEAR"] = "0"  # the demo shows the patches regardless
