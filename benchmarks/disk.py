@@ -90,15 +90,14 @@ def main() -> None:
 
         taken: dict[tuple[bool, bool], list[float]] = {}
         for turn in range(args.turns + 1):
-            for cold in (True, False):
-                for patched in (True, False):
-                    time.sleep(0.2)  # the last request ends
-                    if cold:
-                        evict(files)
-                    with nullcontext() if patched else gemma4_compat.disabled(PATCH):
+            for patched in (True, False) if turn % 2 else (False, True):
+                with nullcontext() if patched else gemma4_compat.disabled(PATCH):
+                    time.sleep(0.2)  # the last requests end
+                    evict(files)
+                    for cold in (True, False, False, False):
                         duration = seconds(step)
-                    if turn:
-                        taken.setdefault((cold, patched), []).append(duration)
+                        if turn:
+                            taken.setdefault((cold, patched), []).append(duration)
 
     decoder = model.model.language_model.layers
     size = sum(2 * tensor.numel() for i in layers for tensor in decoder[i].parameters())

@@ -2,32 +2,34 @@
 
 accelerate maps the file of a tensor into memory when the module with the tensor is about to run.
 The system then reads the file in small pieces, each when the copy to the execution device reaches
-it.  A fast disk has one or two such requests at a time, and is idle while the model computes.
+it.  The disk has one or two such requests at a time, and is idle while the model computes.
 
-The fix asks the system to read a layer on the disk, and the one after it, when the first module of
-the layer is about to run.  All requests of a layer are sent at once, in the order of the file, and
-the system adds the bytes to its page cache.  accelerate then loads the same tensors from the same
-files as before, and finds them in memory.  Bytes that are in the page cache are not read again.
-After the last layer comes the first one, because the next decode step begins with it.
+The fix reads a layer and the one after it into the page cache when the first module of the layer is
+about to run.  Several threads read, in the order of the files.  accelerate then loads the same
+tensors from the same files as before, and finds them in memory.  ``sendfile`` to ``/dev/null``
+reads a file into the page cache without a copy of the bytes.  ``posix_fadvise`` is not suitable: it
+fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
+are not read again.  After the last layer comes the first one, because the next decode step begins
+with it.
 
 An error is ignored: accelerate raises its own when it cannot load a tensor.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, wraps
+from functools import wraps
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine import Finding, Kind, Patch, broken, fixed
 from ...model.files import read_header
 from ...model.parts import layer_of
-from .._code import mentions
 from .._not_copied import NotCopied, attached
 
 PATCH = Patch(
@@ -36,34 +38,43 @@ PATCH = Patch(
     symptom="layers on the disk are read while the model waits, slower than the disk could",
     affects=("transformers", "accelerate"),
     changes=(
-        "When a layer on the disk is about to run, AlignDevicesHook lets Linux read that layer and "
-        "the next one into the page cache."
+        "When a layer on the disk is about to run, AlignDevicesHook reads that layer and the next "
+        "one into the page cache, in other threads."
     ),
-    note="Linux only: other systems have no posix_fadvise.",
+    note="Linux only: the system calls do not exist elsewhere.",
     unreported="Only slow, not wrong; no report is known upstream.",
 )
 
 #: Attribute of a weights loader.
 _LAYERS = "_layers_on_disk"
 
-#: Bytes that any file system reads for one request.
-_REQUEST = 64 * 1024
+#: How many threads read.
+_READERS = 4
+
+#: Bytes that a thread reads at a time.
+_PIECE = 16 * 2**20
+
+#: Ranges with at most so many bytes between them are read as one.
+_GAP = 64 * 1024
+
+#: Of so many bytes, one is tested to see whether they are in the page cache.
+_SAMPLE = 4 * 2**20
 
 
 @PATCH.probe
 def tensors_are_read_when_needed() -> Finding:
-    """Look whether accelerate advises the system about its reads."""
+    """Look whether the hook still loads the tensors one by one."""
     import inspect
+    import sys
 
     from accelerate.hooks import AlignDevicesHook
-    from accelerate.utils.offload import OffloadedWeightsLoader
 
-    if not hasattr(os, "posix_fadvise"):
-        return fixed("this system has no posix_fadvise")
-    functions = (AlignDevicesHook.pre_forward, OffloadedWeightsLoader.__getitem__)
-    if any(mentions(inspect.unwrap(each).__code__, "advise") for each in functions):
-        return fixed("accelerate advises the system about its reads")
-    return broken()
+    if not sys.platform.startswith("linux"):
+        return fixed("this system is not Linux")
+    code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
+    if "set_module_tensor_to_device" in code.co_names:
+        return broken()
+    return fixed("AlignDevicesHook no longer loads the tensors one by one")
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
@@ -89,10 +100,10 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
     @wraps(original)
     def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         if self.offload and not torch.compiler.is_compiling():
-            loader = _loader(self)
-            layers = None if loader is None else vars(loader).get(_LAYERS)
+            layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
             if layers is not None:
-                layers.enter(self.weights_map.prefix)
+                with suppress(Exception):
+                    layers.enter(self.weights_map.prefix)
         return original(self, module, *args, **kwargs)
 
     return pre_forward
@@ -114,6 +125,11 @@ class Range(NamedTuple):
     start: int
     stop: int
 
+    def split(self) -> Iterator[Range]:
+        """The pieces that the threads read."""
+        for start in range(self.start, self.stop, _PIECE):
+            yield Range(self.file, start, min(start + _PIECE, self.stop))
+
 
 class Layers(NotCopied):
     """The layers whose weights one loader reads from the disk."""
@@ -122,11 +138,10 @@ class Layers(NotCopied):
         self.index, self.folder = loader.index, loader.save_folder
         self.in_memory = loader.state_dict
         self.stacks: dict[str, list[str]] = {}  # the layers with hooks, in the model's order
-        self.begins: dict[str, str] = {}  # prefix of the first module to run -> its layer
-        self.started: set[str] = set()  # layers whose first module to run is known
+        self.begins: dict[str, str | None] = {}  # prefix -> the layer that begins with the module
         self.requested: list[str] = []  # the layer that runs, and the next one
-        self.requesting = threading.Lock()  # held for one layer after the other
         self.ranges: dict[str, list[Range]] | None = None
+        self.pieces: deque[Range] = deque()  # not read yet
 
     def add(self, prefix: str) -> None:
         """Register an offloaded module if it is in a layer."""
@@ -137,19 +152,18 @@ class Layers(NotCopied):
                 layers.append(found[1])
 
     def enter(self, prefix: str) -> None:
-        """Request a layer and the next one if this module is the first one of the layer to run."""
-        layer = self.begins.get(prefix)
-        if layer is None:
+        """Read a layer and the next one if this module is the first one of the layer to run."""
+        if prefix not in self.begins:
             found = layer_of(prefix)
-            if found is None or found[1] in self.started:
-                return
-            layer = self.begins[prefix] = found[1]
-            self.started.add(layer)
+            is_first = found is not None and found[1] not in self.begins.values()
+            self.begins[prefix] = found[1] if found is not None and is_first else None
+        layer = self.begins[prefix]
+        if layer is None:
+            return
         wanted = [layer, self.after(layer)]
         new = [each for each in wanted if each not in self.requested]
         self.requested = wanted
-        with suppress(RuntimeError):  # the system or the interpreter starts no more threads
-            threading.Thread(target=self.request, args=(new,), daemon=True).start()
+        self.request(new)
 
     def after(self, layer: str) -> str:
         """The next layer of the same stack; after the last one, the first one."""
@@ -157,13 +171,27 @@ class Layers(NotCopied):
         return layers[(layers.index(layer) + 1) % len(layers)]
 
     def request(self, layers: list[str]) -> None:
-        """Request the bytes of these layers.  The system may make a request wait for the disk."""
-        with self.requesting:
-            if self.ranges is None:
-                self.ranges = self.located()
-            for each in (each for layer in layers for each in self.ranges.get(layer, ())):
-                with suppress(OSError):
-                    _request(each)
+        """Start to read these layers, unless they are in the page cache."""
+        if self.ranges is None:
+            self.ranges = self.located()
+        ranges = [each for layer in layers for each in self.ranges.get(layer, ())]
+        missing = [each for each in ranges if not _is_cached(each)]
+        if not missing:
+            return
+        self.pieces.extend(piece for each in missing for piece in each.split())
+        with suppress(RuntimeError):  # the system or the interpreter starts no more threads
+            for _ in range(_READERS):
+                threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        """Read pieces until there are no more."""
+        while True:
+            try:
+                piece = self.pieces.popleft()
+            except IndexError:
+                return
+            with suppress(OSError):
+                _read(piece)
 
     def located(self) -> dict[str, list[Range]]:
         """The bytes of each layer, in the order of the files."""
@@ -202,7 +230,7 @@ def _merged(ranges: list[Range]) -> Iterator[Range]:
     """These ranges in the order of the files; neighbours are one range."""
     file, start, stop = "", 0, 0
     for each in sorted(ranges):
-        if each.file == file and each.start - stop < _REQUEST:
+        if each.file == file and each.start - stop <= _GAP:
             stop = each.stop
             continue
         if file:
@@ -211,23 +239,24 @@ def _merged(ranges: list[Range]) -> Iterator[Range]:
     yield Range(file, start, stop)
 
 
-def _request(wanted: Range) -> None:
-    """Let the system read these bytes into its page cache."""
-    descriptor = os.open(wanted.file, os.O_RDONLY)
+def _is_cached(wanted: Range) -> bool:
+    """Whether these bytes seem to be in the page cache, or cannot be read."""
     try:
-        size = _request_size(os.fstat(descriptor).st_dev)
-        for start in range(wanted.start, wanted.stop, size):
-            length = min(size, wanted.stop - start)
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
-    finally:
-        os.close(descriptor)
+        with open(wanted.file, "rb", buffering=0) as file:
+            for start in range(wanted.start, wanted.stop, _SAMPLE):
+                os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT)
+    except OSError as error:
+        # Some file systems do not support the test.  A file that is gone need not be read.
+        return error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP)
+    return True
 
 
-@cache
-def _request_size(device: int) -> int:
-    """Bytes to request at a time: Linux ignores all beyond a limit, which depends on the disk."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for folder in (f"/sys/class/bdi/{number}", f"/sys/dev/block/{number}/../bdi"):
-        with suppress(OSError, ValueError):
-            return 1024 * int(Path(folder, "read_ahead_kb").read_text()) or _REQUEST
-    return _REQUEST
+def _read(piece: Range) -> None:
+    """Read these bytes into the page cache."""
+    with open(piece.file, "rb", buffering=0) as file, open(os.devnull, "wb") as nowhere:
+        start = piece.start
+        while start < piece.stop:
+            count = os.sendfile(nowhere.fileno(), file.fileno(), start, piece.stop - start)
+            if not count:  # the file is shorter now
+                return
+            start += count
