@@ -10,14 +10,14 @@ tensors from the same files as before, and finds them in memory.  ``sendfile`` t
 reads a file into the page cache without a copy of the bytes.  ``posix_fadvise`` is not suitable: it
 fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
 are not read again.  After the last layer comes the first one, because the next decode step begins
-with it.
+with it.  If the page cache has no room for two layers, nothing is read ahead.
 
-An error is ignored: accelerate raises its own when it cannot load a tensor.
+An error is ignored: accelerate raises its own when it cannot load a tensor.  The same holds for
+file systems that do not say what is in the page cache, such as NFS: nothing is read ahead there.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import deque
@@ -53,6 +53,9 @@ _READERS = 4
 
 #: Bytes that a thread reads at a time.
 _PIECE = 16 * 2**20
+
+#: After so many losses in succession, nothing is read ahead: the page cache is too small.
+_MOST_LOST = 3
 
 #: Ranges with at most so many bytes between them are read as one.
 _GAP = 64 * 1024
@@ -142,6 +145,8 @@ class Layers(NotCopied):
         self.requested: list[str] = []  # the layer that runs, and the next one
         self.ranges: dict[str, list[Range]] | None = None
         self.pieces: deque[Range] = deque()  # not read yet
+        self.readers: list[threading.Thread] = []
+        self.lost = 0  # how many layers in succession left the page cache before they ran
 
     def add(self, prefix: str) -> None:
         """Register an offloaded module if it is in a layer."""
@@ -160,6 +165,10 @@ class Layers(NotCopied):
         layer = self.begins[prefix]
         if layer is None:
             return
+        if layer in self.requested and self.is_lost(layer):
+            self.requested = []
+        if self.lost >= _MOST_LOST:
+            return
         wanted = [layer, self.after(layer)]
         new = [each for each in wanted if each not in self.requested]
         self.requested = wanted
@@ -170,18 +179,32 @@ class Layers(NotCopied):
         layers = next(layers for layers in self.stacks.values() if layer in layers)
         return layers[(layers.index(layer) + 1) % len(layers)]
 
+    def is_lost(self, layer: str) -> bool:
+        """Whether the system removed a layer from the page cache after it was read."""
+        if self.pieces or any(reader.is_alive() for reader in self.readers):
+            return False
+        lost = bool(self.missing([layer]))
+        self.lost = self.lost + 1 if lost else 0
+        return lost
+
     def request(self, layers: list[str]) -> None:
         """Start to read these layers, unless they are in the page cache."""
-        if self.ranges is None:
-            self.ranges = self.located()
-        ranges = [each for layer in layers for each in self.ranges.get(layer, ())]
-        missing = [each for each in ranges if not _is_cached(each)]
+        missing = self.missing(layers)
         if not missing:
             return
         self.pieces.extend(piece for each in missing for piece in each.split())
-        with suppress(RuntimeError):  # the system or the interpreter starts no more threads
-            for _ in range(_READERS):
-                threading.Thread(target=self.read, daemon=True).start()
+        readers = [threading.Thread(target=self.read, daemon=True) for _ in range(_READERS)]
+        self.readers = [each for each in self.readers if each.is_alive()]
+        for reader in readers:
+            reader.start()
+            self.readers.append(reader)
+
+    def missing(self, layers: list[str]) -> list[Range]:
+        """The bytes of these layers that are not in the page cache."""
+        if self.ranges is None:
+            self.ranges = self.located()
+        ranges = (each for layer in layers for each in self.ranges.get(layer, ()))
+        return [each for each in ranges if not _is_cached(each)]
 
     def read(self) -> None:
         """Read pieces until there are no more."""
@@ -240,14 +263,15 @@ def _merged(ranges: list[Range]) -> Iterator[Range]:
 
 
 def _is_cached(wanted: Range) -> bool:
-    """Whether these bytes seem to be in the page cache, or cannot be read."""
+    """Whether these bytes seem to be in the page cache, or cannot be read or tested."""
     try:
         with open(wanted.file, "rb", buffering=0) as file:
             for start in range(wanted.start, wanted.stop, _SAMPLE):
                 os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT)
-    except OSError as error:
-        # Some file systems do not support the test.  A file that is gone need not be read.
-        return error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
     return True
 
 
