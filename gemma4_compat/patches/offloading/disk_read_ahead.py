@@ -60,9 +60,6 @@ _MOST_LOST = 3
 #: Ranges with at most so many bytes between them are read as one.
 _GAP = 64 * 1024
 
-#: Of so many bytes, one is tested to see whether they are in the page cache.
-_SAMPLE = 4 * 2**20
-
 
 @PATCH.probe
 def tensors_are_read_when_needed() -> Finding:
@@ -183,13 +180,14 @@ class Layers(NotCopied):
         """Whether the system removed a layer from the page cache after it was read."""
         if self.pieces or any(reader.is_alive() for reader in self.readers):
             return False
-        lost = bool(self.missing([layer]))
+        lost = not _is_cached(self.ranges_of(layer))
         self.lost = self.lost + 1 if lost else 0
         return lost
 
     def request(self, layers: list[str]) -> None:
         """Start to read these layers, unless they are in the page cache."""
-        missing = self.missing(layers)
+        ranges = [self.ranges_of(layer) for layer in layers]
+        missing = [each for of_layer in ranges if not _is_cached(of_layer) for each in of_layer]
         if not missing:
             return
         self.pieces.extend(piece for each in missing for piece in each.split())
@@ -199,12 +197,11 @@ class Layers(NotCopied):
             reader.start()
             self.readers.append(reader)
 
-    def missing(self, layers: list[str]) -> list[Range]:
-        """The bytes of these layers that are not in the page cache."""
+    def ranges_of(self, layer: str) -> list[Range]:
+        """The bytes of a layer; empty if they were not found."""
         if self.ranges is None:
             self.ranges = self.located()
-        ranges = (each for layer in layers for each in self.ranges.get(layer, ()))
-        return [each for each in ranges if not _is_cached(each)]
+        return self.ranges.get(layer, [])
 
     def read(self) -> None:
         """Read pieces until there are no more."""
@@ -262,12 +259,17 @@ def _merged(ranges: list[Range]) -> Iterator[Range]:
     yield Range(file, start, stop)
 
 
-def _is_cached(wanted: Range) -> bool:
-    """Whether these bytes seem to be in the page cache, or cannot be read or tested."""
+def _is_cached(ranges: list[Range]) -> bool:
+    """Whether a layer seems to be in the page cache, or cannot be read or tested.
+
+    One byte of each piece of the largest range is tested.  A decode step can afford no more.
+    """
+    largest = max(ranges, key=lambda each: each.stop - each.start, default=None)
     try:
-        with open(wanted.file, "rb", buffering=0) as file:
-            for start in range(wanted.start, wanted.stop, _SAMPLE):
-                os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT)
+        if largest is not None:
+            with open(largest.file, "rb", buffering=0) as file:
+                for piece in largest.split():
+                    os.preadv(file.fileno(), [bytearray(1)], piece.start, os.RWF_NOWAIT)
     except BlockingIOError:
         return False
     except OSError:
