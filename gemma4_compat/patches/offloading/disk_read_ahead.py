@@ -9,11 +9,12 @@ about to run.  Several threads read, in the order of the files.  accelerate then
 tensors from the same files as before, and finds them in memory.  ``sendfile`` to ``/dev/null``
 reads a file into the page cache without a copy of the bytes.  ``posix_fadvise`` is not suitable: it
 fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
-are not read again.  After the last layer comes the first one, because the next decode step begins
-with it.  If the page cache has no room for two layers, nothing is read ahead.
+are not read again.  A test of single bytes shows which these are; on file systems that do not
+support this test, nothing is read ahead.  After the last layer comes the first one, because the
+next decode step begins with it.  If the system removes layers from the page cache before they run,
+the cache is too small, and reading ahead ends.
 
-An error is ignored: accelerate raises its own when it cannot load a tensor.  The same holds for
-file systems that do not say what is in the page cache, such as NFS: nothing is read ahead there.
+An error is ignored: accelerate raises its own when it cannot load a tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _READERS = 4
 #: Bytes that a thread reads at a time.
 _PIECE = 16 * 2**20
 
-#: After so many losses in succession, nothing is read ahead: the page cache is too small.
+#: After so many such losses in succession, reading ahead ends.
 _MOST_LOST = 3
 
 #: Ranges with at most so many bytes between them are read as one.
@@ -141,7 +142,7 @@ class Layers(NotCopied):
         self.begins: dict[str, str | None] = {}  # prefix -> the layer that begins with the module
         self.requested: list[str] = []  # the layer that runs, and the next one
         self.ranges: dict[str, list[Range]] | None = None
-        self.pieces: deque[Range] = deque()  # not read yet
+        self.pieces: deque[Range] = deque(maxlen=1024)  # not read yet
         self.readers: list[threading.Thread] = []
         self.lost = 0  # how many layers in succession left the page cache before they ran
 
