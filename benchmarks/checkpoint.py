@@ -135,6 +135,7 @@ def config_of(shape: str) -> Any:
     text = {**TEXT[shape], "num_hidden_layers": int(count or layers(shape))}
     if count:
         text |= {"layer_types": text["layer_types"][: int(count)], "vocab_size": 32768}
+        text["num_kv_shared_layers"] = 0  # the last layers are not part of it
     if shape == "12b":
         return transformers.Gemma4UnifiedConfig(
             text_config=text,

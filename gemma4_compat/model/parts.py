@@ -54,6 +54,15 @@ def decoder_layers(modules: Iterable[str]) -> dict[int, str]:
     return layers
 
 
+def layer_of(name: str) -> tuple[str, str] | None:
+    """The stack and the name of the layer of a module or tensor: ("layers", "layers.3")."""
+    path = name.split(".")
+    number = next((i for i, step in enumerate(path) if step.isdigit()), None)
+    if number is None:
+        return None
+    return ".".join(path[:number]), ".".join(path[: number + 1])
+
+
 def shared_layers(config: Any) -> range:
     """The indices of the decoder layers that use keys and values of earlier layers."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

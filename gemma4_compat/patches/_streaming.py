@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ..model.hooks import host_tensors, offload_hooks
-from ..model.parts import MODELS
+from ..model.parts import MODELS, layer_of
 from ._not_copied import NotCopied
 from ._packed_experts import IN_HOST_MEMORY, packed_parameters
 from ._page_locked import on_gpu, page_lock
@@ -138,11 +138,10 @@ class Dispatch(NotCopied):
 
     def add(self, hook: Any, module: Any) -> None:
         """Register an offloaded module if it is in a layer, as ``layers.3.mlp`` is."""
-        names = hook.weights_map.prefix.rstrip(".").split(".")
-        number = next((i for i, name in enumerate(names) if name.isdigit()), None)
-        if number is None:
+        found = layer_of(hook.weights_map.prefix)
+        if found is None:
             return
-        stack, layer = ".".join(names[:number]), ".".join(names[: number + 1])
+        stack, layer = found
         if packed_parameters(module):
             experts = Experts(self, stack)
             experts.parts = [Part(experts, hook, module)]

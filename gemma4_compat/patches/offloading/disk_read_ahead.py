@@ -1,0 +1,289 @@
+"""Layers on the disk are read tensor by tensor, each at the moment that it is needed.
+
+accelerate maps the file of a tensor into memory when the module with the tensor is about to run.
+The system then reads the file in small pieces, each when the copy to the execution device reaches
+it.  The disk has one or two such requests at a time, and is idle while the model computes.
+
+The fix reads a layer and the one after it into the page cache when the first module of the layer is
+about to run.  Several threads read, in the order of the files.  accelerate then loads the same
+tensors from the same files as before, and finds them in memory.  ``sendfile`` to ``/dev/null``
+reads a file into the page cache without a copy of the bytes.  ``posix_fadvise`` is not suitable: it
+fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
+are not read again.  A test of single bytes shows which these are; on file systems that do not
+support this test, nothing is read ahead.  After the last layer comes the first one, because the
+next decode step begins with it.  If the system removes layers from the page cache before they run,
+the cache is too small, and reading ahead ends.
+
+An error is ignored: accelerate raises its own when it cannot load a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import wraps
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ...engine import Finding, Kind, Patch, broken, fixed
+from ...model.files import read_header
+from ...model.parts import layer_of
+from .._not_copied import NotCopied, attached
+
+PATCH = Patch(
+    name="disk_read_ahead",
+    kind=Kind.SPEED,
+    symptom="layers on the disk are read while the model waits, slower than the disk could",
+    affects=("transformers", "accelerate"),
+    changes=(
+        "When a layer on the disk is about to run, AlignDevicesHook reads that layer and the next "
+        "one into the page cache, in other threads."
+    ),
+    note="Linux only: the system calls do not exist elsewhere.",
+    unreported="Only slow, not wrong; no report is known upstream.",
+)
+
+#: Attribute of a weights loader.
+_LAYERS = "_layers_on_disk"
+
+#: How many threads read.
+_READERS = 4
+
+#: Bytes that a thread reads at a time.
+_PIECE = 16 * 2**20
+
+#: After so many such losses in succession, reading ahead ends.
+_MOST_LOST = 3
+
+#: Ranges with at most so many bytes between them are read as one.
+_GAP = 64 * 1024
+
+
+@PATCH.probe
+def tensors_are_read_when_needed() -> Finding:
+    """Look whether the hook still loads the tensors one by one."""
+    import inspect
+    import sys
+
+    from accelerate.hooks import AlignDevicesHook
+
+    if not sys.platform.startswith("linux"):
+        return fixed("this system is not Linux")
+    code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
+    if "set_module_tensor_to_device" in code.co_names:
+        return broken()
+    return fixed("AlignDevicesHook no longer loads the tensors one by one")
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def init_hook(self: Any, module: Any) -> Any:
+        module = original(self, module)
+        loader = _loader(self) if self.offload else None
+        # A forward may need only some rows of an embedding.
+        if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
+            attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
+        return module
+
+    return init_hook
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(original: Any) -> Any:
+    import torch
+
+    @wraps(original)
+    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.offload and not torch.compiler.is_compiling():
+            layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
+            if layers is not None:
+                with suppress(Exception):
+                    layers.enter(self.weights_map.prefix)
+        return original(self, module, *args, **kwargs)
+
+    return pre_forward
+
+
+def _loader(hook: Any) -> Any | None:
+    """The object that loads a hook's weights from the disk, or ``None``."""
+    from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+
+    weights = hook.weights_map
+    loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
+    return loader if isinstance(loader, OffloadedWeightsLoader) else None
+
+
+class Range(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+    def split(self) -> Iterator[Range]:
+        """The pieces that the threads read."""
+        for start in range(self.start, self.stop, _PIECE):
+            yield Range(self.file, start, min(start + _PIECE, self.stop))
+
+
+class Layers(NotCopied):
+    """The layers whose weights one loader reads from the disk."""
+
+    def __init__(self, loader: Any) -> None:
+        self.index, self.folder = loader.index, loader.save_folder
+        self.in_memory = loader.state_dict
+        self.stacks: dict[str, list[str]] = {}  # the layers with hooks, in the model's order
+        self.begins: dict[str, str | None] = {}  # prefix -> the layer that begins with the module
+        self.requested: list[str] = []  # the layer that runs, and the next one
+        self.ranges: dict[str, list[Range]] | None = None
+        self.pieces: deque[Range] = deque(maxlen=1024)  # not read yet
+        self.readers: list[threading.Thread] = []
+        self.lost = 0  # how many layers in succession left the page cache before they ran
+
+    def add(self, prefix: str) -> None:
+        """Register an offloaded module if it is in a layer."""
+        found = layer_of(prefix)
+        if found is not None:
+            layers = self.stacks.setdefault(found[0], [])
+            if found[1] not in layers:
+                layers.append(found[1])
+
+    def enter(self, prefix: str) -> None:
+        """Read a layer and the next one if this module is the first one of the layer to run."""
+        if prefix not in self.begins:
+            found = layer_of(prefix)
+            is_first = found is not None and found[1] not in self.begins.values()
+            self.begins[prefix] = found[1] if found is not None and is_first else None
+        layer = self.begins[prefix]
+        if layer is None:
+            return
+        if layer in self.requested and self.is_lost(layer):
+            self.requested = []
+        if self.lost >= _MOST_LOST:
+            return
+        wanted = [layer, self.after(layer)]
+        new = [each for each in wanted if each not in self.requested]
+        self.requested = wanted
+        self.request(new)
+
+    def after(self, layer: str) -> str:
+        """The next layer of the same stack; after the last one, the first one."""
+        layers = next(layers for layers in self.stacks.values() if layer in layers)
+        return layers[(layers.index(layer) + 1) % len(layers)]
+
+    def is_lost(self, layer: str) -> bool:
+        """Whether the system removed a layer from the page cache after it was read."""
+        if self.pieces or any(reader.is_alive() for reader in self.readers):
+            return False
+        lost = not _is_cached(self.ranges_of(layer))
+        self.lost = self.lost + 1 if lost else 0
+        return lost
+
+    def request(self, layers: list[str]) -> None:
+        """Start to read these layers, unless they are in the page cache."""
+        ranges = [self.ranges_of(layer) for layer in layers]
+        missing = [each for of_layer in ranges if not _is_cached(of_layer) for each in of_layer]
+        if not missing:
+            return
+        self.pieces.extend(piece for each in missing for piece in each.split())
+        readers = [threading.Thread(target=self.read, daemon=True) for _ in range(_READERS)]
+        self.readers = [each for each in self.readers if each.is_alive()]
+        for reader in readers:
+            reader.start()
+            self.readers.append(reader)
+
+    def ranges_of(self, layer: str) -> list[Range]:
+        """The bytes of a layer; empty if they were not found."""
+        if self.ranges is None:
+            self.ranges = self.located()
+        return self.ranges.get(layer, [])
+
+    def read(self) -> None:
+        """Read pieces until there are no more."""
+        while True:
+            try:
+                piece = self.pieces.popleft()
+            except IndexError:
+                return
+            with suppress(OSError):
+                _read(piece)
+
+    def located(self) -> dict[str, list[Range]]:
+        """The bytes of each layer, in the order of the files."""
+        ranges: dict[str, list[Range]] = {}
+        offsets: dict[str, dict[str, tuple[int, int]]] = {}
+        for name, entry in self.index.items():
+            layer = layer_of(name)
+            if layer is None or name in self.in_memory:
+                continue
+            with suppress(Exception):  # accelerate raises its own error
+                ranges.setdefault(layer[1], []).append(self.locate(name, entry, offsets))
+        return {layer: list(_merged(parts)) for layer, parts in ranges.items()}
+
+    def locate(self, name: str, entry: Any, offsets: dict[str, dict[str, Any]]) -> Range:
+        """The bytes of a tensor, in the checkpoint or in the offload folder."""
+        file = entry.get("safetensors_file")
+        if file is None:
+            file = os.path.join(self.folder, f"{name}.dat")
+            return Range(file, 0, os.path.getsize(file))
+        if file not in offsets:
+            offsets[file] = {}  # a file that cannot be read is tried once
+            offsets[file] = _offsets(file)
+        return Range(file, *offsets[file][entry.get("weight_name", name)])
+
+
+def _offsets(file: str) -> dict[str, tuple[int, int]]:
+    """Where each tensor begins and ends in a safetensors file."""
+    header = read_header(file)
+    sizes = {name: entry.bytes for name, entry in header.tensors.items()}
+    start = os.path.getsize(file) + header.missing - sum(sizes.values())
+    bounds = pairwise(accumulate(sizes.values(), initial=start))
+    return dict(zip(sizes, bounds, strict=True))
+
+
+def _merged(ranges: list[Range]) -> Iterator[Range]:
+    """These ranges in the order of the files; neighbours are one range."""
+    file, start, stop = "", 0, 0
+    for each in sorted(ranges):
+        if each.file == file and each.start - stop <= _GAP:
+            stop = each.stop
+            continue
+        if file:
+            yield Range(file, start, stop)
+        file, start, stop = each
+    yield Range(file, start, stop)
+
+
+def _is_cached(ranges: list[Range]) -> bool:
+    """Whether a layer seems to be in the page cache, or cannot be read or tested.
+
+    One byte of each piece of the largest range is tested.  A decode step can afford no more.
+    """
+    largest = max(ranges, key=lambda each: each.stop - each.start, default=None)
+    try:
+        if largest is not None:
+            with open(largest.file, "rb", buffering=0) as file:
+                for piece in largest.split():
+                    os.preadv(file.fileno(), [bytearray(1)], piece.start, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _read(piece: Range) -> None:
+    """Read these bytes into the page cache."""
+    with open(piece.file, "rb", buffering=0) as file, open(os.devnull, "wb") as nowhere:
+        start = piece.start
+        while start < piece.stop:
+            count = os.sendfile(nowhere.fileno(), file.fileno(), start, piece.stop - start)
+            if not count:  # the file is shorter now
+                return
+            start += count
