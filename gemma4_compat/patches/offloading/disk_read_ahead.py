@@ -9,10 +9,10 @@ about to run.  Several threads read, in the order of the files.  accelerate then
 tensors from the same files as before, and finds them in memory.  ``sendfile`` to ``/dev/null``
 reads a file into the page cache without a copy of the bytes.  ``posix_fadvise`` is not suitable: it
 fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
-are not read again.  A test of single bytes shows which these are; on file systems that do not
-support this test, nothing is read ahead.  After the last layer comes the first one, because the
-next decode step begins with it.  If the system removes layers from the page cache before they run,
-the cache is too small, and reading ahead ends.
+are not read again; ``mincore`` shows which these are.  For files that the user neither owns nor may
+write it calls every page cached, so nothing is read ahead from them.  After the last layer comes
+the first one, because the next decode step begins with it.  If the system removes layers from the
+page cache before they run, the cache is too small, and reading ahead ends.
 
 An error is ignored: accelerate raises its own when it cannot load a tensor.
 """
@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import wraps
+from functools import cache, wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -261,21 +261,40 @@ def _merged(ranges: list[Range]) -> Iterator[Range]:
 
 
 def _is_cached(ranges: list[Range]) -> bool:
-    """Whether a layer seems to be in the page cache, or cannot be read or tested.
+    """Whether a layer seems to be in the page cache, or cannot be read.
 
-    One byte of each piece of the largest range is tested.  A decode step can afford no more.
+    One page of each piece of the largest range is tested.  A decode step can afford no more.
     """
     largest = max(ranges, key=lambda each: each.stop - each.start, default=None)
-    try:
-        if largest is not None:
-            with open(largest.file, "rb", buffering=0) as file:
-                for piece in largest.split():
-                    os.preadv(file.fileno(), [bytearray(1)], piece.start, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
+    if largest is None:
         return True
-    return True
+    try:
+        with open(largest.file, "rb", buffering=0) as file:
+            return all(_has_page(file.fileno(), piece.start) for piece in largest.split())
+    except (OSError, ValueError):
+        return True
+
+
+def _has_page(descriptor: int, offset: int) -> bool:
+    """Whether the page at this offset of a file is in the page cache."""
+    import ctypes
+    import mmap
+
+    page = mmap.ALLOCATIONGRANULARITY
+    start = offset - offset % page
+    with mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, offset=start) as mapped:
+        first, state = ctypes.c_char.from_buffer(mapped), ctypes.c_ubyte()
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = _libc().mincore(address, ctypes.c_size_t(1), ctypes.byref(state))
+        del first  # or the mapping cannot be closed
+    return bool(failed or state.value & 1)
+
+
+@cache
+def _libc() -> Any:
+    import ctypes
+
+    return ctypes.CDLL(None)
 
 
 def _read(piece: Range) -> None:

@@ -1,0 +1,90 @@
+"""The first forwards of a 4-bit layer on the CPU may run in several threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from packaging.version import Version
+
+from tests.support import linear4bit
+
+functional = pytest.importorskip("bitsandbytes.functional")
+if not getattr(functional, "has_avx512bf16", bool)():
+    pytest.skip("on this CPU nothing is repacked", allow_module_level=True)
+
+from bitsandbytes.nn import modules  # noqa: E402
+
+THREADS = 3
+NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+
+
+def layer(nested):
+    return linear4bit(nested=nested).to("cpu").eval()
+
+
+def run(module):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        return module(torch.randn(3, 256, generator=generator).bfloat16())
+
+
+@pytest.fixture
+def slow_packing(monkeypatch):
+    """The threads meet while a weight is repacked: before, and after the state has changed."""
+    original = modules._convert_weight_packed_for_cpu
+
+    def slow(*args, **kwargs):
+        time.sleep(0.2)
+        packed = original(*args, **kwargs)
+        time.sleep(0.2)
+        return packed
+
+    monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", slow)
+
+
+@pytest.mark.usefixtures("slow_packing")
+@pytest.mark.regression(
+    "cpu_packing_threads", "thread . is wrong|has no attribute 'state2'|shape|only for packing"
+)
+@NESTED
+def test_first_forwards(nested):
+    expected = run(layer(nested))
+    module = layer(nested)
+    with ThreadPoolExecutor(THREADS) as pool:
+        outputs = list(pool.map(run, [module] * THREADS))
+    for number, output in enumerate([*outputs, run(module)]):
+        assert torch.equal(output, expected), f"thread {number} is wrong"
+
+
+@NESTED
+def test_packed_again_after_training(nested):
+    """Unpacking takes the mark away, so the next forward takes the lock again."""
+    module = layer(nested)
+    expected = run(module)
+    assert hasattr(module.weight.quant_state, "_packed_with_weight")
+    module.train()(torch.randn(3, 256).bfloat16().requires_grad_())
+    assert not hasattr(module.weight.quant_state, "_packed_with_weight")
+    assert torch.equal(run(module.eval()), expected)
+    assert hasattr(module.weight.quant_state, "_packed_with_weight")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(again):
+    module = layer(True)
+    expected = run(module)
+    assert torch.equal(run(again(module)), expected)
+
+
+def test_compiled():
+    import bitsandbytes
+
+    if Version(bitsandbytes.__version__) < Version("0.50"):
+        pytest.skip("this release cannot compile the forward, with or without the patch")
+    module = layer(True)
+    torch._dynamo.reset()
+    assert torch.equal(run(torch.compile(module, backend="eager")), run(layer(True)))
