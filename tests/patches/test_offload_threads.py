@@ -14,6 +14,7 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
+from tests.conftest import WITHOUT
 from tests.support import load_model, logits, split
 
 LAYERS = {**{f"model.language_model.layers.{i}": "disk" for i in (1, 2, 4)}, "": "cpu"}
@@ -47,15 +48,18 @@ def offloaded_linear(model):
 def meeting(module):
     """Make the threads meet in an offloaded module once, so that the bug does not depend on chance.
 
-    One thread waits until the other has left.  With the lock of the patch, the threads cannot meet;
-    after the timeout they do not wait again.
+    One thread waits until the other has left and the weights are on meta again.  With the lock of
+    the patch, the threads cannot meet; after the timeout they do not wait again.
     """
-    forward, barrier = module._old_forward, threading.Barrier(THREADS, timeout=3)
+    barrier = threading.Barrier(THREADS, timeout=30 if WITHOUT else 3)
+    forward = module._old_forward
 
     def meets(*args, **kwargs):
         with suppress(threading.BrokenBarrierError):
             if barrier.wait():
-                time.sleep(2)  # the other one leaves meanwhile, on a busy machine too
+                end = time.monotonic() + 20
+                while not next(module.parameters()).is_meta and time.monotonic() < end:
+                    time.sleep(0.01)
                 barrier.abort()
         return forward(*args, **kwargs)
 
