@@ -104,7 +104,8 @@ def test_states_say_why():
         state, reason = found["patches"][patch.name]
         wanted, start = expected[gate(patch).outcome]
         assert state == wanted
-        assert reason.startswith(start)
+        # Without targets in these releases, a patch waits for the one that it requires only.
+        assert reason.startswith((start, "needs ") if patch.requires else start)
 
 
 def test_half_installed_library(tmp_path, bare):
