@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
+from tests.conftest import WITHOUT
 from tests.support import assert_same, load_model, logits, offloaded
 
 NO_WEIGHTS = r"token embeddings of this \w+ are on the meta device"
 REFUSED = r"trying to offload the whole model to the disk"
 DISK = {"": "disk"}
+NEW = Version(transformers.__version__) >= Version("5.13") and Version(
+    accelerate.__version__
+) >= Version("1.15")
+
+
+@pytest.fixture(autouse=True)
+def _bug(request):
+    """The gate cannot say that one of two libraries must be old."""
+    if WITHOUT and NEW and not request.config.getoption("matrix"):
+        pytest.skip("the bug is not in these versions")
 
 
 def on_disk(model_dir, folder, device_map=None):
