@@ -11,9 +11,10 @@ import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._cuda_kernel import Kernel, KernelError, compiled
+if TYPE_CHECKING:
+    from ._cuda_kernel import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +63,21 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     inputs = inputs.contiguous()
     indices = indices.to(torch.int64).contiguous()
     shape = _shape(gate_up, down, inputs, indices)
-    if shape is None or _kernels(shape) is None:
+    if shape is None:
         return None
-    if gate_up.in_host_memory or down.in_host_memory:  # short reads would leave the link idle
-        chosen = indices.view(-1)
-        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
-        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
-        shape = _shape(gate_up, down, inputs, indices)
-        if shape is None:
-            return None
+    copied = gate_up.in_host_memory or down.in_host_memory
+    if copied:
         shape = replace(shape, experts=TOKENS * shape.top_k)  # for any number of tokens
     kernels = _kernels(shape)
     if kernels is None:
         return None
+    if copied:  # short reads would leave the link idle
+        chosen = indices.view(-1)
+        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
+        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
+        kernels = _kernels(replace(shape, nested=_are_nested(gate_up, down)))
+        if kernels is None:
+            return None
     weights = weights.float().contiguous()
     tokens, hidden = inputs.shape
     inner = inputs.new_empty(tokens, indices.shape[1], down.shape[2])
@@ -122,7 +125,7 @@ def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
     return _Shape(
         device=inputs.device,
         bfloat16=inputs.dtype == torch.bfloat16,
-        nested=(bool(states[0].nested), bool(states[1].nested)),
+        nested=_are_nested(gate_up, down),
         experts=experts,
         top_k=indices.shape[-1],
         hidden=hidden,
@@ -131,10 +134,16 @@ def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
     )
 
 
+def _are_nested(gate_up: Any, down: Any) -> tuple[bool, bool]:
+    return bool(gate_up.state.nested), bool(down.state.nested)
+
+
 @cache
 def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
     """The two kernels, or ``None`` if this machine has no compiler for them or an older GPU."""
     import torch
+
+    from ._cuda_kernel import KernelError, compiled
 
     if torch.version.cuda is None or torch.cuda.get_device_capability(shape.device) < (8, 0):
         return None
