@@ -76,15 +76,13 @@ def index_of(library: str, folder: Path | None) -> list[str]:
     return line.partition(":")[2].replace(" ", "").split(",")
 
 
-def early(
-    of: dict[str, list[str]], index: dict[str, list[str]]
-) -> Iterator[tuple[Stack, str | None]]:
+def early(of: dict[str, list[str]], index: dict[str, list[str]]) -> Iterator[Stack]:
     """The newest stack with the newest pre-release of one library, if that is later."""
     newest = {library: of[library][-1] for library in LIBRARIES}
     for library in LIBRARIES:
         last = max(index[library], key=Version)
         if Version(last) > Version(newest[library]):
-            yield {**newest, library: last}, None
+            yield {**newest, library: last}
 
 
 def stacks(of: dict[str, list[str]]) -> Iterator[tuple[Stack, str | None]]:
@@ -255,7 +253,8 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     asked = (
         tested if options.tested else itertools.islice(stacks(of), 2 if options.newest else None)
     )
-    for stack, varied in itertools.chain(asked, early(of, index) if options.newest else ()):
+    pre_releases = ((stack, None) for stack in early(of, index)) if options.newest else ()
+    for stack, varied in itertools.chain(asked, pre_releases):
         key = {**machine, **stack}
         done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
         wanted = [
