@@ -18,6 +18,7 @@ from typing import Any
 
 from ..model.hooks import host_tensors, offload_hooks
 from ..model.parts import MODELS, layer_of
+from ._int8_state import empty
 from ._not_copied import NotCopied
 from ._packed_experts import IN_HOST_MEMORY, packed_parameters
 from ._page_locked import on_gpu, page_lock
@@ -502,8 +503,7 @@ class Part(NotCopied):
             return False
         self.layer.has_run(self)
         if any(_SCALES in pieces for pieces in self.pieces.values()):
-            state = module.state  # the forward of Linear8bitLt keeps the weight in it
-            state.CB = state.SCB = None
+            empty(module)
         if any(module._parameters.get(name) is not parameter for name, parameter in placed.items()):
             return False
         module._parameters.update(self.meta)

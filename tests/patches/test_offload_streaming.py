@@ -141,7 +141,7 @@ def test_generate(model_dir, kind):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", None])
+@pytest.mark.parametrize("kind", ["nf4", None, "int8"])
 @pytest.mark.usefixtures("cpu_streams")
 def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, checkpointing):
     from peft import PeftModel

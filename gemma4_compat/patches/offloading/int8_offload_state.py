@@ -1,0 +1,57 @@
+"""An offloaded 8-bit layer keeps its weight on the GPU, and its backward fails.
+
+``Linear8bitLt.forward`` stores weight and scales in the layer's ``MatmulLtState``: ``CB`` and
+``SCB``.  The backward reads both from the same state.  After the forward of an offloaded layer,
+``AlignDevicesHook.post_forward`` removes ``SCB`` from this state, so the backward has no scales.
+It does not remove ``CB``, which keeps the weight in GPU memory until the next forward: offloading
+8-bit layers saves no GPU memory.
+
+The fix gives the layer a new state without weight and scales.  Autograd keeps the old state, which
+stays complete, for as long as the backward needs it.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from .._int8_state import empty
+
+PATCH = Patch(
+    name="int8_offload_state",
+    symptom=(
+        "AttributeError: 'NoneType' object has no attribute 'unsqueeze' in the backward of 8-bit "
+        "layers that are offloaded; their weights stay on the GPU after the forward"
+    ),
+    affects=("accelerate", "bitsandbytes"),
+    changes=(
+        "accelerate's AlignDevicesHook gives an offloaded Linear8bitLt a new, empty state after "
+        "each forward."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+
+@PATCH.probe
+def hook_empties_the_state() -> Finding:
+    """Look what the hook removes from the state of a layer."""
+    import inspect
+
+    from accelerate.hooks import AlignDevicesHook
+
+    code = inspect.unwrap(AlignDevicesHook.post_forward).__code__
+    if "SCB" in code.co_names and "CB" not in code.co_names:
+        return broken()
+    return fixed("AlignDevicesHook no longer removes the scales alone")
+
+
+@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any) -> Any:
+    @wraps(original)
+    def post_forward(self: Any, module: Any, output: Any) -> Any:
+        if self.offload and type(module).__name__ == "Linear8bitLt":
+            empty(module)
+        return original(self, module, output)
+
+    return post_forward

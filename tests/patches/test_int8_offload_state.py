@@ -1,0 +1,74 @@
+"""Offloaded 8-bit layers are trained, and leave the GPU after their forward."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import gemma4_compat
+from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
+
+
+def layers():
+    from bitsandbytes.nn import Linear8bitLt
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2)))
+    return model.bfloat16().to("cpu").requires_grad_(False)
+
+
+def offloaded():
+    from accelerate import cpu_offload
+
+    return cpu_offload(layers(), execution_device=torch.device("cpu"))
+
+
+def output_and_gradient(model):
+    torch.manual_seed(1)
+    x = torch.randn(3, 64).bfloat16().requires_grad_()
+    y = model(x)
+    y.sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.regression(
+    "int8_offload_state", "has no attribute 'unsqueeze'|State must contain CB matrix for backward"
+)
+def test_gradients():
+    whole, model = layers(), offloaded()
+    for _ in range(2):
+        found, expected = output_and_gradient(model), output_and_gradient(whole)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.regression("int8_offload_state", "layers still have their weights")
+def test_weights_are_dropped():
+    whole, model = layers(), offloaded()
+    x = torch.randn(3, 64).bfloat16()
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(x), whole(x))
+        held = sum(layer.state.CB is not None for layer in model)
+        assert not held, f"{held} layers still have their weights"
+
+
+@pytest.mark.cuda
+def test_gpu_memory_is_freed(model_dir):
+    whole = load_model(model_dir, "int8", {"": 0})
+    expected = logits(whole)
+    gemma4_compat.limit_page_locked(0)  # accelerate copies the layers
+    try:
+        model = with_layers_on_the_cpu(whole)
+        del whole
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            assert_same(logits(model), expected)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before, "weights stay on the GPU"
+    finally:
+        gemma4_compat.limit_page_locked(None)
