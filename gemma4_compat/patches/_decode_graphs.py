@@ -21,6 +21,7 @@ from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._snapshot import Snapshot, own_tensors
 from ._streaming import captured, first_layers, why_not_streamed
+from ._two_branches import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -198,13 +199,15 @@ class Decoder:
             if kind not in version.warm:
                 version.warm.add(kind)
                 return self.model(**inputs)
-            first = first_layers(_modules_of_a_step(self.model).values())
+            modules = _modules_of_a_step(self.model).values()
+            first = first_layers(modules)
             # Another thread must not send layers meanwhile.
             with lock_of(self.model), captured(first) as send_ahead:
 
                 def model(**kwargs: Any) -> Any:
                     send_ahead()
-                    return self.model(**kwargs)
+                    with side_by_side(modules, version.device):
+                        return self.model(**kwargs)
 
                 step = Step(model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step

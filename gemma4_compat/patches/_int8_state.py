@@ -7,9 +7,12 @@ from typing import Any
 
 
 def empty(module: Any) -> None:
-    """Give the module a state of the same settings, without weight and scales.
+    """Remove weight and scales from the state of a module.
 
-    Autograd may still hold the old state, which stays complete.
+    With gradients enabled, autograd may hold the state, so the module gets a new one.
     """
-    module.state = copy.copy(module.state)
+    import torch
+
+    if torch.is_grad_enabled():
+        module.state = copy.copy(module.state)
     module.state.CB = module.state.SCB = None

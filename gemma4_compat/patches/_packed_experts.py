@@ -18,6 +18,7 @@ from typing import Any
 
 from ._experts_kernel import routed
 from ._module_view import View
+from ._side_stream import Fork
 
 logger = logging.getLogger(__name__)
 
@@ -107,20 +108,25 @@ class Packed:
 
     def chosen(self, indices: Any) -> Packed:
         """A copy of the experts of these indices, in 4 bits."""
-        state, experts = self.state, self.shape[0]
         copied = copy.copy(self)
         copied.shape, copied.in_host_memory = (len(indices), *self.shape[1:]), False
+        with Fork(indices.device, "maxima") as fork:
+            copied.state = self._chosen_state(indices)
         copied._data = _rows(self._bytes(), indices)
-        maxima = state.absmax.view(experts, -1)
-        if state.nested and maxima.shape[1] % state.state2.blocksize == 0:
-            copied.state = copy.copy(state)
-            copied.state.absmax = _rows(maxima, indices).view(-1)
-            copied.state.state2 = copy.copy(state.state2)
-            blocks = state.state2.absmax.view(experts, -1)
-            copied.state.state2.absmax = _rows(blocks, indices).view(-1)
-        else:
-            copied.state = self._state(self._maxima(indices), copied.shape)
+        fork.join()
         return copied
+
+    def _chosen_state(self, indices: Any) -> Any:
+        """The quant state of the experts of these indices, nested if that is possible."""
+        state, experts = self.state, self.shape[0]
+        maxima = state.absmax.view(experts, -1)
+        if not state.nested or maxima.shape[1] % state.state2.blocksize:
+            return self._state(self._maxima(indices), (len(indices), *self.shape[1:]))
+        chosen, nested = copy.copy(state), copy.copy(state.state2)
+        chosen.absmax = _rows(maxima, indices).view(-1)
+        nested.absmax = _rows(nested.absmax.view(experts, -1), indices).view(-1)
+        chosen.state2 = nested
+        return chosen
 
     def tensors(self) -> tuple[Any, ...]:
         """The packed values and the tensors that their maxima are made of."""

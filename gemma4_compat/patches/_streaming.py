@@ -22,6 +22,7 @@ from ._int8_state import empty
 from ._not_copied import NotCopied
 from ._packed_experts import IN_HOST_MEMORY, packed_parameters
 from ._page_locked import on_gpu, page_lock
+from ._side_stream import is_capturing
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class Dispatch(NotCopied):
             try:
                 layer.send()
             except torch.cuda.OutOfMemoryError:
-                if layer is self.current or _is_capturing(layer.device):
+                if layer is self.current or is_capturing(layer.device):
                     raise
                 self.ahead = False
                 return
@@ -306,7 +307,7 @@ class Layer(NotCopied):
             block = _empty_like(self.host, self.device)
             if self.device.type == "cuda":
                 # A capture has its own stream, because another thread may copy at the same time.
-                copying = _copying_stream(self.device, _is_capturing(self.device))
+                copying = _copying_stream(self.device, is_capturing(self.device))
                 # Kernels of the current stream may still use the memory that the block reuses.
                 self.owner = torch.cuda.current_stream(self.device)
                 copying.wait_stream(self.owner)
@@ -547,12 +548,6 @@ def _warn_pageable() -> None:
         "it or the limit is reached.  Their copies to the GPU are slower, and decode steps are not "
         "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
-
-
-def _is_capturing(device: Any) -> bool:
-    import torch
-
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _empty_like(host: Any, device: Any) -> Any:

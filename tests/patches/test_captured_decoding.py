@@ -19,7 +19,13 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches import _cuda_graph, _decode_graphs, _page_locked, _streaming
+from gemma4_compat.patches import (
+    _cuda_graph,
+    _decode_graphs,
+    _page_locked,
+    _streaming,
+    _two_branches,
+)
 from gemma4_compat.patches._cache_memory import layers_of
 from gemma4_compat.patches.offloading.offload_streaming import page_locked
 from gemma4_compat.tiny import image_inputs, text_inputs
@@ -174,19 +180,25 @@ def test_sampling(model):
     assert captures(model)
 
 
+def of_family(family, folder, device):
+    import transformers
+
+    support.save_random(family, folder, vocab_size=512, vocab_size_per_layer_input=512)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map={"": device},
+        dtype=torch.bfloat16,
+        quantization_config=support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED),
+    ).eval()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["Gemma3n", "Gemma4 experts"])
 def test_other_families(family, tmp_path, caplog):
     """Before transformers 5.23, Gemma 3n cannot be captured: steps copy a number from the CPU."""
     import transformers
 
-    support.save_random(family, tmp_path, vocab_size=512, vocab_size_per_layer_input=512)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        device_map={"": 0},
-        dtype=torch.bfloat16,
-        quantization_config=support.quantization("nf4", llm_int8_skip_modules=support.NOT_PACKED),
-    ).eval()
+    model = of_family(family, tmp_path, 0)
     if family != "Gemma3n" or Version(transformers.__version__) >= Version("5.23"):
         return check(model, prompt(model))
     expected = generated(model, prompt(model), eager=True)
@@ -195,6 +207,37 @@ def test_other_families(family, tmp_path, caplog):
             assert_same(generated(model, prompt(model)), expected)
     assert caplog.text.count("Cannot copy between CPU and CUDA tensors") == 1
     return None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("slow", ["mlp", "router", "experts"])
+def test_mlp_beside_experts(tmp_path, monkeypatch, slow):
+    """The branches of a layer wait for each other where they meet, and share no memory."""
+    model = of_family("Gemma4 experts", tmp_path, 0)
+    expected = generated(model, prompt(model), eager=True)
+    streams = {}
+
+    def on_stream(name, original):
+        def forward(self, *args, **kwargs):
+            if torch.cuda.is_current_stream_capturing():
+                streams.setdefault(name, set()).add(torch.cuda.current_stream())
+                if name == slow:
+                    torch.cuda._sleep(2_000_000)  # cycles
+            output = original(self, *args, **kwargs)
+            if name == slow and torch.cuda.is_current_stream_capturing():
+                torch.cuda._sleep(2_000_000)
+            return output
+
+        return forward
+
+    for name in ("mlp", "router", "experts", "self_attn"):
+        kind = type(getattr(model.model.layers[0], name))
+        monkeypatch.setattr(kind, "forward", on_stream(name, kind.forward))
+    for _ in range(3):
+        assert_same(generated(model, prompt(model)), expected)
+    assert captures(model) == 1
+    assert streams["router"] == streams["experts"] == streams["self_attn"] != streams["mlp"]
+    assert len(streams["mlp"]) == 1
 
 
 @pytest.mark.cuda(gpus=2)
@@ -987,3 +1030,48 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
         decoder = _decode_graphs.Decoder(model, said.append)
         decoder(**step, **masks, output_router_logits=True)
         assert said == ["its forward is called with output_router_logits"]
+
+
+def test_layers_with_two_branches(model_dir, tmp_path):
+    from accelerate import cpu_offload
+
+    layers = of_family("Gemma4 experts", tmp_path, "cpu").model.layers
+    assert all(_two_branches.has_two_branches(layer) for layer in layers)
+    cpu_offload(layers[1].mlp, execution_device=torch.device("cpu"))
+    assert not _two_branches.has_two_branches(layers[1])
+
+    class InAnotherOrder(type(layers[0])):
+        def forward(self, x):
+            x = self.post_feedforward_layernorm_1(self.mlp(x))
+            scores = self.router(x)
+            x = self.experts(self.pre_feedforward_layernorm_2(x))
+            return self.post_feedforward_layernorm_2(x * scores)
+
+    assert _two_branches.has_two_branches(layers[0])
+    layers[0].__class__ = InAnotherOrder
+    assert _two_branches.has_two_branches(layers[0]) is False
+    dense = load_model(model_dir).model.language_model.layers
+    assert not any(map(_two_branches.has_two_branches, dense))
+
+
+def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
+    model = of_family("Gemma4 experts", tmp_path, "cpu")
+    ids = torch.arange(5, 9)[None]
+
+    def logits():
+        with torch.no_grad():
+            return model(input_ids=ids).logits
+
+    def logits_of_branches():
+        with _two_branches.side_by_side(model.modules(), torch.device("cpu")):
+            return logits()
+
+    def fail(*_):
+        raise ValueError("no router")
+
+    assert torch.equal(logits_of_branches(), logits())
+    monkeypatch.setattr(type(model.model.layers[0].router), "forward", fail)
+    with pytest.raises(ValueError, match="no router"):
+        logits_of_branches()
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
+    assert not any(after or before for after, before in hooks)

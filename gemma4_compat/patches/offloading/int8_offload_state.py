@@ -6,8 +6,8 @@
 It does not remove ``CB``, which keeps the weight in GPU memory until the next forward: offloading
 8-bit layers saves no GPU memory.
 
-The fix gives the layer a new state without weight and scales.  Autograd keeps the old state, which
-stays complete, for as long as the backward needs it.
+The fix removes both.  With gradients enabled, the layer gets a new state first.  Autograd keeps the
+old state, which stays complete, for as long as the backward needs it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("accelerate", "bitsandbytes"),
     changes=(
-        "accelerate's AlignDevicesHook gives an offloaded Linear8bitLt a new, empty state after "
-        "each forward."
+        "After each forward, accelerate's AlignDevicesHook removes weight and scales from the "
+        "state of an offloaded Linear8bitLt; autograd keeps its own state."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )

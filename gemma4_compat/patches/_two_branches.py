@@ -1,0 +1,87 @@
+"""Runs the MLP of a decoder layer beside its experts, in a captured step.
+
+A layer of 26B-A4B computes its MLP and its experts from the same hidden states, one after the
+other, and adds the results.  In a CUDA graph the MLP gets a branch of its own, with the norm that
+follows it.  The kernels and their inputs are the same, so the logits are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ..model.hooks import offload_hook
+from ._side_stream import Fork
+
+#: The submodules that a layer runs after its attention, in this order: first one branch, ...
+_MLP = ("mlp", "post_feedforward_layernorm_1")
+#: ... then the other.
+_EXPERTS = (
+    "router", "pre_feedforward_layernorm_2", "experts", "post_feedforward_layernorm_2",
+)  # fmt: skip
+
+
+@contextmanager
+def side_by_side(modules: Iterable[Any], device: Any) -> Iterator[None]:
+    """In this context, the layers among these modules fork their MLP from their experts."""
+    with ExitStack() as stack:
+        for module in modules:
+            if has_two_branches(module):
+                branch = _Branch(device)
+                stack.callback(branch.close)
+                for handle in branch.hooks(module):
+                    stack.callback(handle.remove)
+        yield
+
+
+def has_two_branches(layer: Any) -> bool:
+    """Whether the MLP of a layer can run beside its experts.
+
+    Offloaded MLPs stay in line: memory that their copies use must belong to the main stream.
+    """
+    parts = layer._modules
+    if any(parts.get(name) is None for name in (*_MLP, *_EXPERTS)):
+        return False
+    names = inspect.unwrap(type(layer).forward).__code__.co_names
+    if tuple(name for name in names if name in (*_MLP, *_EXPERTS)) != (*_MLP, *_EXPERTS):
+        return False
+    branch = (module for name in _MLP for module in parts[name].modules())
+    return all(offload_hook(module) is None for module in branch)
+
+
+class _Branch:
+    """The branch of one layer with its MLP."""
+
+    def __init__(self, device: Any) -> None:
+        self.fork = Fork(device, "mlp")
+        self.is_open = False
+        self.inputs: Any = None
+
+    def hooks(self, layer: Any) -> Iterator[Any]:
+        """Attach the branch to a layer; yields the handles of its hooks."""
+        first, last = (layer._modules[name] for name in _MLP)
+        yield first.register_forward_pre_hook(self.begin, with_kwargs=True)
+        yield last.register_forward_hook(self.end)
+        yield layer._modules[_EXPERTS[-1]].register_forward_hook(self.join)
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.inputs = args, kwargs  # else the other branch could reuse their memory
+        self.fork.__enter__()
+        self.is_open = True
+
+    def end(self, module: Any, args: Any, output: Any) -> None:
+        self.fork.__exit__()
+        self.is_open = False
+
+    def join(self, module: Any, args: Any, output: Any) -> None:
+        self.fork.join()
+        self.inputs = None
+
+    def close(self) -> None:
+        """End the branch after a forward that raised."""
+        if self.is_open:
+            self.end(None, None, None)
+        if self.inputs is not None:
+            self.join(None, None, None)
