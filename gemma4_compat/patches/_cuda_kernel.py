@@ -40,7 +40,7 @@ class Kernel:
         values = [_value(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         _check(
-            _driver().cuLaunchKernel(
+            driver().cuLaunchKernel(
                 self._function,
                 *(*grid, 1),
                 *(self._threads, 1, 1),
@@ -79,13 +79,13 @@ def compiled(
     options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
     program = _ptx(source, options)
-    driver = _driver()
+    cuda = driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # creates the CUDA context
-        _check(driver.cuModuleLoadData(ctypes.byref(module), program))
-        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-        _check(driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
+        _check(cuda.cuModuleLoadData(ctypes.byref(module), program))
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
     return Kernel(function, module, threads, shared)
 
 
@@ -115,7 +115,7 @@ def _ptx(source: str, options: list[str]) -> bytes:
 def _check(result: int) -> None:
     if result != 0:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
+        driver().cuGetErrorString(result, ctypes.byref(text))
         raise KernelError((text.value or b"unknown CUDA error").decode())
 
 
@@ -133,7 +133,12 @@ def _nvrtc() -> Any:
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
+    """The library of the CUDA driver.
+
+    Raises:
+        KernelError: This machine has none.
+    """
     return _first("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 

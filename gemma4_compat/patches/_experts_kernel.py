@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ._side_stream import Fork
+
 if TYPE_CHECKING:
     from ._cuda_kernel import Kernel
 
@@ -73,7 +75,10 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
         return None
     if copied:  # short reads would leave the link idle
         chosen = indices.view(-1)
-        gate_up, down = gate_up.chosen(chosen), down.chosen(chosen)
+        with Fork(inputs.device, "maxima") as fork:  # short reads, beside the long ones
+            states = gate_up.chosen_state(chosen), down.chosen_state(chosen)
+        gate_up, down = gate_up.chosen(chosen, states[0]), down.chosen(chosen, states[1])
+        fork.join()
         indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
         kernels = _kernels(replace(shape, nested=_are_nested(gate_up, down)))
         if kernels is None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from ._experts_kernel import routed
 from ._module_view import View
-from ._side_stream import Fork
 
 logger = logging.getLogger(__name__)
 
@@ -106,17 +105,14 @@ class Packed:
         packed = _rows(self._bytes(), indices)
         return self._dequantised(packed, state, (len(indices), *self.shape[1:]))
 
-    def chosen(self, indices: Any) -> Packed:
-        """A copy of the experts of these indices, in 4 bits."""
+    def chosen(self, indices: Any, state: Any) -> Packed:
+        """A copy of the experts of these indices, in 4 bits; ``state`` is their quant state."""
         copied = copy.copy(self)
         copied.shape, copied.in_host_memory = (len(indices), *self.shape[1:]), False
-        with Fork(indices.device, "maxima") as fork:
-            copied.state = self._chosen_state(indices)
-        copied._data = _rows(self._bytes(), indices)
-        fork.join()
+        copied.state, copied._data = state, _rows(self._bytes(), indices)
         return copied
 
-    def _chosen_state(self, indices: Any) -> Any:
+    def chosen_state(self, indices: Any) -> Any:
         """The quant state of the experts of these indices, nested if that is possible."""
         state, experts = self.state, self.shape[0]
         maxima = state.absmax.view(experts, -1)

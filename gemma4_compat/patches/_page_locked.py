@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: Only on Linux does registered host memory have the same address on the CPU and the GPU.
 _READABLE_IN_PLACE = sys.platform == "linux"
-_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+_PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister and of cuMemHostAlloc
 
 _counting = threading.RLock()  # a finalizer may run while it is held
 _locked = 0  # bytes
@@ -46,6 +46,47 @@ def page_lock(memory: Any, device: Any = None) -> bool:
     finalizer = weakref.finalize(memory, _unlock, memory.data_ptr(), nbytes, device)
     finalizer.atexit = False
     return True
+
+
+def page_locked_memory(nbytes: int, device: Any) -> Any | None:
+    """New page-locked memory, uint8 [nbytes]; ``None`` beyond the limit or if the system refuses.
+
+    The kernels of a GPU read it faster than memory that was page-locked afterwards: 50 instead of
+    46 GB/s on an H200.
+    """
+    import ctypes
+
+    import torch
+
+    from ._cuda_kernel import KernelError, driver
+
+    if not _take(nbytes):
+        return None
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device), suppress(KernelError):
+        torch.cuda.synchronize()  # makes the CUDA context that of this thread
+        size = ctypes.c_size_t(nbytes)
+        driver().cuMemHostAlloc(ctypes.byref(address), size, _PORTABLE_AND_MAPPED)
+    if address.value is None:
+        _take(-nbytes)
+        return None
+    memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
+    # Views of the tensor keep this object alive, but not the tensor itself.
+    finalizer = weakref.finalize(memory, _free, address.value, nbytes, device)
+    finalizer.atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _free(pointer: int, nbytes: int, device: Any) -> None:
+    import ctypes
+
+    import torch
+
+    from ._cuda_kernel import driver
+
+    torch.cuda.synchronize(device)  # a kernel may be reading it
+    driver().cuMemFreeHost(ctypes.c_void_p(pointer))
+    _take(-nbytes)
 
 
 def _unlock(pointer: int, nbytes: int, device: Any) -> None:

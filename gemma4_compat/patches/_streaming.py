@@ -21,7 +21,7 @@ from ..model.parts import MODELS, layer_of
 from ._int8_state import empty
 from ._not_copied import NotCopied
 from ._packed_experts import IN_HOST_MEMORY, packed_parameters
-from ._page_locked import on_gpu, page_lock
+from ._page_locked import on_gpu, page_lock, page_locked_memory
 from ._side_stream import is_capturing
 
 logger = logging.getLogger(__name__)
@@ -255,8 +255,7 @@ class Layer(NotCopied):
         for piece in pieces:
             piece.start = size
             size += -(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT
-        host = torch.empty(size, dtype=torch.uint8)
-        self.page_locked = page_lock(host, device if device.type == "cuda" else None)
+        host = self.allocate(size, device)
         if not self.page_locked and torch.cuda.is_available():
             _warn_pageable()
             if not four_bit:
@@ -266,6 +265,14 @@ class Layer(NotCopied):
         self.dtypes = {piece.host.dtype for piece in pieces}
         for part in self.parts:
             part.move_to(self.views(self.host))
+
+    def allocate(self, size: int, device: Any) -> Any:
+        """Host memory for the block, page-locked if possible."""
+        import torch
+
+        host = torch.empty(size, dtype=torch.uint8)
+        self.page_locked = page_lock(host, device if device.type == "cuda" else None)
+        return host
 
     def is_known(self) -> bool:
         """Whether this is a layer of one of ``MODELS``."""
@@ -352,6 +359,13 @@ class Experts(Layer):
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         super().__init__(dispatch, stack)
         self.copies: dict[Piece, Any] = {}  # of the tables, which each kernel reads many times
+
+    def allocate(self, size: int, device: Any) -> Any:
+        host = page_locked_memory(size, device) if device.type == "cuda" else None
+        if host is None:
+            return super().allocate(size, device)
+        self.page_locked = True
+        return host
 
     def enter(self) -> None:
         self.send()

@@ -21,7 +21,7 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches import _experts_kernel, _packed_experts, _streaming
+from gemma4_compat.patches import _experts_kernel, _packed_experts, _page_locked, _streaming
 from gemma4_compat.patches._packed_experts import Packed, is_packed, quantised
 from gemma4_compat.patches.offloading import fused_experts_4bit
 from tests import support
@@ -666,7 +666,8 @@ def test_chosen_experts(folder, kind):
     numbers = torch.tensor([5, 0, 31, 5])
     for name in FUSED:
         packed = Packed(getattr(experts, name))
-        assert torch.equal(packed.chosen(numbers).whole(), packed.whole()[numbers])
+        copied = packed.chosen(numbers, packed.chosen_state(numbers))
+        assert torch.equal(copied.whole(), packed.whole()[numbers])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -913,7 +914,7 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     model = load(folder, kind, device=0)
     expected, _ = captured_and_eager(model)
     packed = sum(p.nbytes for layer in model.model.layers for p in layer.experts.parameters())
-    before = torch.cuda.memory_allocated()
+    before, locked = torch.cuda.memory_allocated(), _page_locked._locked
     names = {f"model.layers.{i}.experts": "cpu" for i in range(LAYERS)}
     model = dispatch_model(
         model, {"": 0, **names}, main_device=0, skip_keys=model._skip_keys_device_placement
@@ -925,6 +926,29 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     assert_near(found, expected, near)
     assert torch.cuda.memory_allocated() < before - packed // 2
     assert all(part.layer.in_place for part in parts_of(model))
+    del model
+    gc.collect()
+    assert _page_locked._locked == locked
+
+
+@pytest.mark.cuda
+def test_page_locked_memory_lives_as_long_as_its_views():
+    before = _page_locked._locked
+    memory = _page_locked.page_locked_memory(2**20, torch.device("cuda:0"))
+    assert memory.is_pinned()
+    view = memory[512:].view(torch.int64)
+    del memory
+    gc.collect()
+    assert _page_locked._locked == before + 2**20
+    on_gpu = _page_locked.on_gpu(view, torch.device("cuda:0")).view(torch.int64)
+    view.fill_(7)
+    assert torch.equal(on_gpu.sum().cpu(), view.sum())
+    del view
+    gc.collect()
+    assert _page_locked._locked == before + 2**20
+    del on_gpu
+    gc.collect()
+    assert _page_locked._locked == before
 
 
 def deterministic():

@@ -58,12 +58,10 @@ def test_weights_are_dropped():
 
 @pytest.mark.cuda
 def test_gpu_memory_is_freed(model_dir):
-    whole = load_model(model_dir, "int8", {"": 0})
-    expected = logits(whole)
+    expected = logits(load_model(model_dir, "int8", {"": 0}))
     gemma4_compat.limit_page_locked(0)  # accelerate copies the layers
     try:
-        model = with_layers_on_the_cpu(whole)
-        del whole
+        model = with_layers_on_the_cpu(load_model(model_dir, "int8", {"": 0}))
         gc.collect()
         before = torch.cuda.memory_allocated()
         for _ in range(2):

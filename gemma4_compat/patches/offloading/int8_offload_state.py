@@ -24,7 +24,7 @@ PATCH = Patch(
         "AttributeError: 'NoneType' object has no attribute 'unsqueeze' in the backward of 8-bit "
         "layers that are offloaded; their weights stay on the GPU after the forward"
     ),
-    affects=("accelerate", "bitsandbytes"),
+    affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
         "After each forward, accelerate's AlignDevicesHook removes weight and scales from the "
         "state of an offloaded Linear8bitLt; autograd keeps its own state."
