@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="small widths, to try the program")
-    parser.add_argument("--no-offload", action="store_true")
+    parser.add_argument("--only", choices=("gpu", "cpu"), help="where the experts are")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -325,8 +325,11 @@ def main() -> None:
         if args.out:
             args.out.write_text(line + "\n")
 
-    model = measure_both(folder, figures, say)
-    if not args.no_offload:
+    if args.only == "cpu":
+        model = load(folder, four_bit=True)
+    else:
+        model = measure_both(folder, figures, say)
+    if args.only != "gpu":
         measure_offloaded(model, figures)
         say()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from ..model.hooks import offload_hook
@@ -84,4 +84,5 @@ class _Branch:
         if self.is_open:
             self.end(None, None, None)
         if self.inputs is not None:
-            self.join(None, None, None)
+            with suppress(RuntimeError):  # the capture has failed already
+                self.join(None, None, None)
