@@ -8,12 +8,13 @@ follows it.  The kernels and their inputs are the same, so the logits are equal 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from ..model.hooks import offload_hook
-from ._side_stream import Fork
+from ._side_stream import Fork, is_capturing
 
 #: The submodules that a layer runs after its attention, in this order: first one branch, ...
 _MLP = ("mlp", "post_feedforward_layernorm_1")
@@ -56,6 +57,7 @@ class _Branch:
 
     def __init__(self, device: Any) -> None:
         self.fork = Fork(device, "mlp")
+        self.thread: int | None = None  # the one that captures; others may run the model meanwhile
         self.is_open = False
         self.inputs: Any = None
 
@@ -67,22 +69,25 @@ class _Branch:
         yield layer._modules[_EXPERTS[-1]].register_forward_hook(self.join)
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        self.inputs = args, kwargs  # else the other branch could reuse their memory
-        self.fork.__enter__()
-        self.is_open = True
+        if is_capturing(self.fork.device):
+            self.thread = threading.get_ident()
+            self.inputs = args, kwargs  # else the other branch could reuse their memory
+            self.fork.__enter__()
+            self.is_open = True
 
-    def end(self, module: Any, args: Any, output: Any) -> None:
-        self.fork.__exit__()
-        self.is_open = False
+    def end(self, *_: Any) -> None:
+        if self.thread == threading.get_ident():
+            self.fork.__exit__()
+            self.is_open = False
 
-    def join(self, module: Any, args: Any, output: Any) -> None:
-        self.fork.join()
-        self.inputs = None
+    def join(self, *_: Any) -> None:
+        if self.thread == threading.get_ident():
+            self.fork.join()
+            self.inputs = self.thread = None
 
     def close(self) -> None:
         """End the branch after a forward that raised."""
         if self.is_open:
-            self.end(None, None, None)
-        if self.inputs is not None:
-            with suppress(RuntimeError):  # the capture has failed already
-                self.join(None, None, None)
+            self.end()
+        with suppress(RuntimeError):  # the capture has failed already
+            self.join()

@@ -1075,3 +1075,47 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
         logits_of_branches()
     hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
     assert not any(after or before for after, before in hooks)
+
+
+def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
+    """Here a fork records its calls instead of changing streams."""
+    calls = []
+
+    class Fork:
+        def __init__(self, device, purpose):
+            self.device = device
+
+        def __enter__(self):
+            calls.append(("fork", threading.get_ident()))
+
+        def __exit__(self, *_):
+            calls.append(("back", threading.get_ident()))
+
+        def join(self):
+            calls.append(("join", threading.get_ident()))
+
+    capturing = threading.get_ident()
+    monkeypatch.setattr(_two_branches, "Fork", Fork)
+    monkeypatch.setattr(
+        _two_branches, "is_capturing", lambda device: threading.get_ident() == capturing
+    )
+    model = of_family("Gemma4 experts", tmp_path, "cpu")
+
+    def forward():
+        with torch.no_grad():
+            model(input_ids=torch.arange(5, 9)[None])
+
+    layers = model.model.layers
+    experts = type(layers[0].experts)
+    original, other = experts.forward, threading.Thread(target=forward)
+
+    def meanwhile(self, *args):
+        if threading.get_ident() == capturing and self is layers[1].experts:
+            other.start()
+            other.join()
+        return original(self, *args)
+
+    monkeypatch.setattr(experts, "forward", meanwhile)
+    with _two_branches.side_by_side(model.modules(), torch.device("cpu")):
+        forward()
+    assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
