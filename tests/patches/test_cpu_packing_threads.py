@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +19,6 @@ if not getattr(functional, "has_avx512bf16", bool)():
 
 from bitsandbytes.nn import modules  # noqa: E402
 
-THREADS = 3
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
 
 
@@ -33,30 +32,32 @@ def run(module):
         return module(torch.randn(3, 256, generator=generator).bfloat16())
 
 
-@pytest.fixture
-def slow_packing(monkeypatch):
-    """The threads meet while a weight is repacked: before, and after the state has changed."""
+@pytest.mark.regression("cpu_packing_threads", "thread . is wrong|size mismatch|shape")
+@NESTED
+def test_first_forwards(nested, monkeypatch):
+    """A second thread starts once the first has repacked the quant state, but not the weight."""
     original = modules._convert_weight_packed_for_cpu
+    state_changed, second_ended = threading.Event(), threading.Event()
 
-    def slow(*args, **kwargs):
-        time.sleep(0.2)
+    def pack(*args, **kwargs):
         packed = original(*args, **kwargs)
-        time.sleep(0.2)
+        state_changed.set()
+        second_ended.wait(0.5)  # with the patch, the second waits for this thread
         return packed
 
-    monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", slow)
+    def run_second(module):
+        assert state_changed.wait(60)
+        try:
+            return run(module)
+        finally:
+            second_ended.set()
 
-
-@pytest.mark.usefixtures("slow_packing")
-@pytest.mark.regression(
-    "cpu_packing_threads", "thread . is wrong|has no attribute 'state2'|shape|only for packing"
-)
-@NESTED
-def test_first_forwards(nested):
     expected = run(layer(nested))
+    monkeypatch.setattr(modules, "_convert_weight_packed_for_cpu", pack)
     module = layer(nested)
-    with ThreadPoolExecutor(THREADS) as pool:
-        outputs = list(pool.map(run, [module] * THREADS))
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, module), pool.submit(run_second, module)]
+        outputs = [each.result() for each in futures]
     for number, output in enumerate([*outputs, run(module)]):
         assert torch.equal(output, expected), f"thread {number} is wrong"
 
