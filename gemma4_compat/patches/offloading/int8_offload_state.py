@@ -25,6 +25,7 @@ PATCH = Patch(
         "layers that are offloaded; their weights stay on the GPU after the forward"
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
+    requires=("int8_params_move",),  # without CB on the weight, a layer has only that of its state
     changes=(
         "After each forward, accelerate's AlignDevicesHook removes weight and scales from the "
         "state of an offloaded Linear8bitLt; autograd keeps its own state."
