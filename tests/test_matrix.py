@@ -60,7 +60,7 @@ def test_every_bug_was_seen(name):
     assert ("broken" in seen) != (name in UNSEEN)
 
 
-@pytest.mark.parametrize("name", filter(needs_a_gpu, PATCHES))
+@pytest.mark.parametrize("name", [name for name in PATCHES if needs_a_gpu(name)])
 @pytest.mark.parametrize("stack", [USERS, FLOORS, NEWEST], ids=["users", "oldest", "newest"])
 def test_patches_that_show_on_a_gpu_alone(stack, name):
     """They were measured on a GPU; bitsandbytes there is one whose binaries fit its CUDA."""
