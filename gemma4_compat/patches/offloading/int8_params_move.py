@@ -1,4 +1,4 @@
-"""The weight of an offloaded 8-bit layer does not survive the way back to its device.
+"""An offloaded 8-bit layer fails, because its weight comes back to the device incomplete.
 
 accelerate moves an offloaded weight to the meta device and, for a forward, rebuilds it with the
 attributes that it had there: ``CB`` and ``SCB`` are None or on the meta device.  It then calls
@@ -35,7 +35,7 @@ PATCH = Patch(
 
 
 @PATCH.probe
-def weight_is_lost_on_the_way() -> Finding:
+def weight_comes_back_incomplete() -> Finding:
     """Move a quantised weight as accelerate does."""
     import torch
     from bitsandbytes.nn.modules import Int8Params
