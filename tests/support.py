@@ -99,6 +99,15 @@ def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
     return module
 
 
+def linear8bit_layers():
+    """Two quantised Linear8bitLt layers on the CPU, one after the other, 64 wide."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    torch.manual_seed(0)
+    layers = (Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2))
+    return nn.Sequential(*layers).bfloat16().to("cpu").requires_grad_(False)
+
+
 def dequantized(module):
     """The module with bitsandbytes' layers replaced by bfloat16 layers of the same values.
 

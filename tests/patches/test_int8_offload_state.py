@@ -6,24 +6,15 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 import gemma4_compat
-from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
-
-
-def layers():
-    from bitsandbytes.nn import Linear8bitLt
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2)))
-    return model.bfloat16().to("cpu").requires_grad_(False)
+from tests.support import assert_same, linear8bit_layers, load_model, logits, with_layers_on_the_cpu
 
 
 def offloaded():
     from accelerate import cpu_offload
 
-    return cpu_offload(layers(), execution_device=torch.device("cpu"))
+    return cpu_offload(linear8bit_layers(), execution_device=torch.device("cpu"))
 
 
 def output_and_gradient(model):
@@ -40,7 +31,7 @@ def output_and_gradient(model):
     behind="int8_params_move",
 )
 def test_gradients():
-    whole, model = layers(), offloaded()
+    whole, model = linear8bit_layers(), offloaded()
     for _ in range(2):
         found, expected = output_and_gradient(model), output_and_gradient(whole)
         assert torch.equal(found[0], expected[0])
@@ -51,7 +42,7 @@ def test_gradients():
     "int8_offload_state", "layers still have their weights", behind="int8_params_move"
 )
 def test_weights_are_dropped():
-    whole, model = layers(), offloaded()
+    whole, model = linear8bit_layers(), offloaded()
     x = torch.randn(3, 64).bfloat16()
     for _ in range(3):
         with torch.no_grad():

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-
-def layers():
-    from bitsandbytes.nn import Linear8bitLt
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Linear8bitLt(64, 64, has_fp16_weights=False) for _ in range(2)))
-    return model.bfloat16().to("cpu").requires_grad_(False)
+from tests.support import linear8bit_layers
 
 
 def offloaded(to, folder):
@@ -20,8 +13,8 @@ def offloaded(to, folder):
 
     device = torch.device("cpu")
     if to == "disk":
-        return disk_offload(layers(), folder, execution_device=device)
-    return cpu_offload(layers(), execution_device=device)
+        return disk_offload(linear8bit_layers(), folder, execution_device=device)
+    return cpu_offload(linear8bit_layers(), execution_device=device)
 
 
 @pytest.mark.regression(
@@ -30,7 +23,7 @@ def offloaded(to, folder):
 )
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_same_as_on_one_device(to, tmp_path):
-    whole, model = layers(), offloaded(to, tmp_path)
+    whole, model = linear8bit_layers(), offloaded(to, tmp_path)
     x = torch.randn(3, 64).bfloat16()
     with torch.no_grad():
         expected = whole(x)
@@ -49,7 +42,7 @@ def test_weight_without_scales_is_complete():
 
 
 def test_scales_follow():
-    [layer] = layers()[:1]
+    [layer] = linear8bit_layers()[:1]
     moved = layer.weight.to("cpu")
     assert torch.equal(moved.CB, layer.weight.data)
     assert torch.equal(moved.SCB, layer.weight.SCB)
