@@ -25,7 +25,7 @@ PATCH = Patch(
         "NotImplementedError: Cannot copy out of meta tensor; no data! (or: 'NoneType' object has "
         "no attribute 'dtype') in the forward of 8-bit layers that are offloaded"
     ),
-    affects=("accelerate", "bitsandbytes>=0.47,<0.48.2"),
+    affects=("transformers", "accelerate", "bitsandbytes>=0.47,<0.48.2"),
     changes=(
         "bitsandbytes' Int8Params.to removes scales on the meta device, and sets CB on the weight "
         "that it returns."
