@@ -31,7 +31,7 @@ def test_same_as_on_one_device(to, tmp_path):
             assert torch.equal(model(x), expected)
 
 
-def test_weight_without_scales_is_complete():
+def test_weight_without_scales_moves_to_meta():
     from bitsandbytes.nn import Int8Params
 
     data = torch.arange(-8, 8, dtype=torch.int8).reshape(4, 4)
@@ -42,7 +42,7 @@ def test_weight_without_scales_is_complete():
 
 
 def test_scales_follow():
-    [layer] = linear8bit_layers()[:1]
+    layer = linear8bit_layers()[0]
     moved = layer.weight.to("cpu")
     assert torch.equal(moved.CB, layer.weight.data)
     assert torch.equal(moved.SCB, layer.weight.SCB)
