@@ -11,8 +11,8 @@ reads a file into the page cache without a copy of the bytes.  ``posix_fadvise``
 fills the cache with single pages, and later copies of them are slower.  Bytes that are in the cache
 are not read again; ``mincore`` shows which these are.  For files that the user neither owns nor may
 write it calls every page cached, so nothing is read ahead from them.  After the last layer comes
-the first one, because the next decode step begins with it.  If the system removes layers from the
-page cache before they run, the cache is too small, and reading ahead ends.
+the first one, because the next decode step begins with it.  If the system removes several layers
+from the page cache before they run, the cache is too small, and reading ahead ends.
 
 An error is ignored: accelerate raises its own when it cannot load a tensor.
 """
@@ -55,8 +55,9 @@ _READERS = 4
 #: Bytes that a thread reads at a time.
 _PIECE = 16 * 2**20
 
-#: After so many such losses in succession, reading ahead ends.
+#: Reading ahead ends after so many such losses among the last layers.
 _MOST_LOST = 3
+_LAST_LAYERS = 8
 
 #: Ranges with at most so many bytes between them are read as one.
 _GAP = 64 * 1024
@@ -144,7 +145,8 @@ class Layers(NotCopied):
         self.ranges: dict[str, list[Range]] | None = None
         self.pieces: deque[Range] = deque(maxlen=1024)  # not read yet
         self.readers: list[threading.Thread] = []
-        self.lost = 0  # how many layers in succession left the page cache before they ran
+        # Whether each of the last layers left the page cache before it ran.
+        self.lost: deque[bool] = deque(maxlen=_LAST_LAYERS)
 
     def add(self, prefix: str) -> None:
         """Register an offloaded module if it is in a layer."""
@@ -165,7 +167,7 @@ class Layers(NotCopied):
             return
         if layer in self.requested and self.is_lost(layer):
             self.requested = []
-        if self.lost >= _MOST_LOST:
+        if self.lost.count(True) >= _MOST_LOST:
             return
         wanted = [layer, self.after(layer)]
         new = [each for each in wanted if each not in self.requested]
@@ -182,7 +184,7 @@ class Layers(NotCopied):
         if self.pieces or any(reader.is_alive() for reader in self.readers):
             return False
         lost = not _is_cached(self.ranges_of(layer))
-        self.lost = self.lost + 1 if lost else 0
+        self.lost.append(lost)
         return lost
 
     def request(self, layers: list[str]) -> None:
