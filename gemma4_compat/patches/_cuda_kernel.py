@@ -30,8 +30,8 @@ class Kernel:
 
         Args:
             grid: Blocks in x and y.
-            *arguments: Contiguous CUDA tensors, passed as pointers, or tuples of them, passed as a
-                struct of pointers.
+            *arguments: Contiguous CUDA tensors, passed as pointers; tuples of them, passed as a
+                struct of pointers; an ``int`` or ``float`` in 32 bits.
             stream: The handle of a CUDA stream of the kernel's GPU.
 
         Raises:
@@ -53,6 +53,10 @@ class Kernel:
 
 
 def _value(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
     tensors = argument if isinstance(argument, tuple) else (argument,)
     return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
 

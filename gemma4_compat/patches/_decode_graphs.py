@@ -17,6 +17,7 @@ from ..model.parts import tower_of
 from ._cache_memory import Memory, full_layers, layers_of
 from ._cuda_graph import CaptureFailed, NotCaptured, Step
 from ._forward_lock import lock_of
+from ._int8_outliers import can_search, has_threshold, outliers_on_the_gpu
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._snapshot import Snapshot, own_tensors
@@ -42,6 +43,12 @@ _OF_A_PROMPT = frozenset(
         "mm_token_type_ids",
     }
 )  # fmt: skip
+
+#: A reason not to capture a step.
+_SEARCH = (
+    "its 8-bit layers search {} for outliers, which needs the CPU in each step "
+    "(BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
+)
 
 #: Device types that have CUDA graphs.
 CAPTURED_ON = ("cuda",)
@@ -196,17 +203,20 @@ class Decoder:
         memory = self.decoding.memory_of(cache)
         step = memory.steps.get((version, kind))
         if step is None:
+            modules = _modules_of_a_step(self.model).values()
+            if len(inputs["input_ids"]) > 1 and any(map(has_threshold, modules)):
+                raise NotCaptured(_SEARCH.format("the inputs of several sequences"))
             if kind not in version.warm:
                 version.warm.add(kind)
-                return self.model(**inputs)
-            modules = _modules_of_a_step(self.model).values()
+                with outliers_on_the_gpu():
+                    return self.model(**inputs)
             first = first_layers(modules)
             # Another thread must not send layers meanwhile.
             with lock_of(self.model), captured(first) as send_ahead:
 
                 def model(**kwargs: Any) -> Any:
                     send_ahead()
-                    with side_by_side(modules, version.device):
+                    with side_by_side(modules, version.device), outliers_on_the_gpu():
                         return self.model(**kwargs)
 
                 step = Step(model, version.device, cache, memory, leaves, spec)
@@ -263,7 +273,7 @@ def _device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str |
     """The GPU to capture on and ``None``, or ``None`` and the reason not to capture."""
     try:
         device = _device_of_a_step(modules)
-        _check_repeatable(model, modules)
+        _check_repeatable(model, modules, device)
     except NotCaptured as why:
         return None, str(why)
     return device, None
@@ -299,12 +309,12 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
     return devices.pop()
 
 
-def _check_repeatable(model: Any, modules: dict[str, Any]) -> None:
+def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
     """Check that a graph repeats all that the forward does.
 
     Raises:
         NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
-            layers with an outlier threshold.
+            layers that cannot search for outliers on this GPU.
     """
     from torch.nn.modules import module as nn_module
 
@@ -316,11 +326,7 @@ def _check_repeatable(model: Any, modules: dict[str, Any]) -> None:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(str(hook.__module__).startswith("gemma4_compat") for hook in hooks):
             raise NotCaptured(f"{name} has a forward hook")
-        state = getattr(module, "state", None)
-        if getattr(state, "threshold", 0) and type(module).__name__ == "Linear8bitLt":
-            raise NotCaptured(
-                "its 8-bit layers search their inputs for outliers, which needs the CPU in each "
-                "step (BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
-            )
+        if has_threshold(module) and not can_search(device):
+            raise NotCaptured(_SEARCH.format("their inputs"))
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise NotCaptured("the model is compiled")

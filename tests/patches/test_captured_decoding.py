@@ -22,6 +22,7 @@ import gemma4_compat
 from gemma4_compat.patches import (
     _cuda_graph,
     _decode_graphs,
+    _int8_outliers,
     _page_locked,
     _streaming,
     _two_branches,
@@ -286,6 +287,78 @@ def test_other_batch_size(model):
 def test_8_bit(model_dir):
     model = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=0.0)
     check(model, prompt(model))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("outliers", [0, 1, 5], ids=["no outlier", "one outlier", "five outliers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_outliers_of_8_bit_layers(dtype, outliers):
+    """The search on the GPU finds the same outliers; several are added in another order."""
+    from bitsandbytes.nn import Linear8bitLt
+
+    torch.manual_seed(outliers)
+    for size, outputs, bias in ((64, 32, False), (2816, 704, True), (12288, 2048, False)):
+        layer = Linear8bitLt(size, outputs, bias=bias, has_fp16_weights=False, threshold=6.0)
+        layer = layer.to(dtype).cuda().eval()
+        row = torch.randn(1, 1, size, device="cuda", dtype=dtype).clamp(-5, 5)
+        columns = torch.randperm(size)[:outliers].cuda()
+        row[..., columns] = 6 + 20 * torch.rand(outliers, device="cuda", dtype=dtype)
+        row[..., columns[1::2]] *= -1
+        with torch.no_grad():
+            expected = layer(row)
+            found = _int8_outliers.product(row, layer.state, layer.bias)
+            if outliers < 2:
+                assert torch.equal(found, expected)
+            # The last bit of the dtype, where the sum is near zero that of its terms.
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(found, expected, rtol=eps, atol=30 * eps)
+            layer.state.threshold = 0.0
+            assert outliers == 0 or not torch.equal(layer(row), found), "outliers matter"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("streamed", [False, True], ids=["on the GPU", "streamed"])
+def test_8_bit_with_a_threshold(model_dir, streamed):
+    """Captured steps search on the GPU, and equal eager steps that do so bit for bit."""
+    whole = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
+    own = generated(whole, prompt(whole), eager=True)
+    with _int8_outliers.outliers_on_the_gpu():
+        expected = generated(whole, prompt(whole), eager=True)
+    model = support.with_layers_on_the_cpu(whole, range(6)) if streamed else whole
+    assert_same(generated(model, prompt(model)), expected)
+    assert_same(generated(model, prompt(model)), expected)
+    assert captures(model) == 1
+    assert_same(generated(model, prompt(model), eager=True), own)
+
+
+@pytest.mark.cuda
+def test_accuracy_of_8_bit_with_a_threshold(model_dir):
+    """Captured steps are as far from a float32 model as those of bitsandbytes."""
+    model = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
+    exact = load_model(model_dir, None, {"": 0}).float()
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Linear8bitLt":
+            weight = module.weight.CB.float() * module.weight.SCB[:, None] / 127
+            exact.get_submodule(name).weight.data = weight
+    errors = {"eager": [], "captured": []}
+    for seed in range(8):
+        inputs = prompt(model, seed=seed)
+        for way, each in errors.items():
+            tokens, logits = generated(model, inputs, eager=way == "eager")
+            with torch.no_grad():
+                all_logits = exact(input_ids=tokens.cuda()).logits.cpu()
+            each.append(logits[1:, 0] - all_logits[0, 12:-1])
+    eager, captured = (torch.stack(each).square().mean().sqrt() for each in errors.values())
+    assert captured < 1.1 * eager
+
+
+@pytest.mark.cuda
+def test_several_sequences_in_8_bit_with_a_threshold(model_dir, caplog):
+    model = load_model(model_dir, "int8", {"": 0})
+    expected = generated(model, prompt(model, batch=2), eager=True)
+    assert_same(generated(model, prompt(model, batch=2)), expected)
+    assert captures(model) == 0
+    assert "several sequences" in caplog.text
 
 
 @pytest.mark.cuda
@@ -846,7 +919,35 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
     handle.remove()
 
 
+def test_two_threads_search_on_the_gpu(model_dir):
+    """The last thread restores ``bitsandbytes.matmul``; layers on the CPU are as before."""
+    import bitsandbytes
+
+    model = load_model(model_dir, "int8")
+    ids = torch.arange(5, 17)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    original = bitsandbytes.matmul
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with _int8_outliers.outliers_on_the_gpu():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with _int8_outliers.outliers_on_the_gpu(), torch.no_grad():
+        thread.start()
+        assert inside.wait(60)
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    assert bitsandbytes.matmul is not original
+    leave.set()
+    thread.join()
+    assert bitsandbytes.matmul is original
+
+
 def test_outlier_search_of_8_bit_layers(model_dir, captured_on_cpu):
+    """Without a GPU that compiles kernels, nothing searches but the CPU."""
     assert "llm_int8_threshold=0" in obstacle(load_model(model_dir, "int8"))
     assert obstacle(load_model(model_dir, "int8", llm_int8_threshold=0.0)) is None
 
