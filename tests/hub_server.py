@@ -19,7 +19,7 @@ class Hub:
     """Repositories, and what was asked for.
 
     ``gated`` and ``broken`` are ids that the Hub denies, and answers with status 503.  ``sent`` are
-    (method, file, bytes sent) of all answers, ``tokens`` the tokens of all requests, and
+    (method, file, bytes) of all answers, ``tokens`` the tokens of all requests, and
     ``storage_tokens`` of those for large files, which another host stores.
     """
 
@@ -45,7 +45,7 @@ class Hub:
         return revision if (id, revision) in self.commits else self.revisions.get((id, revision))
 
     def bytes_of(self, file):
-        """The bytes of a file that were sent."""
+        """The bytes of a file in all answers."""
         return sum(count for _, name, count in self.sent if name == file)
 
 
@@ -138,6 +138,9 @@ class Handler(BaseHTTPRequestHandler):
             part, status = content[first : last + 1], 206
             if first >= len(content):
                 return self.refuse(416, "")
+        body = part if self.command == "GET" else b""
+        # Recorded first: once a client has the answer, its test may read the record.
+        self.server.hub.sent.append((self.command, name, len(body)))
         self.send_response(status)
         self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
@@ -145,12 +148,8 @@ class Handler(BaseHTTPRequestHandler):
         if status == 206:
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
         self.end_headers()
-        if self.command == "GET":
-            with contextlib.suppress(ConnectionError):  # the client needs no more
-                self.wfile.write(part)
-            self.server.hub.sent.append(("GET", name, len(part)))
-        else:
-            self.server.hub.sent.append(("HEAD", name, 0))
+        with contextlib.suppress(ConnectionError):  # the client needs no more
+            self.wfile.write(body)
         return None
 
     def refuse(self, status, code, commit=None):
