@@ -916,6 +916,7 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     model = load(folder, kind, device=0)
     expected, _ = captured_and_eager(model)
     packed = sum(p.nbytes for layer in model.model.layers for p in layer.experts.parameters())
+    gc.collect()  # models of other tests
     before, locked = torch.cuda.memory_allocated(), _page_locked._locked
     names = {f"model.layers.{i}.experts": "cpu" for i in range(LAYERS)}
     model = dispatch_model(
@@ -935,6 +936,7 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
 
 @pytest.mark.cuda
 def test_page_locked_memory_lives_as_long_as_its_views():
+    gc.collect()  # models of other tests
     before = _page_locked._locked
     memory = _page_locked.page_locked_memory(2**20, torch.device("cuda:0"))
     assert memory.is_pinned()
