@@ -90,6 +90,21 @@ def looked_up_by_the_cpu() -> Iterator[None]:
         host_embedding.in_place_of = original
 
 
+@contextlib.contextmanager
+def norms_in_many_kernels() -> Iterator[None]:
+    """Captured steps compute their RMS norms as transformers does."""
+    from gemma4_compat.patches import _decode_graphs
+
+    original = _decode_graphs.norms_in_one_kernel
+    _decode_graphs.norms_in_one_kernel = lambda modules: contextlib.nullcontext()
+    _decode_graphs.forget()
+    try:
+        yield
+    finally:
+        _decode_graphs.norms_in_one_kernel = original
+        _decode_graphs.forget()
+
+
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Forwards over prompts, each with its name."""
     from gemma4_compat.tiny import image_inputs
@@ -210,6 +225,25 @@ def measure_steps(
         say()
 
 
+def measure_norms(
+    model: Any, figures: dict[str, Any], contexts: Sequence[int], rounds: int
+) -> None:
+    """The time of a captured token: an RMS norm in one kernel, and in many."""
+    both = {"one": contextlib.nullcontext, "many": norms_in_many_kernels}
+    for length in contexts:
+        steps: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(rounds):
+            for name, context in both.items():
+                with context():
+                    call(model, length, STEPS, "captured")
+                    steps[name] += timed(model, length, "captured")
+        token = {name: statistics.median(times) for name, times in steps.items()}
+        figures[f"{length}: ms a token, kernels of a norm"] = {
+            name: 1e3 * each for name, each in token.items()
+        }
+        figures[f"{length}: tok/s, one kernel ÷ many"] = token["many"] / token["one"]
+
+
 def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
     if "embed_tokens_per_layer" in str(getattr(model, "hf_device_map", "")):
         against_before(model, figures, say)
@@ -238,13 +272,14 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    parts = ("steps", "norms", "calls", "equal")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
     parser.add_argument("cache", type=Path)
     parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--int8", action="store_true", help="in 8 bits, with threshold 0")
-    parser.add_argument("--only", choices=("steps", "calls", "equal"), help="only this part")
+    parser.add_argument("--only", choices=parts, help="only this part")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path)
@@ -282,6 +317,9 @@ def main() -> None:
     if args.only in (None, "steps"):
         measure(model, figures, say, before)
         measure_steps(model, figures, say, args.contexts, args.rounds)
+    if args.only in (None, "norms"):
+        measure_norms(model, figures, args.contexts, args.rounds)
+        say()
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()

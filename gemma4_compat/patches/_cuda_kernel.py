@@ -25,7 +25,9 @@ class Kernel:
         self._function, self._module = function, module
         self._threads, self._shared = threads, shared
 
-    def __call__(self, grid: tuple[int, int], *arguments: Any, stream: int) -> None:
+    def __call__(
+        self, grid: tuple[int, int], *arguments: Any, stream: int, threads: int | None = None
+    ) -> None:
         """Launch the kernel.
 
         Args:
@@ -33,6 +35,7 @@ class Kernel:
             *arguments: Contiguous CUDA tensors, passed as pointers; tuples of them, passed as a
                 struct of pointers; an ``int`` or ``float`` in 32 bits.
             stream: The handle of a CUDA stream of the kernel's GPU.
+            threads: Threads of a block, if fewer than it was compiled for.
 
         Raises:
             KernelError: The driver refused the launch.
@@ -43,7 +46,7 @@ class Kernel:
             driver().cuLaunchKernel(
                 self._function,
                 *(*grid, 1),
-                *(self._threads, 1, 1),
+                *(threads or self._threads, 1, 1),
                 self._shared,
                 ctypes.c_void_p(stream),
                 pointers,
@@ -71,7 +74,7 @@ def compiled(
         name: An ``extern "C"`` function of the source.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
-        threads: Threads of a block.
+        threads: Threads of a block, at most.
         shared: Bytes of dynamic shared memory of a block.
 
     Raises:

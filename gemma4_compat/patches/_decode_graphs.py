@@ -20,6 +20,7 @@ from ._forward_lock import lock_of
 from ._int8_outliers import can_search, has_threshold, outliers_on_the_gpu
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
+from ._rms_norm import norms_in_one_kernel
 from ._snapshot import Snapshot, own_tensors
 from ._streaming import captured, first_layers, why_not_streamed
 from ._two_branches import side_by_side
@@ -208,7 +209,7 @@ class Decoder:
                 raise NotCaptured(_SEARCH.format("the inputs of several sequences"))
             if kind not in version.warm:
                 version.warm.add(kind)
-                with outliers_on_the_gpu():
+                with lock_of(self.model), outliers_on_the_gpu(), norms_in_one_kernel(modules):
                     return self.model(**inputs)
             first = first_layers(modules)
             # Another thread must not send layers meanwhile.
@@ -219,7 +220,8 @@ class Decoder:
                     with side_by_side(modules, version.device), outliers_on_the_gpu():
                         return self.model(**kwargs)
 
-                step = Step(model, version.device, cache, memory, leaves, spec)
+                with norms_in_one_kernel(modules):
+                    step = Step(model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
         return step.replay(cache, leaves)
 
