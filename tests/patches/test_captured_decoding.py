@@ -24,6 +24,7 @@ from gemma4_compat.patches import (
     _decode_graphs,
     _int8_outliers,
     _page_locked,
+    _rms_norm,
     _streaming,
     _two_branches,
 )
@@ -1131,6 +1132,48 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
         decoder = _decode_graphs.Decoder(model, said.append)
         decoder(**step, **masks, output_router_logits=True)
         assert said == ["its forward is called with output_router_logits"]
+
+
+def test_norms_of_a_step(model_dir, monkeypatch):
+    """The step before a capture compares each norm with its kernel; the capture uses the kernels.
+
+    Without a GPU, a step runs the model instead of capturing it.
+    """
+    from torch.nn.modules.module import register_module_forward_hook
+
+    class Step:
+        def __init__(self, model, device, cache, memory, leaves, spec):
+            inputs = torch.utils._pytree.tree_unflatten(leaves, spec)
+            self.output = model(**inputs, past_key_values=cache)
+
+        def replay(self, cache, leaves):
+            return self.output
+
+    run, seen = [], []
+
+    def is_run(module, inputs, output):
+        if type(module).__name__ == "Gemma4RMSNorm":
+            run.append(module)
+
+    def norm(module, inputs, original):
+        seen.append(module)
+        return original(inputs)
+
+    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
+    monkeypatch.setattr(_decode_graphs, "Step", Step)
+    model = load_model(model_dir)
+    step = {"input_ids": torch.tensor([[7]]), "past_key_values": static_cache(model)}
+    decoder = _decode_graphs.Decoder(model, pytest.fail)
+    with torch.no_grad():
+        with register_module_forward_hook(is_run):
+            model(**step)
+        assert len(run) > 4
+        monkeypatch.setattr(_rms_norm, "_norm", norm)
+        for number in range(2):
+            decoder(**step)
+            assert seen == run
+            assert captures(model) == number
+            seen.clear()
 
 
 def test_layers_with_two_branches(model_dir, tmp_path):
