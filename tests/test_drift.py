@@ -389,6 +389,7 @@ def worker(name, *arguments):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@functools.cache
 def targets():
     """The replacements of each patch in the installed releases, if they have its bug."""
     from gemma4_compat.engine.gate import Outcome, holds

@@ -65,13 +65,13 @@ def _value(argument: Any) -> Any:
 
 
 def compiled(
-    source: str, name: str, constants: dict[str, int], device: Any, threads: int, shared: int
+    file: str, name: str, constants: dict[str, int], device: Any, threads: int, shared: int
 ) -> Kernel:
     """Compile a kernel for one GPU.
 
     Args:
-        source: CUDA C++ without headers.
-        name: An ``extern "C"`` function of the source.
+        file: The name of a file in this folder, with CUDA C++ without headers.
+        name: An ``extern "C"`` function of the file.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
         threads: Threads of a block, at most.
@@ -82,6 +82,9 @@ def compiled(
     """
     import torch
 
+    if torch.version.cuda is None:
+        raise KernelError("this PyTorch is not built for CUDA")
+    source = Path(__file__).with_name(file).read_text(encoding="utf-8")
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]

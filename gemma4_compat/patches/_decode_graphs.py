@@ -213,15 +213,14 @@ class Decoder:
                     return self.model(**inputs)
             first = first_layers(modules)
             # Another thread must not send layers meanwhile.
-            with lock_of(self.model), captured(first) as send_ahead:
+            with lock_of(self.model), captured(first) as send_ahead, norms_in_one_kernel(modules):
 
                 def model(**kwargs: Any) -> Any:
                     send_ahead()
                     with side_by_side(modules, version.device), outliers_on_the_gpu():
                         return self.model(**kwargs)
 
-                with norms_in_one_kernel(modules):
-                    step = Step(model, version.device, cache, memory, leaves, spec)
+                step = Step(model, version.device, cache, memory, leaves, spec)
             memory.steps[version, kind] = step
         return step.replay(cache, leaves)
 

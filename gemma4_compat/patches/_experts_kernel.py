@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._side_stream import Fork
@@ -150,9 +149,8 @@ def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
 
     from ._cuda_kernel import KernelError, compiled
 
-    if torch.version.cuda is None or torch.cuda.get_device_capability(shape.device) < (8, 0):
+    if torch.cuda.get_device_capability(shape.device) < (8, 0):
         return None
-    source = Path(__file__).with_name("_routed_experts.cu").read_text(encoding="utf-8")
     common = {
         "BFLOAT16": int(shape.bfloat16),
         "EXPERTS": shape.experts,
@@ -170,7 +168,8 @@ def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
         }
         shared = 4 * 256 * _UNIT + 2 * vectors * columns + 64 * warps
         name = ("gated", "down")[number]
-        return compiled(source, name, common | constants, shape.device, 32 * warps, shared)
+        constants |= common
+        return compiled("_routed_experts.cu", name, constants, shape.device, 32 * warps, shared)
 
     hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k
     try:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._side_stream import is_capturing
@@ -141,14 +140,14 @@ def _kernels(device: Any, dtype: Any) -> tuple[Kernel, ...]:
     from ._cuda_kernel import KernelError, compiled
 
     exponents = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
-    if torch.version.cuda is None or dtype not in exponents:
+    if dtype not in exponents:
         return ()
-    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    file = "_int8_outliers.cu"
     constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents[dtype]}
     try:
         return (
-            compiled(source, "separate", constants, device, _SEPARATE_THREADS, 0),
-            compiled(source, "add", constants, device, _ADD_THREADS, 0),
+            compiled(file, "separate", constants, device, _SEPARATE_THREADS, 0),
+            compiled(file, "add", constants, device, _ADD_THREADS, 0),
         )
     except KernelError:
         return ()

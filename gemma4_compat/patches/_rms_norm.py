@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._side_stream import is_capturing
@@ -54,48 +53,39 @@ def norms_in_one_kernel(modules: Iterable[Any]) -> Iterator[None]:
     Outside a capture they run as usual, and their kernel is compared with them.
     """
     thread = threading.get_ident()
-    with _one_thread:
-        replaced = [each for each in map(_Forward, modules) if each.replace(thread)]
-        try:
-            yield
-        finally:
-            for forward in replaced:
-                forward.restore()
+    norms = [module for module in modules if type(module).__name__.endswith("RMSNorm")]
+    with _one_thread, ExitStack() as stack:
+        for norm in norms:
+            stack.enter_context(_replaced_forward(norm, thread))
+        yield
 
 
-class _Forward:
-    """The forward of one norm."""
+@contextmanager
+def _replaced_forward(module: Any, thread: int) -> Iterator[None]:
+    """In this context, calls of a norm in this thread go through ``_norm``."""
+    attributes, usual = vars(module), type(module).forward
+    # accelerate's hooks keep the module's own forward in ``_old_forward``.
+    name = "_old_forward" if "_old_forward" in attributes else "forward"
+    own = attributes.get(name)
+    if own is not None and getattr(own, "__func__", None) is not usual:
+        yield  # other code has replaced it
+        return
+    original = usual.__get__(module)
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        # accelerate's hooks keep the module's own forward in ``_old_forward``.
-        self.name = "_old_forward" if "_old_forward" in vars(module) else "forward"
-        self.own = vars(module).get(self.name)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or len(args) != 1 or kwargs:
+            return original(*args, **kwargs)
+        return _norm(module, args[0], original)
 
-    def replace(self, thread: int) -> bool:
-        module, usual = self.module, type(self.module).forward
-        if not type(module).__name__.endswith("RMSNorm"):
-            return False
-        if self.own is not None and getattr(self.own, "__func__", None) is not usual:
-            return False  # other code has replaced it
-        original = usual.__get__(module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread or len(args) != 1 or kwargs:
-                return original(*args, **kwargs)
-            return _norm(module, args[0], original)
-
-        vars(module)[self.name] = self.replacement = forward
-        return True
-
-    def restore(self) -> None:
-        attributes = vars(self.module)
-        if attributes.get(self.name) is not self.replacement:
-            return  # other code has replaced it meanwhile
-        if self.own is None:
-            del attributes[self.name]
-        else:
-            attributes[self.name] = self.own
+    attributes[name] = forward
+    try:
+        yield
+    finally:
+        if attributes.get(name) is forward:  # else other code has replaced it meanwhile
+            if own is None:
+                del attributes[name]
+            else:
+                attributes[name] = own
 
 
 def _norm(module: Any, inputs: Any, original: Any) -> Any:
@@ -107,8 +97,6 @@ def _norm(module: Any, inputs: Any, original: Any) -> Any:
         return original(inputs) if kernel is None else _launch(kernel, module, inputs)
     if kind not in _kernels:
         _kernels[kind] = _equal_kernel(kind, module, original)
-        if _kernels[kind] is None:
-            logger.info("%s of %s runs in several kernels", type(module).__name__, kind.shape)
     return original(inputs)
 
 
@@ -117,13 +105,12 @@ def _kind(module: Any, inputs: Any) -> _Kind | None:
     import torch
 
     weight = module._parameters.get("weight")
-    known = (torch.float32, torch.bfloat16, torch.float16)
     if type(inputs) is not torch.Tensor or inputs.ndim == 0:
         return None
     size = inputs.shape[-1]
     fits = (
         inputs.device.type == "cuda"
-        and inputs.dtype in known
+        and inputs.dtype in _dtypes()
         and size >= 4 * _WARP
         and size % 4 == 0
         and inputs.numel() > 0
@@ -135,7 +122,7 @@ def _kind(module: Any, inputs: Any) -> _Kind | None:
     )
     if fits and weight is not None:
         same = weight.device == inputs.device and weight.shape == (size,)
-        fits = same and weight.dtype in known and _is_aligned(weight)
+        fits = same and weight.dtype in _dtypes() and _is_aligned(weight)
     if not fits:
         return None
     settings = ((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
@@ -165,19 +152,21 @@ def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
         4 * torch.randn(kind.shape, generator=generator, device=kind.device) for _ in range(_TRIALS)
     ]
 
-    def is_equal(kernel: Kernel | None, dtype: Any) -> bool:
+    def is_equal(kernel: Kernel, dtype: Any) -> bool:
         inputs = [trial.to(dtype) for trial in trials]
-        return kernel is not None and all(
-            torch.equal(_launch(kernel, module, each), original(each)) for each in inputs
-        )
+        return all(torch.equal(_launch(kernel, module, each), original(each)) for each in inputs)
 
+    why = "its outputs would differ"
     try:
         for halving in (True, False):
             if is_equal(_kernel(kind.device, torch.float32, kind.weight, halving), torch.float32):
                 kernel = _kernel(kind.device, kind.dtype, kind.weight, halving)
-                return kernel if is_equal(kernel, kind.dtype) else None
+                if is_equal(kernel, kind.dtype):
+                    return kernel
     except KernelError as error:
-        logger.info("RMS norms run in several kernels: %s", error)
+        why = str(error)
+    name = type(module).__name__
+    logger.info("%s of %s does not run in one kernel: %s", name, kind.shape, why)
     return None
 
 
@@ -210,24 +199,26 @@ def _threads(rows: int, fours: int) -> int:
 
 
 @cache
-def _kernel(device: Any, dtype: Any, weight: Any, halving: bool) -> Kernel | None:
-    """The compiled kernel; ``None`` on AMD GPUs.
+def _kernel(device: Any, dtype: Any, weight: Any, halving: bool) -> Kernel:
+    """The compiled kernel.
 
     Raises:
         KernelError: This machine cannot compile it.
     """
-    import torch
-
     from ._cuda_kernel import compiled
 
-    if torch.version.cuda is None:
-        return None
-    source = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    numbers = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
     constants = {
-        "INPUT": numbers[dtype],
-        "WEIGHT": numbers[weight],
+        "INPUT": _dtypes()[dtype],
+        "WEIGHT": 0 if weight is None else _dtypes()[weight],
         "THREADS": _MOST_THREADS,
         "HALVING": int(halving),
     }
-    return compiled(source, "rms_norm", constants, device, _MOST_THREADS, 0)
+    return compiled("_rms_norm.cu", "rms_norm", constants, device, _MOST_THREADS, 0)
+
+
+@cache
+def _dtypes() -> dict[Any, int]:
+    """The numbers of the dtypes in the kernel's source."""
+    import torch
+
+    return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

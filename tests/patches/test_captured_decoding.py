@@ -1134,7 +1134,7 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
         assert said == ["its forward is called with output_router_logits"]
 
 
-def test_norms_of_a_step(model_dir, monkeypatch):
+def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
     """The step before a capture compares each norm with its kernel; the capture uses the kernels.
 
     Without a GPU, a step runs the model instead of capturing it.
@@ -1159,7 +1159,6 @@ def test_norms_of_a_step(model_dir, monkeypatch):
         seen.append(module)
         return original(inputs)
 
-    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
     monkeypatch.setattr(_decode_graphs, "Step", Step)
     model = load_model(model_dir)
     step = {"input_ids": torch.tensor([[7]]), "past_key_values": static_cache(model)}

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from gemma4_compat.patches import _rms_norm
 from gemma4_compat.patches._rms_norm import norms_in_one_kernel
@@ -27,13 +28,11 @@ def norm_of(width, weight=torch.float32, cls=None, device="cuda:0"):
 
 def captured(module, inputs):
     """The output of a captured call, and the kernels in it."""
-    graph, launched = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), norms_in_one_kernel([module]):
         module(inputs)
         with torch.cuda.graph(graph):
             output = module(inputs)
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()
