@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ._side_stream import Fork
@@ -27,7 +27,6 @@ _OUTPUTS = 16  # of a block
 _GATED_WARPS = 8
 _UNIT = 64  # values
 _NESTED_BLOCK = 256
-_GELU = "GELUTanh"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,9 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
 
     if inputs.device.type != "cuda" or torch.compiler.is_compiling():
         return None
-    if not 0 < len(inputs) <= TOKENS or not _is_gelu(module):
+    if not 0 < len(inputs) <= TOKENS or not has_usual_gate(module):
+        return None
+    if not _is_gelu(module.act_fn):
         return None
     gate_up, down = packed["gate_up_proj"], packed["down_proj"]
     inputs = inputs.contiguous()
@@ -96,15 +97,38 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     return out
 
 
-def _is_gelu(module: Any) -> bool:
-    """Whether the activation is the one in the kernel, and no hook wants to see it."""
+def has_usual_gate(module: Any) -> bool:
+    """Whether the gates are applied as transformers does: ``act_fn(gate) * up``."""
     from transformers.integrations import moe
 
     usual = getattr(moe, "_default_apply_gate", None)
     own = getattr(type(module), "_apply_gate", None)
-    activation = module.act_fn
-    hooks = activation._forward_hooks or activation._forward_pre_hooks
-    return own is not None and own is usual and type(activation).__name__ == _GELU and not hooks
+    return own is not None and own is usual and "_apply_gate" not in vars(module)
+
+
+def _is_gelu(activation: Any) -> bool:
+    """Whether an activation is the one in the kernel, and no hook wants to see it."""
+    import torch
+    from torch.nn.modules import module as nn_module
+    from transformers import activations
+
+    if type(activation) is not activations.GELUTanh:
+        return False
+    forward, act = type(activation).forward, vars(activation).get("act")
+    hooks = (
+        nn_module._global_forward_hooks,
+        nn_module._global_forward_pre_hooks,
+        activation._forward_hooks,
+        activation._forward_pre_hooks,
+    )
+    return (
+        "forward" not in vars(activation)
+        and getattr(forward, "__globals__", None) is vars(activations)
+        and isinstance(act, partial)
+        and (act.func, act.args, act.keywords)
+        == (torch.nn.functional.gelu, (), {"approximate": "tanh"})
+        and not any(hooks)
+    )
 
 
 def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:

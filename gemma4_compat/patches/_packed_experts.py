@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from ._experts_kernel import routed
+from ._experts_kernel import has_usual_gate, routed
 from ._module_view import View
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 #: The names of the fused parameters of a layer's experts.
 FUSED = ("gate_up_proj", "down_proj")
 
-#: On an experts module, while LoRA layers run its forward: parameter -> what adds their update.
-UPDATES = "_weight_updates"
+#: ``.of``: what LoRA layers add to the weights of the modules whose forward they run in a thread:
+#: (id of the module, name of the parameter) -> function
+updates = threading.local()
 
 #: On a parameter on a GPU whose memory is the host's.
 IN_HOST_MEMORY = "_in_host_memory"
@@ -215,33 +217,74 @@ def _rows(table: Any, indices: Any, dim: int = 0) -> Any:
 # -- forward ------------------------------------------------------------------------------------
 
 
+class Upstream:
+    """The forward of a class of experts, and the functions of transformers that it chooses from.
+
+    Only these functions have faster equivalents here.  Any other function is a user's: it is called
+    in every forward, with the dequantised weights.
+
+    Args:
+        forward: the class's.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        from transformers.integrations import moe
+
+        self.forward = forward
+        self.registered = moe.ALL_EXPERTS_FUNCTIONS
+        self.batched = moe.batched_mm_experts_forward
+        self.grouped = moe.grouped_mm_experts_forward
+        functions = forward, self.batched, self.grouped
+        self.is_known = all(getattr(f, "__globals__", None) is vars(moe) for f in functions)
+
+    def chosen(self, module: Any) -> str | None:
+        """The name of the function of transformers that runs; ``None`` if it is another one."""
+        if not self.is_known:
+            return None
+        name = module.config._experts_implementation
+        function = self.registered.get(name)
+        if function is None:
+            return "eager" if name in (None, "eager") else None
+        if function is self.batched:
+            return "batched_mm"
+        return "grouped_mm" if function is self.grouped else None
+
+
 def forward(
-    original: Callable[..., Any],
+    upstream: Upstream,
     module: Any,
     hidden_states: Any,
     top_k_index: Any,
     top_k_weights: Any,
 ) -> Any:
-    """The forward of a module with experts in 4 bits; ``original`` is that of its class."""
+    """The forward of a module with experts in 4 bits."""
     import torch
 
-    updates = vars(module).get(UPDATES) or {}
+    added = getattr(updates, "of", {})
+    changed = {name: added[id(module), name] for name in FUSED if (id(module), name) in added}
     dtype = getattr(module, "compute_dtype", None) or hidden_states.dtype
     packed = {
         name: Packed(parameter, dtype) for name, parameter in packed_parameters(module).items()
     }
     inputs = hidden_states.to(dtype), top_k_index, top_k_weights
+    chosen = upstream.chosen(module)
     trains = hidden_states.requires_grad or top_k_weights.requires_grad
-    if updates or (trains and torch.is_grad_enabled()) or len(packed) < len(FUSED):
-        run = _whole
-    elif (output := routed(module, packed, *inputs)) is not None:
-        return output.to(hidden_states.dtype)
-    elif len(hidden_states) == 1 and all(each.rows_are_blocks() for each in packed.values()):
-        return _one_token(module, packed, *inputs).to(hidden_states.dtype)
-    else:
-        few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
-        run = _routed if few else _whole
-    return run(original, module, packed, updates)(*inputs).to(hidden_states.dtype)
+    run = _whole
+    if (
+        chosen is not None
+        and not changed
+        and not (trains and torch.is_grad_enabled())
+        and len(packed) == len(FUSED)
+    ):
+        gates = chosen != "eager" or has_usual_gate(module)  # the loop calls act_fn
+        if gates and (output := routed(module, packed, *inputs)) is not None:
+            return output.to(hidden_states.dtype)
+        in_rows = all(each.rows_are_blocks() for each in packed.values())
+        if gates and len(hidden_states) == 1 and in_rows:
+            return _one_token(module, packed, *inputs).to(hidden_states.dtype)
+        if 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]:
+            run = _routed
+    return run(upstream, chosen, module, packed, changed, inputs).to(hidden_states.dtype)
 
 
 def _one_token(
@@ -262,45 +305,34 @@ def _one_token(
     return matmul_4bit(inner, matrix.t(), quant_state=state)
 
 
-def _routed(original: Any, module: Any, packed: Any, updates: Any) -> Any:
-    """A forward that dequantises only the experts that the tokens are routed to."""
-    chosen = _implementation(module)
-    attributes: dict[str, Any] = {name: _Routed(each) for name, each in packed.items()}
-    if chosen != "eager":  # which loops over the experts, and needs to know their numbers
-        attributes["config"] = _config(module, "batched_mm")
-    stand_in = View(module, **attributes)
-    return lambda *args: original(stand_in, *args)
+def _routed(
+    upstream: Upstream, chosen: str | None, module: Any, packed: Any, updates: Any, inputs: Any
+) -> Any:
+    """The output, from only the experts that the tokens are routed to."""
+    stand_in = View(module, **{name: _Routed(each) for name, each in packed.items()})
+    # The loop over the experts needs to know their numbers.
+    function = upstream.forward if chosen == "eager" else upstream.batched
+    return function(stand_in, *inputs)
 
 
-def _whole(original: Any, module: Any, packed: Any, updates: Any) -> Any:
-    """A forward that dequantises each fused tensor when it is read.
+def _whole(
+    upstream: Upstream, chosen: str | None, module: Any, packed: Any, updates: Any, inputs: Any
+) -> Any:
+    """The output, from fused tensors that are dequantised when they are read.
 
-    Autograd gets it dequantised again in the backward.
+    Autograd gets them dequantised again in the backward.
     """
-    chosen = _implementation(module)
+    function, settings = upstream.forward, {}
+    if chosen in ("batched_mm", "grouped_mm"):
+        function = upstream.grouped  # batched_mm copies an expert's weights for each of its tokens
+        if not _has_grouped_kernel(inputs[0]) and "eager" not in upstream.registered:
+            _say_looped(str(inputs[0].dtype))
+            function, chosen = upstream.forward, "eager"
+            settings["config"] = View(module.config, _experts_implementation="eager")
     lent = _Lent()
-    stand_in = _Dequantising(module, packed, updates, lent, chosen == "eager")
-    if chosen == "batched_mm":  # copies the weights of an expert for each of its tokens
-        stand_in.config = _config(module, "grouped_mm")
-
-    def run(inputs: Any, *args: Any) -> Any:
-        if chosen != "eager" and not _has_grouped_kernel(inputs):
-            _say_looped(str(inputs.dtype))
-            stand_in.config = _config(module, "eager")
-            stand_in.one_by_one = True
-        with lent.hooks():
-            return original(stand_in, inputs, *args)
-
-    return run
-
-
-def _implementation(module: Any) -> str:
-    config = getattr(module, "config", None)
-    return getattr(config, "_experts_implementation", None) or "eager"
-
-
-def _config(module: Any, implementation: str) -> View:
-    return View(module.config, _experts_implementation=implementation)
+    stand_in = _Dequantising(module, packed, updates, lent, chosen, **settings)
+    with lent.hooks():
+        return function(stand_in, *inputs)
 
 
 def _has_grouped_kernel(inputs: Any) -> bool:
@@ -342,42 +374,52 @@ class _OneByOne:
 
 
 class _Dequantising(View):
-    """Stands in for the module; its fused tensors are dequantised whenever they are read."""
+    """Stands in for the module; its fused tensors are dequantised whenever they are read.
 
-    def __init__(self, module: Any, packed: Any, updates: Any, lent: _Lent, one_by_one: bool):
-        super().__init__(module)
-        self.config = getattr(module, "config", None)
-        self.one_by_one = one_by_one
-        self._packed, self._updates, self._lent = packed, updates, lent
-        self._updated: dict[str, Any] = {}
+    A user's function, which may read a tensor for each expert, gets the same one during its call.
+    """
+
+    def __init__(
+        self, module: Any, packed: Any, updates: Any, lent: Any, chosen: Any, **settings: Any
+    ) -> None:
+        own = {"_packed": packed, "_updates": updates, "_lent": lent, "_chosen": chosen}
+        super().__init__(module, _read={}, **own, **settings)
 
     def __getattr__(self, name: str) -> Any:
         packed = self._packed.get(name) if name in FUSED else None
         if packed is None:
             return super().__getattr__(name)
+        if name in self._read:
+            return self._read[name]
         if name in self._updates:
-            if name not in self._updated:
-                self._updated[name] = self._updates[name](packed.whole())
-            return self._updated[name]
-        if self.one_by_one:
+            self._read[name] = self._updates[name](packed.whole())
+            return self._read[name]
+        if self._chosen == "eager":
             return _OneByOne(packed, self._lent)
-        return self._lent.lend(packed.whole)
+        weight = self._lent.lend(packed.whole)
+        if self._chosen is None:
+            self._read[name] = weight
+        return weight
 
 
 class _Lent:
     """Dequantised weights that autograd does not keep for the backward: it gets them again."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
 
     def lend(self, make: Callable[[], Any]) -> Any:
         """``make()``, which may be called again in the backward."""
+        import torch
+
         weight = make()
-        self._made[weight.data_ptr()] = weakref.ref(weight), make
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            made = weakref.ref(weight), weight._version, make
+            self._made[weight.untyped_storage()._cdata] = made
         return weight
 
     def hooks(self) -> Any:
-        """A context in which autograd saves no weight that was lent."""
+        """A context in which autograd saves no weight that was lent, and no view of one."""
         import torch
 
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -385,26 +427,42 @@ class _Lent:
         keep, give = _outer_hooks()
 
         def pack(tensor: Any) -> Any:
-            pointer = tensor.untyped_storage().data_ptr()
-            weight, make = self._made.get(pointer, (None, None))
-            if weight is None or weight() is None:
-                return keep(tensor)
-            return _Again(make, tensor.dtype, tensor.size(), tensor.stride())
+            return self._again(tensor) or keep(tensor)
 
         def unpack(saved: Any) -> Any:
             return saved() if isinstance(saved, _Again) else give(saved)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def _again(self, tensor: Any) -> _Again | None:
+        """What makes a tensor again; ``None`` unless it has values of a weight as it was lent."""
+        import torch
+
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()._cdata
+        lent, version, make = self._made.get(storage, (None, 0, None))
+        weight = None if lent is None else lent()
+        if (
+            weight is None
+            or weight.untyped_storage()._cdata != storage  # the weight's .data was replaced
+            or weight._version != version  # changed in place
+            or tensor.dtype != weight.dtype
+        ):
+            return None
+        return _Again(make, tensor.size(), tensor.stride(), tensor.storage_offset())
+
 
 class _Again:
-    """A weight that the backward dequantises again."""
+    """A weight, or a view of one, that the backward dequantises again."""
 
-    def __init__(self, make: Any, dtype: Any, size: Any, stride: Any) -> None:
-        self.make, self.dtype, self.size, self.stride = make, dtype, size, stride
+    def __init__(self, make: Any, *view: Any) -> None:
+        self.make, self.view = make, view
 
     def __call__(self) -> Any:
-        return self.make().as_strided(self.size, self.stride)
+        return self.make().as_strided(*self.view)
 
 
 def _outer_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

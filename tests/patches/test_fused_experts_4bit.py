@@ -496,6 +496,293 @@ def test_checkpointing(folder, reentrant):
         assert torch.equal(found, before)
 
 
+# -- functions of users -------------------------------------------------------------------------
+
+
+def gated(self, gates):
+    gate, up = gates.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def loop(self, states, chosen, weights, gate_up=None, down=None):
+    """The plain loop over the experts; the two functions read the matrices of one expert."""
+    linear = torch.nn.functional.linear
+    gate_up = gate_up or (lambda e: self.gate_up_proj[e])
+    down = down or (lambda e: self.down_proj[e])
+    out = torch.zeros_like(states)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        inner = gated(self, linear(states[tokens], gate_up(expert)))
+        found = linear(inner, down(expert)) * weights[tokens, places, None]
+        out = out.index_add(0, tokens, found.to(out.dtype))
+    return out
+
+
+def of_one_tensor(self, states, chosen, weights):
+    """The fused tensors are read once."""
+    matrices = self.gate_up_proj.__getitem__, self.down_proj.__getitem__
+    return loop(self, states, chosen, weights, *matrices)
+
+
+def of_slices(self, states, chosen, weights):
+    """Two slices of each matrix, one of which begins inside it."""
+
+    def gate_up(expert):
+        half = self.intermediate_dim
+        slices = self.gate_up_proj[expert, :half], self.gate_up_proj[expert, half:]
+        return torch.cat(slices)
+
+    return loop(self, states, chosen, weights, gate_up)
+
+
+def of_halves(self, states, chosen, weights):
+    """gate and up as two chunks of the fused tensor."""
+    linear = torch.nn.functional.linear
+    gates, ups = self.gate_up_proj.chunk(2, dim=1)
+    out = torch.zeros_like(states)
+    for token, experts in enumerate(chosen.tolist()):
+        for place, expert in enumerate(experts):
+            state = states[token]
+            inner = self.act_fn(linear(state, gates[expert])) * linear(state, ups[expert])
+            found = linear(inner, self.down_proj[expert]) * weights[token, place]
+            out = out.index_add(0, torch.tensor([token]), found[None].to(out.dtype))
+    return out
+
+
+def of_products(self, states, chosen, weights):
+    """Transposed matrices, of the fused tensor and of an expert."""
+    turned = self.gate_up_proj.transpose(1, 2)
+    out = torch.zeros_like(states)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        inner = gated(self, states[tokens] @ turned[expert])
+        found = inner @ self.down_proj[expert].t() * weights[tokens, places, None]
+        out = out.index_add(0, tokens, found.to(out.dtype))
+    return out
+
+
+def of_all(self, states, chosen, weights):
+    """Every expert for every token."""
+    factors = torch.zeros(len(states), self.num_experts, dtype=weights.dtype)
+    factors = factors.scatter(1, chosen, weights)
+    inner = gated(self, torch.einsum("th,eih->tei", states, self.gate_up_proj))
+    out = torch.einsum("tei,ehi->teh", inner, self.down_proj)
+    return (out * factors[..., None]).sum(1).to(states.dtype)
+
+
+def of_float32(self, states, chosen, weights):
+    gate_up, down = self.gate_up_proj.to(torch.float32), self.down_proj.to(torch.float32)
+    found = loop(
+        self, states.float(), chosen, weights.float(), lambda e: gate_up[e], lambda e: down[e]
+    )
+    return found.to(states.dtype)
+
+
+def in_bytes(self, states, chosen, weights):
+    """A view of another dtype, saved by a function of the user's."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight.view(torch.uint8))
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (weight,) = ctx.saved_tensors
+            return gradient @ weight.view(torch.bfloat16), None
+
+    out = torch.zeros_like(states)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        inner = gated(self, Product.apply(states[tokens], self.gate_up_proj[expert]))
+        found = Product.apply(inner, self.down_proj[expert]) * weights[tokens, places, None]
+        out = out.index_add(0, tokens, found.to(out.dtype))
+    return out
+
+
+def changed_in_place(self, states, chosen, weights):
+    """A weight that is changed after it was read."""
+    gate_up = self.gate_up_proj.detach()
+    gate_up[:, 0].mul_(2)
+    return loop(self, states, chosen, weights, lambda expert: gate_up[expert])
+
+
+def checkpointed(reentrant):
+    def function(self, states, chosen, weights):
+        from torch.utils.checkpoint import checkpoint
+
+        def run(*inputs):
+            return loop(self, *inputs)
+
+        return checkpoint(run, states, chosen, weights, use_reentrant=reentrant)
+
+    return function
+
+
+FUNCTIONS = {
+    "loop": loop,
+    "read once": of_one_tensor,
+    "slices": of_slices,
+    "chunks": of_halves,
+    "transposed": of_products,
+    "einsum": of_all,
+    "float32": of_float32,
+    "bytes": in_bytes,
+    "in place": changed_in_place,
+    "checkpoint": checkpointed(False),
+    "reentrant checkpoint": checkpointed(True),
+}
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Registers a function of a user's during the test."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def register(name, function):
+        monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, name, function)
+
+    return register
+
+
+def trained(model, tokens=12):
+    """Loss and gradients of the embeddings and of all norms."""
+    parameters = {
+        n: p
+        for n, p in model.named_parameters()
+        if "norm" in n or n.endswith("embed_tokens.weight")
+    }
+    assert len(parameters) > LAYERS
+    model.train()
+    model.zero_grad()
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    ids = torch.arange(3, 3 + tokens)[None]
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in parameters.items()}}
+
+
+@pytest.mark.regression("fused_experts_4bit", "the experts are not in 4 bits")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_a_registered_function(folder, register, name):
+    register("mine", FUNCTIONS[name])
+    model = load(folder)
+    assert is_packed(experts_of(model).down_proj), "the experts are not in 4 bits"
+    plain = copy.deepcopy(model)
+    for layer in plain.model.layers:
+        layer.experts = dequantised(layer.experts)
+        layer.experts.config = plain.config
+    for each in (model, plain):
+        each.config._experts_implementation = "mine"
+    expected = trained(plain)
+    found = trained(model)
+    different = [n for n, value in expected.items() if not torch.equal(found[n], value)]
+    assert not different
+    assert all(value.abs().max() > 0 for value in expected.values())
+
+
+@pytest.mark.parametrize("name", ["mine", "eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.regression("fused_experts_4bit", "the experts are not in 4 bits")
+def test_a_registered_function_is_called(folder, register, name, tokens, trains):
+    """Also under a name of transformers'; no other function is called, and the state is kept."""
+    calls = []
+
+    def mine(self, *inputs):
+        calls.append(inputs)
+        self.calls = getattr(self, "calls", 0) + 1
+        return 2 * loop(self, *inputs)
+
+    def not_mine(self, *inputs):
+        raise AssertionError("another function was called")
+
+    experts = experts_of(load(folder))
+    assert is_packed(experts.down_proj), "the experts are not in 4 bits"
+    plain = dequantised(experts)
+    states, *rest = routed(tokens)
+    for each in ["eager", "grouped_mm", "batched_mm"]:
+        register(each, not_mine)
+    register(name, mine)
+    implement(name, experts)
+    with torch.set_grad_enabled(trains):
+        found = experts(states.requires_grad_(trains), *rest)
+    assert torch.equal(found, 2 * loop(plain, states, *rest))
+    (inputs,) = calls
+    assert all(torch.equal(a, b) for a, b in zip(inputs, (states, *rest), strict=True))
+    assert experts.calls == 1
+
+
+@pytest.mark.parametrize("other", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@IMPLEMENTATIONS
+def test_other_registered_functions_are_not_called(folder, register, implementation, other, tokens):
+    """A user's function replaces the one of that name only."""
+    if other == implementation:
+        pytest.skip("this is the function to call")
+    experts = experts_of(load(folder))
+    implement(implementation, experts)
+    with torch.no_grad():
+        expected = experts(*routed(tokens))
+        register(other, lambda *_: pytest.fail("another function was called"))
+        assert torch.equal(experts(*routed(tokens)), expected)
+
+
+def test_an_unknown_name(folder):
+    experts = experts_of(load(folder))
+    implement("unknown", experts)
+    for tokens in (1, 3, 40):
+        with torch.no_grad(), pytest.raises(KeyError, match="unknown"):
+            experts(*routed(tokens))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("what", ["gate of the class", "gate", "activation", "forward of it"])
+def test_gates_of_a_user(folder, monkeypatch, implementation, tokens, what):
+    """The loop of transformers does not use ``_apply_gate``; the other functions do."""
+    experts = experts_of(load(folder))
+    plain = dequantised(experts)
+    few = 2 * tokens * TOP_K <= EXPERTS
+    implement(implementation, experts, plain)
+    if implementation != "eager":
+        implement("batched_mm" if few else "grouped_mm", plain)
+
+    def own(self, gates):
+        return gated(self, gates).tanh()
+
+    before = experts(*routed(tokens))
+    if what == "gate of the class":
+        monkeypatch.setattr(type(experts), "_apply_gate", own)
+    for each in (experts, plain):
+        if what == "gate":
+            each._apply_gate = own.__get__(each)
+        elif what == "activation":
+            each.act_fn = torch.nn.ReLU()
+        elif what == "forward of it":
+            each.act_fn = copy.copy(each.act_fn)
+            each.act_fn.forward = torch.nn.functional.relu
+    with torch.no_grad():
+        found = experts(*routed(tokens))
+        assert_near(found, plain(*routed(tokens)), ROUNDINGS if tokens == 1 else 0)
+    is_used = implementation != "eager" or "gate" not in what
+    off = (found.float() - before.float()).norm() / before.float().norm()
+    assert (off > 4 * ROUNDINGS) == is_used
+
+
+def test_a_class_with_another_forward(folder, monkeypatch, caplog):
+    """Its experts stay unquantised, as without us."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+    monkeypatch.setattr(Gemma4TextExperts, "forward", loop)
+    model, said = messages(caplog, load, folder)
+    assert {p.dtype for p in experts_of(model).parameters()} == {torch.bfloat16}
+    assert "another program replaced Gemma4TextExperts.forward" in "".join(said)
+    assert logits(model).isfinite().all()
+
+
 # -- files and copies ---------------------------------------------------------------------------
 
 
@@ -824,7 +1111,7 @@ def test_hooks_of_the_activation_run():
     seen = []
     experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad():
-        found = _packed_experts.forward(None, experts, *routed_wide(1))
+        found = experts(*routed_wide(1))
     assert seen
     assert_near(found, expected, GPU_ROUNDINGS)
 
@@ -917,7 +1204,7 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     expected, _ = captured_and_eager(model)
     packed = sum(p.nbytes for layer in model.model.layers for p in layer.experts.parameters())
     gc.collect()  # models of other tests
-    before, locked = torch.cuda.memory_allocated(), _page_locked._locked
+    before, locked = torch.cuda.memory_allocated(), _page_locked.locked()
     names = {f"model.layers.{i}.experts": "cpu" for i in range(LAYERS)}
     model = dispatch_model(
         model, {"": 0, **names}, main_device=0, skip_keys=model._skip_keys_device_placement
@@ -931,28 +1218,28 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     assert all(part.layer.in_place for part in parts_of(model))
     del model
     gc.collect()
-    assert _page_locked._locked == locked
+    assert _page_locked.locked() == locked
 
 
 @pytest.mark.cuda
 def test_page_locked_memory_lives_as_long_as_its_views():
     gc.collect()  # models of other tests
-    before = _page_locked._locked
+    before = _page_locked.locked()
     memory = _page_locked.page_locked_memory(2**20, torch.device("cuda:0"))
     assert memory.is_pinned()
     view = memory[512:].view(torch.int64)
     del memory
     gc.collect()
-    assert _page_locked._locked == before + 2**20
+    assert _page_locked.locked() == before + 2**20
     on_gpu = _page_locked.on_gpu(view, torch.device("cuda:0")).view(torch.int64)
     view.fill_(7)
     assert torch.equal(on_gpu.sum().cpu(), view.sum())
     del view
     gc.collect()
-    assert _page_locked._locked == before + 2**20
+    assert _page_locked.locked() == before + 2**20
     del on_gpu
     gc.collect()
-    assert _page_locked._locked == before
+    assert _page_locked.locked() == before
 
 
 def deterministic():

@@ -18,6 +18,7 @@ multiple of the blocksize, stay as they are.  The patch ends when the quantiser 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable
 from functools import wraps
 from typing import Any
@@ -29,6 +30,7 @@ from .._offload import onloaded
 from .._packed_experts import (
     FUSED,
     Packed,
+    Upstream,
     experts_in,
     fits_in_blocks,
     forward,
@@ -186,9 +188,8 @@ def bnb4bit_deserialize_convert(original: Any) -> Any:
 def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
     """Mark the fused experts of a model on meta, so that the loader quantises them; warn once.
 
-    ``experts`` is their class, whose forward must be `experts_forward`; a subclass may have its own
-    forward.  ``files`` are those of the checkpoint.  If it is quantised, they tell which experts
-    are.
+    ``experts`` is their class; a subclass may have its own forward.  ``files`` are those of the
+    checkpoint.  If it is quantised, they tell which experts are.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -199,6 +200,8 @@ def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any 
         and has_fused_form(module)
         and should_convert_module(name, quantizer.modules_to_not_convert)
     }
+    if modules and experts.forward not in _forwards:
+        return _warn_unquantised(modules, f"another program replaced {experts.__name__}.forward")
     if quantizer.pre_quantized and modules and not _are_packed_in(files):
         return _warn_unquantised(modules, "the checkpoint has them unquantised")
     quantizer._reads_experts = bool(modules) and quantizer.pre_quantized
@@ -286,11 +289,15 @@ def _are_packed_in(files: Iterable[str] | None) -> bool:
 # -- the loaded model ---------------------------------------------------------------------------
 
 
+_forwards: weakref.WeakSet[Any] = weakref.WeakSet()  # those that compute with experts in 4 bits
+
+
 @PATCH.replaces(_EXPERTS, "Gemma4TextExperts.forward")
 def experts_forward(original: Any) -> Any:
     import torch
 
     run: Any = forward
+    upstream = Upstream(original)
     if holds("bitsandbytes<0.50"):  # whose kernels recurse without end in a compiled graph
         run = torch.compiler.disable(forward)
 
@@ -298,8 +305,9 @@ def experts_forward(original: Any) -> Any:
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_packed(self._parameters.get(FUSED[0])):
             return original(self, *args, **kwargs)
-        return run(original, self, *args, **kwargs)
+        return run(upstream, self, *args, **kwargs)
 
+    _forwards.add(experts_forward)
     return experts_forward
 
 
