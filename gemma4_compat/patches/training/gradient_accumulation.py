@@ -1,52 +1,75 @@
 """Gradient accumulation gives each micro batch the same weight, however many tokens it has.
 
-A step over several micro batches equals a step over all of them as one batch only if their losses
-are sums, divided by the number of tokens of the whole step.  ``Trainer`` counts these tokens and
-passes the number to the model as ``num_items_in_batch``; the models' loss divides by it.  But
+A step over several micro batches equals a step over all of them as one batch only if each micro
+batch counts by its number of tokens.  ``Trainer`` can count these tokens and pass the number to the
+model as ``num_items_in_batch``; the models' loss divides by it.  But
 ``Gemma4ForConditionalGeneration``, ``Gemma4UnifiedForConditionalGeneration`` and
 ``Gemma3nForConditionalGeneration`` declare ``accepts_loss_kwargs = False``, a copy from PaliGemma,
-which had another loss.  So ``Trainer`` does not pass the number, and averages the means of the
-micro batches: a token in a short micro batch counts more than a token in a long one.  There is no
-error, but the gradients are wrong.
+which had another loss.  So ``Trainer`` averages the means of the micro batches: a token in a short
+micro batch counts more than a token in a long one.  There is no error, but the gradients are wrong.
 
-Before transformers 5.10.1 ``Trainer`` also counts the first label of each row, which is not a
-target of the loss.  In transformers 5.5 the forward ignores the number: see
-``gradient_accumulation_loss``.
+In transformers 5.5 the classes declare nothing, and their forward ignores the number.  ``Trainer``
+treats their mean as a sum divided by the number.  From 5.5.4 on it adds up the means: with
+``gradient_accumulation_steps=8`` the gradients are eight times too large.
 
-The fix makes ``Trainer`` pass the number to these models and count the targets of their loss.
-Nothing changes if the number would not reach the loss: a subclass or an instance that sets
-``accepts_loss_kwargs`` or has a ``forward`` without ``num_items_in_batch``, a trainer whose own
-``compute_loss`` does not use it (a warning says so), and label smoothing before transformers 5.15.
+The fix multiplies the loss of each micro batch by its share of the step's tokens.  ``Trainer`` and
+its subclasses see the same flags and numbers as without the fix.  The fix looks at the loss that
+``compute_loss`` returns in each step, and changes it only if it is the mean that
+``Trainer.compute_loss`` or TRL's ``SFTTrainer.compute_loss`` computed.  Any other loss stays as it
+is, such as one that a ``compute_loss`` of the user computes.  The loss of a user's model class is
+weighted if it is PyTorch's mean cross entropy of all labels.  Nothing changes for a compiled model,
+and with context or sequence parallelism.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
-from functools import wraps
+from functools import cache, wraps
 from inspect import unwrap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._loss import arrives, is_declared_by, known_class, with_predicted_labels
+from .._shadow import shadowed
+
+logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="gradient_accumulation",
     symptom=(
         "with gradient_accumulation_steps, tokens in short micro batches count more than tokens in "
-        "long ones, without an error"
+        "long ones, without an error; in transformers 5.5, gradients are too large"
     ),
     affects=("transformers",),
     changes=(
-        "Trainer passes num_items_in_batch to Gemma4ForConditionalGeneration, "
-        "Gemma4UnifiedForConditionalGeneration and Gemma3nForConditionalGeneration, and counts the "
-        "labels that their loss uses."
+        "Trainer weights the loss of each micro batch by its number of tokens, for "
+        "Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration and "
+        "Gemma3nForConditionalGeneration."
     ),
     unreported=(
         "No report about these models is known upstream; transformers #37766 is about others."
     ),
 )
 
+_TRAINER = "transformers.trainer"
+_MODELS = {
+    f"transformers.models.{package}.modeling_{package}.{name}ForConditionalGeneration"
+    for package, name in (
+        ("gemma4", "Gemma4"),
+        ("gemma4_unified", "Gemma4Unified"),
+        ("gemma3n", "Gemma3n"),
+    )
+}
 _FLAG = "accepts_loss_kwargs"
+_NUMBER = "num_items_in_batch"
+_IGNORED = -100  # the label of a token that is no target
+
+#: Trainer -> the labels of each micro batch of the current step, how many count, and its weight
+_weights: WeakKeyDictionary[Any, list[tuple[Any, Any, Any]]] = WeakKeyDictionary()
+#: .losses: what Trainer.compute_loss returned in the current step, each with its count of tokens
+_step = threading.local()
 
 
 @PATCH.probe
@@ -62,30 +85,217 @@ def trainer_asks_the_model() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.trainer", "Trainer.__init__")
-def trainer_init(original: Any) -> Any:
+@PATCH.replaces(_TRAINER, "Trainer.get_batch_samples")
+def get_batch_samples(original: Any) -> Any:
     @wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not self.model_accepts_loss_kwargs:
-            known = known_class(self)
-            if known is not None and is_declared_by(self, known):
-                self.model_accepts_loss_kwargs = arrives(self)
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, number = original(self, *args, **kwargs)
+        _weights[self] = _weights_of(self, batches, number)
+        return batches, number
 
-    return __init__
+    return get_batch_samples
 
 
-@PATCH.replaces(
-    "transformers.trainer", "Trainer._get_num_items_in_batch", when="transformers<5.10.1"
-)
-def get_num_items_in_batch(original: Any) -> Any:
+@PATCH.replaces(_TRAINER, "Trainer.training_step")
+def training_step(original: Any) -> Any:
     @wraps(original)
-    def _get_num_items_in_batch(self: Any, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            known = known_class(self)
-            are_labelled = all(isinstance(b, Mapping) and "labels" in b for b in batch_samples)
-            if known is not None and are_labelled:
-                batch_samples = [with_predicted_labels(b, known) for b in batch_samples]
-        return original(self, batch_samples, *args, **kwargs)
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        entry = next((entry for entry in _weights.get(self, ()) if entry[0] is labels), None)
+        if entry is None:
+            return original(self, model, inputs, *args, **kwargs)
+        with shadowed(self, compute_loss=_weighting(self, *entry[1:])):
+            return original(self, model, inputs, *args, **kwargs)
 
-    return _get_num_items_in_batch
+    return training_step
+
+
+def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
+    """The trainer's ``compute_loss``, with this weight if it returns the mean of so many losses."""
+    compute_loss = trainer.compute_loss
+
+    @wraps(compute_loss)
+    def weighted(*args: Any, **kwargs: Any) -> Any:
+        losses: list[tuple[Any, Any]] = []
+        _step.losses = losses
+        try:
+            result = compute_loss(*args, **kwargs)
+        finally:
+            _step.losses = None
+        loss = result[0] if isinstance(result, tuple) else result
+        tokens = next((tokens for own, tokens in losses if own is loss), None)
+        if trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None:
+            pass  # the number may have reached the loss
+        elif not losses and _is_from_trl(compute_loss):
+            tokens = count
+        elif losses and tokens is None:
+            is_mean = any(tokens is not None for _, tokens in losses)
+            _say_unweighted(type(trainer).__name__ if is_mean else None)
+        if tokens is None:
+            return result
+        loss = _multiplied(loss, weight, tokens == count)
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+
+    return weighted
+
+
+@PATCH.replaces(_TRAINER, "Trainer.compute_loss")
+def compute_loss(original: Any) -> Any:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    @wraps(original)
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.get("labels") if type(self.label_smoother) is LabelSmoother else None
+        result = original(self, model, inputs, *args, **kwargs)
+        losses = getattr(_step, "losses", None)
+        if losses is not None:
+            loss = result[0] if isinstance(result, tuple) else result
+            number = args[1] if len(args) > 1 else kwargs.get(_NUMBER)
+            counted = self.model_accepts_loss_kwargs and number is not None
+            if labels is None:
+                # Trainer multiplies the loss of a model by the number of processes.
+                tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
+            else:  # LabelSmoother computes a mean, unless it gets the number
+                tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
+            losses.append((loss, tokens))
+        return result
+
+    return compute_loss
+
+
+# -- the weights -----------------------------------------------------------------------------------
+
+
+def _weights_of(trainer: Any, batches: list[Any], number: Any) -> list[tuple[Any, Any, Any]]:
+    """The labels, count of tokens and weight of each micro batch of a step; else nothing.
+
+    The weights are 1 on average.
+    """
+    known = _known_class(trainer)
+    if known is None or trainer.compute_loss_func is not None or _shards_sequences(trainer):
+        return []
+    if getattr(trainer, "loss_is_scaled_for_ga", None):
+        return []
+    across = trainer.args.average_tokens_across_devices and trainer.args.world_size > 1
+    if len(batches) == 1 and not across:
+        return []
+    counts = [_targets(batch, known) for batch in batches]
+    if any(count is None for count in counts):
+        counts = [0] * len(counts)
+    total: Any = sum(counts)
+    processes = 1
+    if across:  # all processes must take part, whatever their batches hold
+        import torch
+
+        total = torch.as_tensor(total, device=trainer.args.device)
+        total = trainer.accelerator.gather(total).sum()
+        processes = trainer.accelerator.num_processes
+    if not any(hasattr(count, "ndim") for count in counts):
+        return []
+    # What the loss is divided by after compute_loss.
+    divisor = _divisor_of_accelerate(trainer)
+    if number is None or not trainer.model_accepts_loss_kwargs:
+        divisor *= len(batches)
+    else:
+        processes = 1  # Trainer.compute_loss multiplies by their number
+    return [
+        (batch["labels"], count, count * divisor * processes / total)
+        for batch, count in zip(batches, counts, strict=True)
+    ]
+
+
+def _known_class(trainer: Any) -> Any:
+    """The class in ``_MODELS`` that a trainer's model inherits from, or ``None``."""
+    from transformers.trainer import unwrap_peft_model
+
+    model = unwrap_peft_model(trainer.accelerator.unwrap_model(trainer.model))
+    names = ((cls, f"{cls.__module__}.{cls.__qualname__}") for cls in type(model).__mro__)
+    return next((cls for cls, name in names if name in _MODELS), None)
+
+
+def _shards_sequences(trainer: Any) -> bool:
+    """Whether each process has a part of each row only."""
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    flags = ("cp_enabled", "sp_enabled")
+    return parallel is not None and any(getattr(parallel, flag, False) for flag in flags)
+
+
+def _divisor_of_accelerate(trainer: Any) -> int:
+    """Until transformers 5.5.3, accelerate divides the loss by the number of micro batches, too."""
+    accelerator = trainer.accelerator
+    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
+        return 1
+    return int(accelerator.gradient_accumulation_steps)
+
+
+def _targets(batch: Any, known: Any) -> Any:
+    """The number of labels that the loss of a model counts, as a tensor; ``None`` without labels.
+
+    The first label of each row has no token before it that could predict it.
+    """
+    labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not hasattr(labels, "ndim"):
+        return None
+    if "CrossEntropyLoss" in unwrap(known.forward).__code__.co_names:  # transformers 5.5
+        labels = _without_padding(labels, batch.get("attention_mask"))[..., 1:]
+    elif batch.get("shift_labels") is not None:
+        labels = batch["shift_labels"]
+    else:
+        labels = labels[..., 1:]
+    return labels.ne(_IGNORED).sum()
+
+
+def _without_padding(labels: Any, mask: Any) -> Any:
+    """The labels [batch, length] with -100 at padding."""
+    if getattr(mask, "shape", None) != labels.shape:
+        return labels
+    return labels.masked_fill(mask.to(labels.device) == 0, _IGNORED)
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+def _tokens(loss: Any, scaled: Any) -> Any:
+    """The number of tokens in a mean cross entropy of PyTorch; ``None`` for any other loss.
+
+    ``scaled``: the mean was multiplied once.
+    """
+    computed: Any = getattr(loss, "grad_fn", None)
+    if scaled and type(computed).__name__ == "MulBackward0":
+        computed = computed.next_functions[0][0]
+    while type(computed).__name__ == "_DDPSinkBackward":  # DDP hands outputs through
+        computed = computed.next_functions[loss.output_nr][0]
+    if (
+        type(computed).__name__ == "NllLossBackward0"
+        and computed._saved_reduction == 1  # at::Reduction::Mean
+        and computed._saved_weight is None
+    ):
+        return computed._saved_total_weight
+    return None
+
+
+def _is_from_trl(compute_loss: Any) -> bool:
+    """Whether this is ``SFTTrainer.compute_loss`` of TRL; it is a mean if no number is passed."""
+    code = getattr(getattr(compute_loss, "__func__", None), "__code__", None)
+    path = getattr(code, "co_filename", "").replace("\\", "/")
+    return path.endswith("/trl/trainer/sft_trainer.py")
+
+
+def _multiplied(loss: Any, weight: Any, applies: Any) -> Any:
+    """The loss times its weight if that applies; 0, not NaN, if no token counts."""
+    import torch
+
+    weight = torch.where(applies.to(loss.device), weight.to(loss.device), 1.0)
+    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
+
+
+@cache
+def _say_unweighted(trainer: str | None) -> None:
+    why = "the loss is not a mean cross entropy of PyTorch"
+    if trainer is not None:
+        why = f"{trainer}.compute_loss changes the loss that Trainer.compute_loss returns"
+    logger.warning(
+        "each micro batch has the same weight in the gradient, however many tokens it has, because "
+        "%s.  It is the same without gemma4_compat.",
+        why,
+    )
