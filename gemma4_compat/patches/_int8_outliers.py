@@ -14,9 +14,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
+from ._shadow import shadowed
 from ._side_stream import is_capturing
 
 if TYPE_CHECKING:
@@ -47,46 +48,25 @@ def outliers_on_the_gpu() -> Iterator[None]:
     Layers with several rows of inputs search as bitsandbytes does, except in a capture, where they
     raise a ``NotImplementedError``.
     """
-    with _lock:
-        if not _threads:
-            _replace_matmul()
-        _threads.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _lock:
-            _threads.remove(threading.get_ident())
-            if not _threads:
-                _restore_matmul()
-
-
-_lock = threading.Lock()
-_threads: list[int] = []  # those in the context
-_original: Any = None  # bitsandbytes.matmul, while there are such threads
-
-
-def _replace_matmul() -> None:
-    global _original
     bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is not None:
-        _original = bitsandbytes.matmul
-        bitsandbytes.matmul = _matmul  # type: ignore[attr-defined]
+    if bitsandbytes is None:
+        yield
+        return
+    thread, original = threading.get_ident(), bitsandbytes.matmul
 
+    @wraps(original)
+    def matmul(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
+        state: Any = kwargs.get("state")
+        if threading.get_ident() == thread and state is not None and state.threshold:
+            obstacle = _obstacle(A, state)
+            if obstacle is None:
+                return product(A, state, kwargs.get("bias"))
+            if is_capturing(A.device):
+                raise NotImplementedError(obstacle)
+        return original(A, B, *args, **kwargs)
 
-def _restore_matmul() -> None:
-    if _original is not None:
-        sys.modules["bitsandbytes"].matmul = _original  # type: ignore[attr-defined]
-
-
-def _matmul(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
-    state: Any = kwargs.get("state")
-    if threading.get_ident() in _threads and state is not None and state.threshold:
-        obstacle = _obstacle(A, state)
-        if obstacle is None:
-            return product(A, state, kwargs.get("bias"))
-        if is_capturing(A.device):
-            raise NotImplementedError(obstacle)
-    return _original(A, B, *args, **kwargs)
+    with shadowed(bitsandbytes, matmul=matmul):
+        yield
 
 
 def _obstacle(inputs: Any, state: Any) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
-_attaching = threading.Lock()
+from ._fork import ForkableLock
+
+_attaching = ForkableLock()
 
 
 class NotCopied:
@@ -22,8 +23,11 @@ def attached(owner: Any, name: str, make: Callable[[], Any]) -> Any:
     A copy of the owner gets its own.
     """
     own = vars(owner)
-    if own.get(name) is None:
-        with _attaching:
-            if own.get(name) is None:
-                own[name] = make()
-    return own[name]
+    value = own.get(name)
+    if value is None:
+        made = make()
+        with _attaching.now:
+            value = own.get(name)
+            if value is None:
+                value = own[name] = made
+    return value

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ._shadow import shadowed
 from ._side_stream import is_capturing
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _WARP = 32
 _MOST_THREADS = 512  # of a block in PyTorch's reductions
 _TRIALS = 8
 
-_one_thread = threading.RLock()  # held while forwards are replaced
 _kernels: dict[_Kind, Kernel | None] = {}  # those that were compared
 
 
@@ -54,22 +54,20 @@ def norms_in_one_kernel(modules: Iterable[Any]) -> Iterator[None]:
     """
     thread = threading.get_ident()
     norms = [module for module in modules if type(module).__name__.endswith("RMSNorm")]
-    with _one_thread, ExitStack() as stack:
+    with ExitStack() as stack:
         for norm in norms:
             stack.enter_context(_replaced_forward(norm, thread))
         yield
 
 
-@contextmanager
-def _replaced_forward(module: Any, thread: int) -> Iterator[None]:
+def _replaced_forward(module: Any, thread: int) -> AbstractContextManager[None]:
     """In this context, calls of a norm in this thread go through ``_norm``."""
     attributes, usual = vars(module), type(module).forward
     # accelerate's hooks keep the module's own forward in ``_old_forward``.
     name = "_old_forward" if "_old_forward" in attributes else "forward"
     own = attributes.get(name)
     if own is not None and getattr(own, "__func__", None) is not usual:
-        yield  # other code has replaced it
-        return
+        return nullcontext()  # other code, or another thread, has replaced it
     original = usual.__get__(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -77,15 +75,7 @@ def _replaced_forward(module: Any, thread: int) -> Iterator[None]:
             return original(*args, **kwargs)
         return _norm(module, args[0], original)
 
-    attributes[name] = forward
-    try:
-        yield
-    finally:
-        if attributes.get(name) is forward:  # else other code has replaced it meanwhile
-            if own is None:
-                del attributes[name]
-            else:
-                attributes[name] = own
+    return shadowed(module, **{name: forward})
 
 
 def _norm(module: Any, inputs: Any, original: Any) -> Any:

@@ -7,10 +7,10 @@ follows it.  The kernels and their inputs are the same, so the logits are equal 
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from types import CodeType
 from typing import Any
 
 from ..model.hooks import offload_hook
@@ -45,11 +45,27 @@ def has_two_branches(layer: Any) -> bool:
     parts = layer._modules
     if any(parts.get(name) is None for name in (*_MLP, *_EXPERTS)):
         return False
-    names = inspect.unwrap(type(layer).forward).__code__.co_names
+    code = _own_code_of_transformers(layer)
+    names = () if code is None else code.co_names
     if tuple(name for name in names if name in (*_MLP, *_EXPERTS)) != (*_MLP, *_EXPERTS):
         return False
     branch = (module for name in _MLP for module in parts[name].modules())
     return all(offload_hook(module) is None for module in branch)
+
+
+def _own_code_of_transformers(layer: Any) -> CodeType | None:
+    """The code of a layer's forward; ``None`` if a user has replaced the forward, or wrapped it."""
+    forward, own = type(layer).forward, vars(layer)
+    instances = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
+    if instances is not None and getattr(instances, "__func__", None) is not forward:
+        return None
+    code: CodeType | None = None
+    while forward is not None:  # through the decorators of transformers
+        code = getattr(forward, "__code__", None)
+        if "/transformers/" not in getattr(code, "co_filename", "").replace("\\", "/"):
+            return None
+        forward = getattr(forward, "__wrapped__", None)
+    return code
 
 
 class _Branch:

@@ -7,6 +7,8 @@ is added to the same weights by the same operations, so outputs and gradients ar
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -118,6 +120,35 @@ def test_prepared_for_training(folder):
     assert all(
         gradient.isfinite().all() and gradient.abs().max() > 0 for gradient in found.values()
     )
+
+
+def test_threads(folder):
+    """Each thread adds its own updates, and afterwards the adapter can be switched off."""
+    model = adapted(load(folder))
+    expected = [logits(model, tokens) for tokens in (5, 9, 40)]
+    with model.disable_adapter():
+        base = logits(model, 9)
+    wrong = []
+
+    def work(number):
+        for turn in range(6):
+            found = logits(model, (5, 9, 40)[(number + turn) % 3])
+            if not torch.equal(found, expected[(number + turn) % 3]):
+                wrong.append((number, turn))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+    with model.disable_adapter():
+        assert torch.equal(logits(model, 9), base)
 
 
 def test_outputs(folder):

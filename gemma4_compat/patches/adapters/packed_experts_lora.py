@@ -21,8 +21,7 @@ from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import execution_device
 from .._code import mentions
 from .._offload import onloaded
-from .._packed_experts import UPDATES, Packed, is_packed, quantised
-from .._shadow import shadowed
+from .._packed_experts import Packed, is_packed, quantised, updates
 
 PATCH = Patch(
     name="packed_experts_lora",
@@ -77,10 +76,13 @@ def activate_lora(original: Any) -> Any:
             with original(self, active_adapters):
                 yield
             return
-        experts = self.get_base_layer()
-        updates = {**vars(experts).get(UPDATES, {}), self.parameter_name: _update(self, adapters)}
-        with shadowed(experts, **{UPDATES: updates}):
+        outer = getattr(updates, "of", {})
+        key = id(self.get_base_layer()), self.parameter_name
+        updates.of = {**outer, key: _update(self, adapters)}
+        try:
             yield
+        finally:
+            updates.of = outer
 
     return _activate_lora
 

@@ -11,12 +11,12 @@ layer runs without the lock.
 
 from __future__ import annotations
 
-import threading
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import mentions
+from .._fork import ForkableLock
 
 PATCH = Patch(
     name="cpu_packing_threads",
@@ -35,7 +35,7 @@ PATCH = Patch(
 #: On a quant state: the weight was repacked too.
 _PACKED = "_packed_with_weight"
 
-_packing = threading.RLock()
+_packing = ForkableLock()
 
 
 @PATCH.probe
@@ -71,7 +71,7 @@ def linear_4bit_forward(original: Any) -> Any:
             or torch.compiler.is_compiling()
         ):
             return original(self, x)
-        with _packing:
+        with _packing.now:
             output = original(self, x)
             state = self.weight.quant_state
             if getattr(state, "packing_format_for_cpu", False):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from .._code import mentions
-from .._shadow import shadowed
+from .._shadow import variant
 
 PATCH = Patch(
     name="pipeline_device",
@@ -56,8 +56,8 @@ def pipeline_init(original: Any) -> Any:
         if device is None:
             original(self, model, *args, **kwargs)
             return
-        with shadowed(model, hf_device_map={"": device}):
-            original(self, model, *args, **kwargs)
+        original(self, variant(model, hf_device_map={"": device}), *args, **kwargs)
+        self.model = model
 
     return __init__
 

@@ -76,7 +76,8 @@ def set_module_tensor_to_device(original: Any) -> Any:
         try:
             return original(module, tensor_name, *args, **kwargs)
         finally:
-            setattr(parameter, _FLAG, flag)
-            setattr(owner._parameters[name], _FLAG, flag)
+            for each in (parameter, owner._parameters.get(name)):
+                if each is not None:
+                    setattr(each, _FLAG, flag)
 
     return set_module_tensor_to_device

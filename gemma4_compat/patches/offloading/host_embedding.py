@@ -26,6 +26,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offload_hooks
+from .._fork import ForkableLock
 from .._module_view import View
 from .._not_copied import NotCopied, attached
 from .._page_locked import in_place_of, nbytes_in_place
@@ -137,12 +138,12 @@ class _Lookups(NotCopied):
     """The threads that are in the forward of one embedding, and look up rows in its table."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = ForkableLock()
         self.threads: set[int] = set()
 
     def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
         """Make the embedding look up rows in the table, until this thread leaves."""
-        with self.lock:
+        with self.lock.now:
             self.threads.add(threading.get_ident())
             weight = module._parameters["weight"]
             if not isinstance(weight, _host_table()):
@@ -156,7 +157,7 @@ class _Lookups(NotCopied):
         accelerate did not call ``post_forward``.
         """
         thread = threading.get_ident()
-        with self.lock:
+        with self.lock.now:
             if thread not in self.threads:
                 return False
             self.threads.discard(thread)

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
-from .._shadow import shadowed
+from .._shadow import shadowed, variant
 
 PATCH = Patch(
     name="offloaded_save",
@@ -82,6 +82,10 @@ def load_offloaded_parameter(original: Any) -> Any:
 
 @PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
 def save_pretrained(original: Any) -> Any:
+    import inspect
+
+    signature = inspect.signature(original)
+
     @wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         offloaded = [module for module in self.modules() if offload_hook(module) is not None]
@@ -93,12 +97,15 @@ def save_pretrained(original: Any) -> Any:
         def state_dict(*args: Any, **kwargs: Any) -> Any:
             return _only_parameters_on_meta(self, own_state_dict(*args, **kwargs))
 
-        if kwargs.get("state_dict") is not None:
-            kwargs["state_dict"] = _only_parameters_on_meta(self, dict(kwargs["state_dict"]))
         # transformers only checks whether the map has several devices, and the CPU or the disk.
         split = {"": "cpu", "offloaded": "disk"}
-        with _row_statistics(offloaded), shadowed(self, state_dict=state_dict, hf_device_map=split):
-            return original(self, *args, **kwargs)
+        read = variant(self, state_dict=state_dict, hf_device_map=split)
+        call = signature.bind(read, *args, **kwargs)
+        if call.arguments.get("state_dict") is not None:
+            given = dict(call.arguments["state_dict"])
+            call.arguments["state_dict"] = _only_parameters_on_meta(self, given)
+        with _row_statistics(offloaded):
+            return original(*call.args, **call.kwargs)
 
     return save_pretrained
 

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._shadow import shadowed
+from .._shadow import variant
 
 PATCH = Patch(
     name="quantized_resave",
@@ -67,8 +67,7 @@ def revert_weight_conversion(original: Any) -> Any:
         kept = [conversion for conversion in conversions if not _loads_quantised(conversion)]
         if len(kept) == len(conversions):
             return original(model, state_dict)
-        with shadowed(model, _weight_conversions=kept):
-            return original(model, state_dict)
+        return original(variant(model, _weight_conversions=kept), state_dict)
 
     return revert_weight_conversion
 

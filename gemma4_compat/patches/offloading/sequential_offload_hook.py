@@ -22,7 +22,6 @@ from typing import Any
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
 from .._code import mentions
-from .._shadow import shadowed
 
 PATCH = Patch(
     name="sequential_offload_hook",
@@ -74,8 +73,15 @@ def align_module_device(original: Any) -> Any:
 
     @contextmanager
     def aligned(module: Any, execution_device: Any) -> Iterator[None]:
-        with shadowed(module, _hf_hook=offload_hook(module)), original(module, execution_device):
+        hook: Any = offload_hook(module)
+        own = hook.execution_device
+        try:
+            hook.execution_device = own if execution_device is None else execution_device
+            hook.pre_forward(module)
             yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = own
 
     return align_module_device
 

@@ -40,9 +40,6 @@ PATCH = Patch(
     unreported="Reported only in another project (unsloth-zoo #813).",
 )
 
-#: The modules of the checkpoint functions that transformers binds with ``functools.partial``.
-_CHECKPOINT_MODULES = ("torch.utils.checkpoint", "transformers.modeling_utils")
-
 
 @PATCH.probe
 def models_are_given_a_checkpoint_function() -> Finding:
@@ -88,12 +85,17 @@ def set_gradient_checkpointing(original: Any) -> Any:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """Whether a function calls torch's checkpoint with ``use_reentrant=True`` or no value."""
-    given = getattr(function, "keywords", {}).get("use_reentrant")
-    if given is not None:
-        return bool(given)
+    """Whether this is torch's checkpoint, or transformers' use of it, with ``use_reentrant=True``.
+
+    True is torch's default.  A function of the user's stays as it is.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    given = getattr(function, "keywords", {}).get("use_reentrant", True)
     function = getattr(function, "func", function)
-    return getattr(function, "__module__", None) in _CHECKPOINT_MODULES
+    path = getattr(getattr(function, "__code__", None), "co_filename", "").replace("\\", "/")
+    is_known = function is checkpoint or path.endswith("/transformers/modeling_utils.py")
+    return is_known and given in (True, None)
 
 
 def _shares_keys(model: Any) -> bool:
