@@ -112,8 +112,9 @@ def _keep(hook: Any, module: Any) -> None:
         return
     with torch.no_grad():
         for name, value in values.items():
-            if stored[name].data_ptr() != value.data_ptr():
-                stored[name].copy_(value)
+            if not stored[name].is_set_to(value):  # another view of the same memory is a change
+                shared = stored[name].data_ptr() == value.data_ptr()
+                stored[name].copy_(value.clone() if shared else value)
 
 
 def _can_hold(stored: Any | None, value: Any) -> bool:

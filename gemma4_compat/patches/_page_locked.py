@@ -21,7 +21,7 @@ _READABLE_IN_PLACE = sys.platform == "linux"
 _PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister and of cuMemHostAlloc
 
 _counting = threading.RLock()  # a finalizer may run while it is held
-_locked = 0  # bytes
+_counted: dict[_Lock, int] = {}  # bytes
 
 
 def page_lock(memory: Any, device: Any = None) -> bool:
@@ -31,21 +31,22 @@ def page_lock(memory: Any, device: Any = None) -> bool:
     """
     import torch
 
-    nbytes = memory.nbytes
-    if not torch.cuda.is_available() or not _take(nbytes):
+    if not torch.cuda.is_available():
+        return False
+    lock = _Lock(device)
+    lock.registered = memory.data_ptr()
+    weakref.finalize(memory, lock.undo).atexit = False  # first: an interrupt may come at any line
+    if not _take(lock, memory.nbytes):
         return False
     with torch.cuda.device(device):
         cuda = torch.cuda.cudart()
-        arguments = (memory.data_ptr(), nbytes, _PORTABLE_AND_MAPPED)
-        if int(cuda.cudaHostRegister(*arguments)) != 0:
-            _take(-nbytes)
-            # CUDA reports the error again at the next kernel: run one, and ignore the error.
-            with suppress(RuntimeError):
-                torch.zeros((), device="cuda")
-            return False
-    finalizer = weakref.finalize(memory, _unlock, memory.data_ptr(), nbytes, device)
-    finalizer.atexit = False
-    return True
+        lock.begun = True
+        if int(cuda.cudaHostRegister(lock.registered, memory.nbytes, _PORTABLE_AND_MAPPED)) == 0:
+            return True
+        lock.begun = False
+        lock.undo()
+        _forget_the_error()
+        return False
 
 
 def page_locked_memory(nbytes: int, device: Any) -> Any | None:
@@ -60,50 +61,71 @@ def page_locked_memory(nbytes: int, device: Any) -> Any | None:
 
     from ._cuda_kernel import KernelError, driver
 
-    if not _take(nbytes):
+    lock, held = _Lock(device), _Held()
+    lock.allocated = ctypes.c_void_p()
+    weakref.finalize(held, lock.undo).atexit = False  # first: an interrupt may come at any line
+    if not _take(lock, nbytes):
         return None
-    address = ctypes.c_void_p()
     with torch.cuda.device(device), suppress(KernelError):
         torch.cuda.synchronize()  # makes the CUDA context that of this thread
         size = ctypes.c_size_t(nbytes)
-        driver().cuMemHostAlloc(ctypes.byref(address), size, _PORTABLE_AND_MAPPED)
-    if address.value is None:
-        _take(-nbytes)
+        driver().cuMemHostAlloc(ctypes.byref(lock.allocated), size, _PORTABLE_AND_MAPPED)
+    if lock.allocated.value is None:
         return None
-    memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
-    # Views of the tensor keep this object alive, but not the tensor itself.
-    finalizer = weakref.finalize(memory, _free, address.value, nbytes, device)
-    finalizer.atexit = False
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(lock.allocated.value)
+    memory.held = held  # views of the tensor keep the array alive, but not the tensor itself
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _free(pointer: int, nbytes: int, device: Any) -> None:
-    import ctypes
+class _Held:
+    """Page-locked memory is freed after this object."""
 
+
+class _Lock:
+    """What is to be undone of one piece of page-locked memory."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.registered: int = 0  # the address of a tensor
+        self.begun = False  # the driver has the address, or is about to get it
+        self.allocated: Any = None  # a pointer
+
+    def undo(self) -> None:
+        import torch
+
+        from ._cuda_kernel import driver
+
+        if self.begun:
+            torch.cuda.synchronize(self.device)  # a kernel may be reading it
+            if int(torch.cuda.cudart().cudaHostUnregister(self.registered)) != 0:
+                _forget_the_error()
+        if self.allocated is not None and self.allocated.value is not None:
+            torch.cuda.synchronize(self.device)
+            driver().cuMemFreeHost(self.allocated)
+        with _counting:
+            _counted.pop(self, None)
+
+
+def _forget_the_error() -> None:
+    """CUDA reports an error again at the next kernel: run one, and ignore the error."""
     import torch
 
-    from ._cuda_kernel import driver
-
-    torch.cuda.synchronize(device)  # a kernel may be reading it
-    driver().cuMemFreeHost(ctypes.c_void_p(pointer))
-    _take(-nbytes)
+    with suppress(RuntimeError):
+        torch.zeros((), device="cuda")
 
 
-def _unlock(pointer: int, nbytes: int, device: Any) -> None:
-    import torch
-
-    torch.cuda.synchronize(device)  # a kernel may be reading it
-    torch.cuda.cudart().cudaHostUnregister(pointer)
-    _take(-nbytes)
-
-
-def _take(nbytes: int) -> bool:
-    """Add to the count of page-locked memory; ``False`` if that exceeds the limit."""
-    global _locked
+def locked() -> int:
+    """Bytes of page-locked memory."""
     with _counting:
-        if nbytes > 0 and _locked + nbytes > page_locked_limit():
+        return sum(_counted.values())
+
+
+def _take(lock: _Lock, nbytes: int) -> bool:
+    """Count page-locked memory; ``False`` if that exceeds the limit."""
+    with _counting:
+        if locked() + nbytes > page_locked_limit():
             return False
-        _locked += nbytes
+        _counted[lock] = nbytes
         return True
 
 
@@ -116,28 +138,29 @@ class InPlace(NotCopied):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._key: Any = None  # identifies the latest table, readable or not
-        self._view: Any = None
+        #: What identifies the latest table, and the table on the GPU if it is readable.
+        self._latest: tuple[Any, Any] = None, None
 
     def on(self, table: Any, device: Any) -> Any | None:
         """``table`` on ``device``, or ``None`` where the GPU cannot read it in place."""
         import torch
 
-        key = (table.data_ptr(), table.shape, table.dtype, device)
-        if key != self._key and not torch.is_grad_enabled():
+        key = (table.data_ptr(), table.shape, table.stride(), table.dtype, device)
+        if key != self._latest[0] and not torch.is_grad_enabled():
             with self._lock:
-                if key != self._key:
-                    self._view = None
-                    self._view = _readable(table, device)
-                    self._key = key
-        return self._view if key == self._key else None
+                if key != self._latest[0]:
+                    self._latest = None, None  # frees the old table before the new one is locked
+                    self._latest = key, _readable(table, device)
+        found, view = self._latest
+        return view if key == found else None
 
     @property
     def nbytes(self) -> int | None:
         """Page-locked bytes; 0 before the first lookup, ``None`` if the GPU cannot read them."""
-        if self._view is None:
-            return 0 if self._key is None else None
-        return int(self._view.nbytes)
+        key, view = self._latest
+        if view is None:
+            return 0 if key is None else None
+        return int(view.nbytes)
 
 
 def in_place_of(hook: Any) -> InPlace | None:

@@ -1,8 +1,12 @@
 """Copies the offloaded modules of a layer to their execution device in one block, ahead of time.
 
-A ``Dispatch`` holds the layers that one dispatch of a model offloads.  A ``Layer`` holds the block
-of host memory with its tensors, a ``Part`` one module of the layer, and a ``Piece`` one tensor.
-Experts in 4 bits are a layer of their own, ``Experts``, whose block the GPU reads in place.
+A ``Dispatch`` holds the layers that one dispatch of a model offloads.  A ``Layer`` is one of them,
+and a ``Part`` one module of the layer.  A ``Layout`` is the block of host memory with the tensors
+of the layer, a ``Piece`` one of these, and a ``Copy`` the block on the device.  Experts in 4 bits
+are a layer of their own, ``Experts``, whose block the GPU reads in place.
+
+A ``KeyboardInterrupt`` may come at any line, and an allocation may fail.  So what a line makes is
+assigned when it is complete, and each function may run again after it was interrupted.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from ..model.hooks import host_tensors, offload_hooks
@@ -31,6 +36,12 @@ STREAMED_TO = ("cuda",)
 
 #: How many layers are copied ahead while one computes.
 _AHEAD = 2
+
+#: After the device had no memory for a layer that is copied ahead, so many run without.
+_ALONE = 500
+
+#: What a failed allocation raises, of host memory or of the device's.
+_NO_ROOM = (MemoryError, RuntimeError)
 
 #: Alignment of the tensors in a block, in bytes; the same as that of PyTorch's allocator.
 _ALIGNMENT = 512
@@ -73,8 +84,8 @@ def why_not_streamed(hook: Any, module: Any) -> str | None:
     device = torch.device(hook.execution_device)
     if part is None or device.type not in STREAMED_TO:
         return "accelerate copies its weights"
-    if not part.layer.laid_out:
-        expected = part.layer.is_known() and part.collect(device)
+    if part.layer.layout is None:
+        expected = part.layer.is_known() and part.collected(device) is not None
         return None if expected else "accelerate copies its weights"
     if not part.pieces or not part.is_unchanged(hook, module):
         return "accelerate copies its weights"
@@ -124,7 +135,7 @@ def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
         yield send_ahead
     finally:
         for layer in first:
-            layer.dispatch.forget()
+            layer.dispatch.clear()
 
 
 class Dispatch(NotCopied):
@@ -135,7 +146,7 @@ class Dispatch(NotCopied):
         self.layers: dict[str, Layer] = {}
         self.current: Layer | None = None
         self.sent: list[Layer] = []  # layers whose copies to the device have started or ended
-        self.ahead = True  # the device has memory for layers that are copied ahead
+        self.alone = 0  # so many of the next layers are copied without others ahead
 
     def add(self, hook: Any, module: Any) -> None:
         """Register an offloaded module if it is in a layer, as ``layers.3.mlp`` is."""
@@ -165,16 +176,18 @@ class Dispatch(NotCopied):
         """
         import torch
 
-        if layer is self.current:
+        if layer is self.current and layer.is_sent():
             return
+        self.alone = max(self.alone - 1, 0)
+        alone = torch.is_grad_enabled() or self.alone > 0
+        self.send([layer] if alone else layer.with_following(), layer)
         self.current = layer
-        alone = torch.is_grad_enabled() or not self.ahead
-        self.send([layer] if alone else layer.with_following())
 
-    def send(self, wanted: list[Layer]) -> None:
-        """Start the copies of these layers; release all others."""
-        import torch
+    def send(self, wanted: list[Layer], current: Layer | None = None) -> None:
+        """Start the copies of these layers; release all others.
 
+        The current stream waits for the copy of the ``current`` layer.
+        """
         for layer in self.sent:
             if layer not in wanted:
                 layer.release()
@@ -182,12 +195,12 @@ class Dispatch(NotCopied):
         for layer in wanted:
             try:
                 layer.send()
-            except torch.cuda.OutOfMemoryError:
-                if layer is self.current or is_capturing(layer.device):
+            except _NO_ROOM:
+                if layer is current or is_capturing(layer.device):
                     raise
-                self.ahead = False
+                self.alone = _ALONE
                 return
-            if layer is self.current:
+            if layer is current:
                 layer.wait()
 
     def leave(self, layer: Layer) -> None:
@@ -203,84 +216,121 @@ class Dispatch(NotCopied):
             layer.release()
         self.sent, self.current = [], None
 
-    def forget(self) -> None:
-        """Release all layers after a capture, which recorded copies but did not run them."""
-        for layer in self.sent:
-            layer.copied = None
-        self.clear()
-
 
 #: ``id`` of a dict of tensors -> its ``Dispatch``, which keeps the dict alive.
 dispatches: weakref.WeakValueDictionary[int, Dispatch] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The block of host memory with the tensors of a layer.
+
+    Without a block, and for parts that it does not have, accelerate copies the modules.
+    """
+
+    contents: dict[Part, Content] = field(default_factory=dict)
+    host: Any = None  # uint8
+    page_locked: bool = False
+
+    def views(self, block: Any) -> dict[Any, Any]:
+        """The block, here or on the device, as a tensor of each dtype in it."""
+        dtypes = {piece.host.dtype for content in self.contents.values() for piece in content}
+        return {dtype: block.view(dtype) for dtype in dtypes}
+
+
+@dataclass(eq=False)
+class Copy:
+    """The block of a layer on the device."""
+
+    block: Any
+    owner: Any = None  # the stream on which the block was allocated
+    captured: bool = False  # only recorded in a graph
+    event: Any = None  # the end of the copy, until a stream waits for it
+    views: dict[Any, Any] = field(default_factory=dict)  # empty until the copy has started
+
+
 class Layer(NotCopied):
     """The offloaded tensors of one layer, as one block of memory."""
+
+    in_place = False  # the GPU reads the block of host memory
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         self.dispatch, self.stack = dispatch, stack
         self.following: Layer | None = None
         self.parts: list[Part] = []
-        self.laid_out = False
-        self.host: Any = None  # uint8, page-locked
-        self.page_locked = False
-        self.in_place = False  # the GPU reads the block of host memory
-        self.device: Any = None
-        self.dtypes: set[Any] = set()
-        self.on_device: dict[Any, Any] = {}  # dtype -> view of the block on the device
-        self.copied: Any = None  # the event at the end of a copy, until a stream waits for it
-        self.owner: Any = None  # the stream on which the block's device memory was allocated
+        self.layout: Layout | None = None  # before the first forward
+        self.copy: Copy | None = None
         self.pending: set[Part] = set()  # parts whose forward has not run since the last copy
+        self.refused: Part | None = None  # it found no room; its next forward tries again
 
-    def lay_out(self) -> None:
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device(self.parts[0].hook.execution_device)
+
+    @property
+    def host(self) -> Any:
+        """The block of host memory; ``None`` before the first forward, and if there is none."""
+        return None if self.layout is None else self.layout.host
+
+    @property
+    def page_locked(self) -> bool:
+        return self.layout is not None and self.layout.page_locked
+
+    @property
+    def on_device(self) -> dict[Any, Any]:
+        """The block on the device, as a tensor of each dtype; empty if it is not there."""
+        return {} if self.copy is None else self.copy.views
+
+    def lay_out(self) -> Layout:
         """Choose the modules to copy in the block and move their tensors, before the first forward.
 
         If this is not possible, or for unquantised and 8-bit layers of models outside ``MODELS``,
         accelerate copies the modules: three such blocks may need more GPU memory than single
         tensors.
         """
+        if self.layout is None:
+            self.layout = self.new_layout()
+        return self.layout
+
+    def new_layout(self) -> Layout:
         import torch
 
-        self.laid_out = True
-        device = torch.device(self.parts[0].hook.execution_device)
-        if device.type not in STREAMED_TO:
-            return
-        pieces = [piece for part in self.parts for piece in part.collect(device)]
-        four_bit = any(part.states for part in self.parts if part.pieces)
+        if self.device.type not in STREAMED_TO:
+            return Layout()
+        found = {part: part.collected(self.device) for part in self.parts}
+        contents = {part: content for part, content in found.items() if content is not None}
+        pieces = [piece for content in contents.values() for piece in content]
+        four_bit = any(content.states for content in contents.values())
         if not pieces or not (four_bit or self.is_known()):
-            self.drop()
-            return
-        size = 0
-        for piece in pieces:
-            piece.start = size
-            size += -(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT
-        host = self.allocate(size, device)
-        if not self.page_locked and torch.cuda.is_available():
+            return Layout()
+        sizes = [-(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
+        host, page_locked = self.allocate(sum(sizes))
+        if not page_locked and torch.cuda.is_available():
             _warn_pageable()
             if not four_bit:
-                self.drop()
-                return
-        self.device, self.host = device, host
-        self.dtypes = {piece.host.dtype for piece in pieces}
-        for part in self.parts:
-            part.move_to(self.views(self.host))
+                return Layout()
+        layout = Layout(contents, host, page_locked)
+        block = layout.views(host)
+        for piece, start in zip(pieces, accumulate(sizes, initial=0), strict=False):
+            piece.start = start
+            piece.host = piece.view_in(block).copy_(piece.host)
+        # The block then is the only copy in host memory.  The values of the tensors stay.
+        for part, content in contents.items():
+            part.host_tensors.update(part.stored(content))
+        return layout
 
-    def allocate(self, size: int, device: Any) -> Any:
-        """Host memory for the block, page-locked if possible."""
+    def allocate(self, size: int) -> tuple[Any, bool]:
+        """Host memory for the block, and whether it is page-locked."""
         import torch
 
         host = torch.empty(size, dtype=torch.uint8)
-        self.page_locked = page_lock(host, device if device.type == "cuda" else None)
-        return host
+        return host, page_lock(host, self.device if self.device.type == "cuda" else None)
 
     def is_known(self) -> bool:
         """Whether this is a layer of one of ``MODELS``."""
         return any(type(part.module).__module__.startswith(MODELS) for part in self.parts)
-
-    def drop(self) -> None:
-        """Let accelerate copy the modules of this layer."""
-        for part in self.parts:
-            part.pieces = {}
 
     def with_following(self) -> list[Layer]:
         """This layer, and the layers to copy ahead while it computes."""
@@ -297,51 +347,68 @@ class Layer(NotCopied):
         """A tensor of the block, on the device."""
         return piece.view_in(self.on_device)
 
-    def views(self, block: Any) -> dict[Any, Any]:
-        return {dtype: block.view(dtype) for dtype in self.dtypes}
+    def is_sent(self) -> bool:
+        """Whether a copy to the device has started; one in a capture is none outside it."""
+        copy = self.copy
+        if copy is None or not copy.views:
+            return False
+        return copy.captured == is_capturing(self.device)
 
     def send(self) -> None:
         """Start to copy the block to the device, unless a copy has already started."""
         import torch
 
-        if not self.laid_out:
-            self.lay_out()
-        if self.on_device or self.host is None:
+        layout = self.lay_out()
+        if layout.host is None or self.is_sent():
             return
+        self.release()
+        captured = is_capturing(self.device)
         # A block that was copied ahead in inference mode may be used by a forward with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
-            block = _empty_like(self.host, self.device)
+            block = _empty_like(layout.host, self.device)
+            self.pending = set(layout.contents)
             if self.device.type == "cuda":
                 # A capture has its own stream, because another thread may copy at the same time.
-                copying = _copying_stream(self.device, is_capturing(self.device))
+                copying = _copying_stream(self.device, captured)
                 # Kernels of the current stream may still use the memory that the block reuses.
-                self.owner = torch.cuda.current_stream(self.device)
-                copying.wait_stream(self.owner)
+                owner = torch.cuda.current_stream(self.device)
+                copying.wait_stream(owner)
+                # The block lives until the copy has ended, also if an interrupt comes meanwhile.
+                self.copy = Copy(block, owner, captured)
                 with torch.cuda.stream(copying):
-                    block.copy_(self.host, non_blocking=True)
-                    self.copied = copying.record_event()
+                    block.copy_(layout.host, non_blocking=True)
+                    self.copy.event = copying.record_event()
             else:
-                block.copy_(self.host)
-            self.on_device = self.views(block)
-        self.pending = {part for part in self.parts if part.pieces}
+                self.copy = Copy(block)
+                block.copy_(layout.host)
+            self.copy.views = layout.views(block)
 
     def wait(self) -> None:
         """Make the current stream wait for the copy."""
         import torch
 
-        if self.copied is None:
+        copy = self.copy
+        if copy is None or copy.event is None:
             return
         computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(self.copied)
-        if computing != self.owner:
-            for block in self.on_device.values():
-                block.record_stream(computing)
-        self.copied = None
+        computing.wait_event(copy.event)
+        if computing != copy.owner:
+            copy.block.record_stream(computing)
+        copy.event = None
 
     def release(self) -> None:
         """Free the block's memory on the device; a recorded graph may still hold it."""
-        self.wait()
-        self.on_device = {}
+        import torch
+
+        copy = self.copy
+        if copy is None:
+            return
+        if copy.captured == is_capturing(self.device):
+            self.wait()
+            if not copy.views and copy.owner is not None:  # the start of the copy was interrupted
+                copying = _copying_stream(self.device, copy.captured)
+                torch.cuda.current_stream(self.device).wait_stream(copying)
+        self.copy = None
 
     def has_run(self, part: Part) -> None:
         self.pending.discard(part)
@@ -358,37 +425,42 @@ class Experts(Layer):
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         super().__init__(dispatch, stack)
         self.copies: dict[Piece, Any] = {}  # of small tensors, for which a read takes long
+        self.read: dict[Any, Any] = {}  # the block for the GPU to read, as a tensor of each dtype
 
-    def allocate(self, size: int, device: Any) -> Any:
-        host = page_locked_memory(size, device) if device.type == "cuda" else None
-        if host is None:
-            return super().allocate(size, device)
-        self.page_locked = True
-        return host
+    @property
+    def in_place(self) -> bool:  # type: ignore[override]
+        return bool(self.read)
+
+    @property
+    def on_device(self) -> dict[Any, Any]:
+        return self.read or super().on_device
+
+    def allocate(self, size: int) -> tuple[Any, bool]:
+        host = page_locked_memory(size, self.device) if self.device.type == "cuda" else None
+        return super().allocate(size) if host is None else (host, True)
 
     def enter(self) -> None:
         self.send()
         self.wait()
 
     def send(self) -> None:
-        if not self.laid_out:
-            self.lay_out()
-        if self.page_locked and not self.in_place:
-            block = on_gpu(self.host, self.device)
+        layout = self.lay_out()
+        if layout.page_locked and not self.read:
+            block = on_gpu(layout.host, self.device)
             if block is not None:
-                self.on_device, self.in_place = self.views(block), True
-                self.copies = self.small()
-        if not self.in_place:
+                self.copies = self.small(layout)
+                self.read = layout.views(block)
+        if not self.read:
             super().send()
 
-    def small(self) -> dict[Piece, Any]:
+    def small(self, layout: Layout) -> dict[Piece, Any]:
         """The small tensors, on the device."""
         import torch
 
         pieces = [
             piece
-            for part in self.parts
-            for by_key in part.pieces.values()
+            for content in layout.contents.values()
+            for by_key in content.pieces.values()
             for key, piece in by_key.items()
             if key not in _READ_IN_PLACE
         ]
@@ -398,10 +470,6 @@ class Experts(Layer):
     def view(self, piece: Piece) -> Any:
         copied = self.copies.get(piece)
         return super().view(piece) if copied is None else copied
-
-    def release(self) -> None:
-        if not self.in_place:
-            super().release()
 
     def has_run(self, part: Part) -> None:
         self.release()
@@ -419,6 +487,19 @@ class Piece:
         return block[self.host.dtype].as_strided(self.host.shape, self.host.stride(), offset)
 
 
+@dataclass(frozen=True, eq=False)
+class Content:
+    """The tensors of one module."""
+
+    #: Parameter name -> pieces: "" is the parameter, "absmax" etc. belong to its quant state.
+    pieces: dict[str, dict[str, Piece]]
+    meta: dict[str, Any]  # the parameters on meta
+    states: dict[str, Any]  # the quant states of 4-bit parameters
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (piece for by_key in self.pieces.values() for piece in by_key.values())
+
+
 class Part(NotCopied):
     """One offloaded module of a layer."""
 
@@ -426,105 +507,129 @@ class Part(NotCopied):
         self.layer, self.hook, self.module = layer, hook, module
         self.weights_map, self.prefix = hook.weights_map, hook.weights_map.prefix
         self.host_tensors = layer.dispatch.tensors
-        #: Parameter name -> pieces: "" is the parameter, "absmax" etc. belong to its quant state.
-        self.pieces: dict[str, dict[str, Piece]] = {}
-        self.meta: dict[str, Any] = {}  # the parameters on meta
-        self.states: dict[str, Any] = {}  # the quant states of 4-bit parameters
         self.placed: dict[str, Any] = {}  # the parameters on the device, during a forward
+        self.left_out = False  # accelerate copies them in this forward, because there was no room
 
-    def collect(self, device: Any) -> list[Piece]:
-        """The module's tensors; empty if this part cannot be copied in a block."""
+    @property
+    def content(self) -> Content | None:
+        """What the layer's block has of this module; ``None`` if accelerate copies it."""
+        return None if self.layer.layout is None else self.layer.layout.contents.get(self)
+
+    @property
+    def pieces(self) -> dict[str, dict[str, Piece]]:
+        return {} if self.content is None else self.content.pieces
+
+    def collected(self, device: Any) -> Content | None:
+        """The module's tensors; ``None`` if this part cannot be copied in a block."""
         import torch
 
         hook, own = self.hook, self.module._parameters
         if hook.offload_buffers or hook.tied_params_names:
-            return []
+            return None
         if torch.device(hook.execution_device) != device:
-            return []
-        self.meta = {name: own[name] for name in own if own[name] is not None}
-        pieces = {}
-        for name, parameter in self.meta.items():
+            return None
+        meta = {name: own[name] for name in own if own[name] is not None}
+        pieces, states = {}, {}
+        for name, parameter in meta.items():
             host: Any = self.host_tensors.get(self.prefix + name)
             tensors = {_ITSELF: host}
             if type(parameter).__name__ == "Params4bit" and parameter.quant_state is not None:
-                self.states[name] = parameter.quant_state
+                states[name] = parameter.quant_state
                 tensors.update(_tensors(parameter.quant_state))
             elif type(parameter).__name__ == "Int8Params" and hasattr(self.module, "state"):
                 tensors[_SCALES] = self.host_tensors.get(self.prefix + _SCALES)
             elif type(parameter) is not torch.nn.Parameter:
-                return []
+                return None
             if not all(t is not None and t.is_cpu and t.is_contiguous() for t in tensors.values()):
-                return []
+                return None
             if not parameter.is_meta or host.dtype != parameter.dtype:
-                return []
+                return None
             pieces[name] = {key: Piece(tensor) for key, tensor in tensors.items()}
-        self.pieces = pieces
-        return [piece for by_key in pieces.values() for piece in by_key.values()]
+        return Content(pieces, meta, states) if pieces else None
 
-    def move_to(self, block: dict[Any, Any]) -> None:
-        """Move the tensors into the block, which then is the only copy in host memory."""
-        for name, pieces in self.pieces.items():
-            for piece in pieces.values():
-                piece.host = piece.view_in(block).copy_(piece.host)
-            self.host_tensors[self.prefix + name] = pieces[_ITSELF].host
+    def stored(self, content: Content) -> dict[str, Any]:
+        """The pieces that accelerate loads, by name."""
+        tensors = {}
+        for name, pieces in content.pieces.items():
+            tensors[self.prefix + name] = pieces[_ITSELF].host
             if _SCALES in pieces:
-                self.host_tensors[self.prefix + _SCALES] = pieces[_SCALES].host
+                tensors[self.prefix + _SCALES] = pieces[_SCALES].host
+        return tensors
 
     def place(self, hook: Any, module: Any) -> bool:
         """Give the module its parameters on the device; ``False`` if accelerate must do that."""
-        import torch
-
-        if not self.layer.laid_out:
-            self.layer.lay_out()
         self.put_back(module)  # if an earlier forward raised
-        if not self.pieces or not self.is_unchanged(hook, module):
-            return False
+        if self.layer.refused is self:
+            self.layer.refused = None
         try:
+            if self.layer.refused is None:
+                self.layer.lay_out()
+            content = self.content
+            if content is None or not self.is_unchanged(hook, module):
+                return False
+            self.left_out = self.layer.refused is not None
+            if self.left_out:
+                return False
             self.layer.enter()
-        except torch.cuda.OutOfMemoryError:  # single tensors may still fit
+        except _NO_ROOM:  # single tensors may still fit
+            self.layer.refused = self
+            self.left_out = self.content is not None
             self.layer.dispatch.clear()
-            self.layer.drop()
             return False
-        for name, pieces in self.pieces.items():
+        placed = {}
+        for name, pieces in content.pieces.items():
             tensors = {key: self.layer.view(piece) for key, piece in pieces.items()}
-            placed = _like(self.meta[name], tensors.pop(_ITSELF))
+            placed[name] = parameter = _like(content.meta[name], tensors.pop(_ITSELF))
             if self.layer.in_place:
-                setattr(placed, IN_HOST_MEMORY, True)
-            self.placed[name] = placed
+                setattr(parameter, IN_HOST_MEMORY, True)
             if _SCALES in tensors:
-                placed.CB, placed.SCB = placed.data, tensors[_SCALES]
+                parameter.CB, parameter.SCB = parameter.data, tensors[_SCALES]
             elif tensors:
-                placed.quant_state = _state_with(self.states[name], tensors)
-        module._parameters.update(self.placed)
+                parameter.quant_state = _state_with(content.states[name], tensors)
+        self.placed = placed
+        module._parameters.update(placed)
         return True
 
     def is_unchanged(self, hook: Any, module: Any) -> bool:
         """Whether the hook, its weights and the module's parameters are still the same objects."""
-        own = module._parameters
+        own, content = module._parameters, self.content
         return (
-            hook is self.hook
+            content is not None
+            and hook is self.hook
             and hook.weights_map is self.weights_map
-            and all(own.get(name) is parameter for name, parameter in self.meta.items())
-            and all(self.meta[n].quant_state is state for n, state in self.states.items())
+            and all(own.get(name) is parameter for name, parameter in content.meta.items())
+            and all(content.meta[n].quant_state is state for n, state in content.states.items())
             and all(
-                self.meta[name].dtype == pieces[_ITSELF].host.dtype
+                content.meta[name].dtype == pieces[_ITSELF].host.dtype
                 and self.host_tensors.get(self.prefix + name) is pieces[_ITSELF].host
-                for name, pieces in self.pieces.items()
+                for name, pieces in content.pieces.items()
             )
         )
 
     def put_back(self, module: Any) -> bool:
         """Give the module its meta parameters back, unless other code replaced them meanwhile."""
-        placed, self.placed = self.placed, {}
-        if not placed:
+        own, content = module._parameters, self.content
+        if not self.placed or content is None:
             return False
         self.layer.has_run(self)
-        if any(_SCALES in pieces for pieces in self.pieces.values()):
+        if any(_SCALES in pieces for pieces in content.pieces.values()):
             empty(module)
-        if any(module._parameters.get(name) is not parameter for name, parameter in placed.items()):
-            return False
-        module._parameters.update(self.meta)
-        return True
+        unchanged = all(own.get(name) is parameter for name, parameter in self.placed.items())
+        if unchanged:
+            own.update(content.meta)
+        self.placed = {}
+        return unchanged
+
+    def return_to(self, module: Any) -> None:
+        """After a forward without room, give the module its meta parameters back."""
+        own, content = module._parameters, self.content
+        if self.left_out and content is not None:
+            pairs = [(own.get(name), meta) for name, meta in content.meta.items()]
+            if all(
+                new is not None and new.is_meta and new.dtype == old.dtype for new, old in pairs
+            ):
+                own.update(content.meta)
+            self.left_out = False
 
 
 def _tensors(quant_state: Any) -> dict[str, Any]:

@@ -42,10 +42,11 @@ def test_a_limit_of_the_users():
 
 
 def test_what_is_page_locked_is_counted():
-    before = _page_locked._locked
+    before, locks = _page_locked.locked(), [_page_locked._Lock(None) for _ in range(2)]
     gemma4_compat.limit_page_locked(before + 100)
-    assert _page_locked._take(60)
-    assert not _page_locked._take(60)
-    assert _page_locked._take(40)
-    assert _page_locked._take(-100)
-    assert _page_locked._locked == before
+    assert _page_locked._take(locks[0], 60)
+    assert not _page_locked._take(locks[1], 60)
+    assert _page_locked._take(locks[1], 40)
+    for lock in locks:
+        lock.undo()
+    assert _page_locked.locked() == before

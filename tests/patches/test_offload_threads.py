@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import linecache
+import os
+import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -51,7 +55,7 @@ def meeting(module):
     One thread waits until the other has left and the weights are on meta again.  With the lock of
     the patch, the threads cannot meet; after the timeout they do not wait again.
     """
-    barrier = threading.Barrier(THREADS, timeout=30 if WITHOUT else 3)
+    barrier = threading.Barrier(THREADS, timeout=30 if WITHOUT else 1)
     forward = module._old_forward
 
     def meets(*args, **kwargs):
@@ -68,26 +72,26 @@ def meeting(module):
     module._old_forward = forward
 
 
-def in_threads(call, calls=2):
+def in_threads(call, calls=2, threads=THREADS):
     """The results of ``call(0), call(1)...``; the threads run the calls in turn."""
     results, errors = {}, []
 
     def work(first):
         try:
-            for number in range(first, calls * THREADS, THREADS):
+            for number in range(first, calls * threads, threads):
                 results[number] = call(number)
         except Exception as error:  # an exception in a thread would be lost
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(THREADS)]
-    for thread in threads:
+    started = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(threads)]
+    for thread in started:
         thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
+    for thread in started:
+        thread.join(timeout=60)
         assert not thread.is_alive(), "a thread waits for ever"
     if errors:
         raise errors[0]
-    return [results[number] for number in range(calls * THREADS)]
+    return [results[number] for number in range(calls * threads)]
 
 
 def assert_as_in_one_thread(call, calls=2, meet=None):
@@ -278,6 +282,126 @@ def test_models_do_not_wait_for_each_other():
     for thread in threads:
         thread.join(timeout=60)
     assert not meeting.broken
+
+
+def text(model):
+    return logits(model, ["text"])["text"]
+
+
+def test_a_worker_inside_a_forward(model_dir, tmp_path):
+    """A hook waits for workers that run other layers of the model."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = text(model)
+    layers = model.model.language_model.layers
+    values = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mlps = [layers[number].mlp for number in (2, 4)]
+    alone = [mlp(values) for mlp in mlps]
+    results = []
+
+    def hook(module, args, output):
+        with ThreadPoolExecutor(2) as pool, torch.no_grad():
+            results.append(list(pool.map(lambda mlp: mlp(values), mlps)))
+
+    handle = layers[1].mlp.down_proj.register_forward_hook(hook)
+    for _ in range(2):
+        (found,) = in_threads(lambda number: text(model), calls=1, threads=1)
+        assert torch.equal(found, expected)
+    handle.remove()
+    assert len(results) == 2
+    assert all(torch.equal(a, b) for found in results for a, b in zip(found, alone, strict=True))
+    assert all(torch.equal(each, expected) for each in in_threads(lambda number: text(model)))
+
+
+def test_models_that_call_each_other(model_dir, tmp_path):
+    models = [layers_on_disk(load_model(model_dir), tmp_path / name) for name in "ab"]
+    expected = text(models[0])
+    both = threading.Barrier(2, timeout=60)
+    inner, handles = {}, []
+
+    def calls(own, other):
+        def hook(module, args, output):
+            if own not in inner:
+                inner[own] = None
+                both.wait()
+                inner[own] = text(models[other])
+
+        return hook
+
+    for own, other in ((0, 1), (1, 0)):
+        linear = offloaded_linear(models[own])
+        handles.append(linear.register_forward_hook(calls(own, other)))
+    found = in_threads(lambda number: text(models[number]), calls=1)
+    assert all(torch.equal(each, expected) for each in [*found, *inner.values()])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_during_a_forward(model_dir, tmp_path):
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = text(model)
+    inside, forked = threading.Event(), threading.Event()
+
+    def hook(module, args, output):
+        inside.set()
+        forked.wait(60)
+
+    handle = model.model.language_model.layers[0].register_forward_hook(hook)
+    work = threading.Thread(target=text, args=(model,), daemon=True)
+    work.start()
+    assert inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        handle.remove()
+        os._exit(0 if torch.equal(text(model), expected) else 3)
+    forked.set()
+    end = time.monotonic() + 60
+    status = (0, 0)
+    while status[0] == 0 and time.monotonic() < end:
+        status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.05)
+    if status[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    work.join(60)
+    assert status == (child, 0), "the child waits for ever, or computes something else"
+
+
+def test_an_interrupt_leaves_no_lock(model_dir, tmp_path):
+    """A ``KeyboardInterrupt`` at each line of the lock's own code.
+
+    Python itself raises it after calls, so not where ``with`` and ``try`` begin and end.
+    """
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected = text(model)
+    lines = 0
+
+    def interrupt_at(wanted):
+        def trace(frame, event, argument):
+            nonlocal lines
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            if not path.endswith("_forward_lock.py"):
+                return trace if event == "call" else None
+            source = linecache.getline(path, number).strip()
+            if event == "line" and not source.startswith(("with ", "try:")):
+                lines += 1
+                if lines == wanted:
+                    raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for wanted in range(1, 30):
+        lines = 0
+        sys.settrace(interrupt_at(wanted))
+        try:
+            text(model)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        lock = model._hf_hook._forward_lock
+        assert not lock._lock.locked(), f"line {wanted} leaves a lock"
+        assert torch.equal(text(model), expected)
+    assert lines >= 29
 
 
 def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):

@@ -23,7 +23,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from .._shadow import shadowed
+from .._module_view import View
 from .._streaming import add, part_of, streamed_layers
 
 PATCH = Patch(
@@ -73,8 +73,7 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
         if part is None or torch.compiler.is_compiling() or not part.place(self, module):
             return original(self, module, *args, **kwargs)
         self.tied_pointers_to_remove = set()
-        with shadowed(self, offload=False):
-            return original(self, module, *args, **kwargs)
+        return original(View(self, offload=False), module, *args, **kwargs)
 
     return pre_forward
 
@@ -84,10 +83,13 @@ def align_devices_hook_post_forward(original: Any) -> Any:
     @wraps(original)
     def post_forward(self: Any, module: Any, output: Any) -> Any:
         part = part_of(self)
-        if part is None or not part.put_back(module):
+        if part is None:
             return original(self, module, output)
-        with shadowed(self, offload=False):
-            return original(self, module, output)
+        if not part.put_back(module):
+            output = original(self, module, output)
+            part.return_to(module)
+            return output
+        return original(View(self, offload=False), module, output)
 
     return post_forward
 
