@@ -58,7 +58,7 @@ def with_image_mask(original: Any) -> Any:
         given = {**bound, **bound.get("kwargs", {})}
         padding = given.get("attention_mask")
         is_masked_by_caller = isinstance(padding, dict) or getattr(padding, "ndim", 2) != 2
-        if is_masked_by_caller or not _has_bidirectional_images(self.config, types):
+        if is_masked_by_caller or not has_bidirectional_images(self.config, types):
             return inputs
         tokens = inputs.get("inputs_embeds")
         tokens = inputs["input_ids"] if tokens is None else tokens
@@ -95,7 +95,7 @@ def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
     return by_mask
 
 
-def _has_bidirectional_images(config: Any, types: Any) -> bool:
+def has_bidirectional_images(config: Any, types: Any) -> bool:
     """Whether the tokens of an image or video attend in both directions."""
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
         return False
