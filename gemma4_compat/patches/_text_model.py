@@ -56,6 +56,12 @@ def with_renaming(load_config: Any, renaming: Any) -> Any:
     return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), renaming])
 
 
+def text_parts(model: Any) -> list[str]:
+    """The names of the text model's modules that the multimodal ``model`` lacks beside it."""
+    inside = model.model.language_model
+    return [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
+
+
 def tensor_names(state_dict: Any, checkpoint_files: Any) -> Iterator[str]:
     """The names of the tensors to load; without those in pickles, which only a full read gives."""
     if state_dict is not None:
@@ -67,3 +73,17 @@ def tensor_names(state_dict: Any, checkpoint_files: Any) -> Iterator[str]:
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
                 yield from opened.keys()
+
+
+def tensor_shape(name: str, state_dict: Any, checkpoint_files: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor to load; ``None`` if it is not there, or in a pickle."""
+    if state_dict is not None:
+        return tuple(state_dict[name].shape) if name in state_dict else None
+    from safetensors import safe_open
+
+    for file in checkpoint_files or ():
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                if name in opened.keys():  # noqa: SIM118
+                    return tuple(opened.get_slice(name).get_shape())
+    return None

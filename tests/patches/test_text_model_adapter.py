@@ -90,7 +90,7 @@ def text_logits(model):
         return {"text": model(input_ids=INPUTS["text"](config)["input_ids"]).logits.float()}
 
 
-def loaded(model, folder, among=""):
+def loaded(model, folder, among="", adapter="default"):
     """Assert that the adapter has the values of the file, for names that contain ``among``."""
     values = {
         re.sub(r".*(language_model|model)\.layers", "layers", name): value
@@ -98,9 +98,11 @@ def loaded(model, folder, among=""):
         if among in name
     }
     have = {
-        re.sub(r".*(language_model|model)\.layers", "layers", name).replace(".default", ""): value
+        re.sub(r".*(language_model|model)\.layers", "layers", name).replace(
+            f".{adapter}", ""
+        ): value
         for name, value in model.named_parameters()
-        if "lora_" in name
+        if "lora_" in name and f".{adapter}" in name
     }
     # Some ways to load create the adapter in the base model's dtype, and cast the values.
     missing = [
@@ -283,3 +285,100 @@ def test_both_names_are_refused(model_dir, text_adapter, tmp_path):
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     with pytest.raises(ValueError, match="which name the same tensor"):
         peft.PeftModel.from_pretrained(load_base(model_dir), tmp_path)
+
+
+IN_PART = rf".*language_model.*q_proj|{LAYER}mlp\.down_proj"
+NOTHING = r".*language_model.*q_proj"
+
+
+def with_first_adapter(base, how, config):
+    if how == "peft":
+        return peft.get_peft_model(base, config, "first")
+    base.add_adapter(config, "first")
+    return base
+
+
+def names_of(model):
+    active = model.active_adapters
+    return active() if callable(active) else active
+
+
+@pytest.mark.regression("text_model_adapter", r"DID NOT RAISE")
+@pytest.mark.parametrize(
+    ("how", "kind"), [("peft", "LoraConfig"), ("native", "LoraConfig"), ("native", "LoHaConfig")]
+)
+def test_a_second_adapter_that_fits_in_part_is_refused(
+    model_dir, text_dir, tmp_path, how, kind, request
+):
+    """The layers of its tensors have the first adapter."""
+    if how == "native":
+        request.getfixturevalue("native_adapters")
+    make(load_base(model_dir), tmp_path, target_modules=IN_PART)
+    config = getattr(peft, kind)(r=2, target_modules=["q_proj", "v_proj"])
+    model = with_first_adapter(load_base(text_dir), how, config).eval()
+    for name, parameter in model.named_parameters():
+        if "first" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = text_logits(model)
+    before = model.peft_config.keys(), names_of(model), adapter_names(model)
+    with pytest.raises(ValueError, match=r"target_modules do not match .*q_proj"):
+        model.load_adapter(str(tmp_path), adapter_name="second")
+    assert (model.peft_config.keys(), names_of(model), adapter_names(model)) == before
+    assert_same(text_logits(model), expected)
+
+
+def test_a_second_adapter_that_does_not_fit_is_refused(model_dir, text_dir, tmp_path):
+    """Some releases of PEFT refuse it themselves."""
+    make(load_base(model_dir), tmp_path, target_modules=NOTHING)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(load_base(text_dir), config, "first")
+    with pytest.raises(ValueError, match=r"target_modules do not match|not found in the base"):
+        model.load_adapter(tmp_path, "second")
+
+
+def adapter_names(model):
+    return [name for name, _ in model.named_parameters() if "lora_" in name or "hada_" in name]
+
+
+@pytest.mark.parametrize("how", ["peft", "native"])
+def test_a_refused_first_adapter_has_no_effect(model_dir, text_dir, tmp_path, how, request):
+    if how == "native":
+        request.getfixturevalue("native_adapters")
+    make(load_base(model_dir), tmp_path, target_modules=IN_PART)
+    base = load_base(text_dir)
+    expected = text_logits(base)
+    with pytest.raises(ValueError, match=r"target_modules do not match .*q_proj"):
+        attach(base, tmp_path, how)
+    assert_same(text_logits(base), expected)
+    if how == "native":
+        assert not adapter_names(base)
+
+
+def test_a_refused_file_leaves_an_adapter_as_it_was(model_dir, text_dir, text_adapter, tmp_path):
+    """The adapter exists, and a file for the other class is loaded into it."""
+    folder, _ = text_adapter
+    make(load_base(model_dir), tmp_path, target_modules=r".*language_model.*(?:up|down)_proj")
+    model = peft.PeftModel.from_pretrained(load_base(text_dir), folder)
+    expected = text_logits(model)
+    with pytest.raises(ValueError, match=r"target_modules do not match .*up_proj"):
+        model.load_adapter(tmp_path, "default")
+    assert_same(text_logits(model), expected)
+    assert list(model.peft_config) == ["default"]
+
+
+@pytest.mark.regression("text_model_adapter", NOT_LOADED)
+@pytest.mark.parametrize("how", ["peft", "native"])
+def test_a_second_adapter_on_the_same_layers(
+    model_dir, text_dir, whole_adapter, how, request, caplog
+):
+    if how == "native":
+        request.getfixturevalue("native_adapters")
+    folder, _ = whole_adapter
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = with_first_adapter(load_base(text_dir), how, config)
+    with caplog.at_level(logging.WARNING, logger=OURS):
+        model.load_adapter(str(folder), adapter_name="second")
+    model.set_adapter("second")
+    loaded(model, folder, "language_model", "second")
+    (message,) = [record.getMessage() for record in caplog.records if record.name == OURS]
+    assert "all other tensors are loaded" in message

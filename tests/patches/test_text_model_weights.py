@@ -208,3 +208,58 @@ def test_own_key_mapping_comes_first(model_dir):
     )
     assert not told["missing_keys"]
     assert_same_weights(model.state_dict(), text_weights(load_model(model_dir)))
+
+
+def text_model(model_dir):
+    """A text model with random weights."""
+    from transformers import Gemma4Config, Gemma4ForCausalLM
+
+    config = Gemma4Config.from_pretrained(model_dir).text_config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Gemma4ForCausalLM(config).to(torch.bfloat16)
+
+
+def load_whole(folder, config, **options):
+    """The multimodal model of a text model's checkpoint, and the report."""
+    from transformers import Gemma4ForConditionalGeneration
+
+    return Gemma4ForConditionalGeneration.from_pretrained(
+        folder, config=config, dtype=torch.bfloat16, output_loading_info=True, **options
+    )
+
+
+@pytest.mark.regression("text_model_weights", RANDOM)
+@pytest.mark.parametrize("shards", ["10GB", "100KB"])
+def test_the_multimodal_model_of_a_text_checkpoint(model_dir, tmp_path, shards):
+    """The towers are new, and reported as missing."""
+    from transformers import Gemma4Config
+
+    expected = text_model(model_dir)
+    expected.save_pretrained(tmp_path, max_shard_size=shards)
+    model, told = load_whole(tmp_path, Gemma4Config.from_pretrained(model_dir))
+    text = [n for n in told["missing_keys"] if "language_model" in n]
+    assert not text, f"{len(text)} {RANDOM}"
+    assert any("vision_tower" in name for name in told["missing_keys"])
+    assert not told["unexpected_keys"]
+    assert_same_weights(text_weights(model), expected.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert_same_weights(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.regression("text_model_weights", "DID NOT RAISE")
+def test_a_text_checkpoint_without_a_config_is_refused(model_dir, tmp_path):
+    """The multimodal class then has its default sizes."""
+    from transformers import Gemma4Config, Gemma4TextConfig
+
+    text_model(model_dir).save_pretrained(tmp_path)
+    text = Gemma4TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="Load it with Gemma4ForCausalLM or AutoModelForCausalLM"):
+        load_whole(tmp_path, Gemma4Config(text_config=text))
+
+
+def test_a_multimodal_checkpoint_is_as_ever(model_dir):
+    _, told = load_whole(model_dir, None)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]

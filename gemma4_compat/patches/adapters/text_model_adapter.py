@@ -8,20 +8,29 @@ warns about missing keys, transformers logs them, and neither raises an error.
 
 The fix converts the tensor names to those of the model.  The text model has no modules for the
 vision and audio tensors of a multimodal adapter; a warning says so.  An adapter that would load
-only in part, or with another rank or scale, is refused with an error.
+only in part, or with another rank or scale, is refused with an error, and removed from the model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import mentions
 from .._shadow import shadowed
-from .._text_model import is_gemma4, name_here, name_there, tensor_names, with_renaming
+from .._text_model import (
+    is_gemma4,
+    is_text_model,
+    name_here,
+    name_there,
+    tensor_names,
+    text_parts,
+    with_renaming,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +50,10 @@ PATCH = Patch(
 )
 
 _PEFT = "base_model.model."
+
+
+class RefusedAdapter(ValueError):
+    """The adapter was made for the other class, and fits this one only in part."""
 
 
 @PATCH.probe
@@ -69,11 +82,27 @@ def set_peft_model_state_dict(original: Any) -> Any:
             return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
         _refuse_other_values(base, model.peft_config[adapter_name])
         state = {names.get(name, name): value for name, value in peft_model_state_dict.items()}
+        before = _values(model, adapter_name)
         result = original(model, state, adapter_name, *args, **kwargs)
-        _tell_left_out(base, result.unexpected_keys)
+        try:
+            _tell_left_out(base, result.unexpected_keys)
+        except RefusedAdapter:
+            for parameter, value in before:
+                parameter.data.copy_(value)
+            raise
         return result
 
     return set_peft_model_state_dict
+
+
+@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
+def peft_load_adapter(original: Any) -> Any:
+    @wraps(original)
+    def load_adapter(self: Any, model_id: Any, adapter_name: Any, *args: Any, **kwargs: Any) -> Any:
+        with _removed_if_refused(self, adapter_name):
+            return original(self, model_id, adapter_name, *args, **kwargs)
+
+    return load_adapter
 
 
 @PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
@@ -84,7 +113,7 @@ def load_adapter(original: Any) -> Any:
     ) -> Any:
         if not is_gemma4(self):
             return original(self, peft_model_id, adapter_name, *args, **kwargs)
-        load = self._load_pretrained_model
+        load, name = self._load_pretrained_model, adapter_name or "default"
 
         @wraps(load)
         def load_pretrained_model(
@@ -94,13 +123,16 @@ def load_adapter(original: Any) -> Any:
             options |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
             if not names:
                 return load(*positional, **options)
-            _refuse_other_values(self, self.peft_config[adapter_name or "default"])
+            _refuse_other_values(self, self.peft_config[name])
             config = with_renaming(options.pop("load_config"), _renaming(self))
             result = load(*positional, load_config=config, **options)
             _tell_left_out(self, result[0].unexpected_keys)
             return result
 
-        with shadowed(self, _load_pretrained_model=load_pretrained_model):
+        with (
+            _removed_if_refused(self, name),
+            shadowed(self, _load_pretrained_model=load_pretrained_model),
+        ):
             return original(self, peft_model_id, adapter_name, *args, **kwargs)
 
     return load_adapter
@@ -110,7 +142,7 @@ def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
     """Tensor name of the other model -> name in ``base``, for the names that differ.
 
     Raises:
-        ValueError: the adapter has a tensor under both names.
+        RefusedAdapter: the adapter has a tensor under both names.
     """
     if not is_gemma4(base):
         return {}
@@ -119,7 +151,9 @@ def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
         prefix = _PEFT if name.startswith(_PEFT) else ""
         here = f"{prefix}{name_here(base, name.removeprefix(prefix))}"
         if here in names and here != name:
-            raise ValueError(f"the adapter has both {name} and {here}, which name the same tensor")
+            raise RefusedAdapter(
+                f"the adapter has both {name} and {here}, which name the same tensor"
+            )
         if here != name:
             found[name] = here
     return found
@@ -129,11 +163,9 @@ def _renaming(model: Any) -> Any:
     """The renaming of ``_other_names`` for transformers, which first removes "base_model."."""
     from transformers.core_model_loading import WeightRenaming
 
-    inside = getattr(model.model, "language_model", None)
-    if inside is None:
+    if is_text_model(model):
         return WeightRenaming(r"^model\.language_model\.", "model.")
-    parts = [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
-    return WeightRenaming(rf"^model\.(?={'|'.join(parts)})", "model.language_model.")
+    return WeightRenaming(rf"^model\.(?={'|'.join(text_parts(model))})", "model.language_model.")
 
 
 def _refuse_other_values(base: Any, config: Any) -> None:
@@ -150,7 +182,7 @@ def _refuse_other_values(base: Any, config: Any) -> None:
                 for each in (name, name_there(base, name))
             )
             if here != there:
-                raise ValueError(
+                raise RefusedAdapter(
                     f"the adapter was made for another class than {type(base).__name__}, and its "
                     f"{pattern} names layers as that class does, so {name} would get {here} "
                     f"instead of {there}.  Load the adapter into the class that it was made for, "
@@ -158,22 +190,52 @@ def _refuse_other_values(base: Any, config: Any) -> None:
                 )
 
 
+@contextmanager
+def _removed_if_refused(model: Any, adapter_name: str) -> Iterator[None]:
+    """Remove a new adapter, and its layers, if the block refuses it."""
+    is_new = adapter_name not in getattr(model, "peft_config", {})
+    before = dict(model.named_modules()) if is_new else {}
+    try:
+        yield
+    except RefusedAdapter:
+        if is_new:
+            model.delete_adapter(adapter_name)
+            for name, module in before.items():
+                if model.get_submodule(name) is not module:
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(model.get_submodule(parent), leaf, module)
+        raise
+
+
+def _values(model: Any, adapter_name: str) -> list[tuple[Any, Any]]:
+    """The parameters of an adapter, and copies of their values."""
+    return [
+        (parameter, parameter.detach().clone())
+        for name, parameter in model.named_parameters()
+        if adapter_name in name.split(".") and not parameter.is_meta
+    ]
+
+
 def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
     """Warn about tensors for modules that this model lacks; refuse other unloaded tensors.
 
     Raises:
-        ValueError: the model has the layer of an unloaded tensor.
+        RefusedAdapter: the model has the layer of an unloaded tensor.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
     modules = dict(base.named_modules())
     absent = []
     for name in sorted(unexpected):
         found = [each for each in _above(name.removeprefix(_PEFT)) if each in modules]
         if not found:  # a tensor that all layers share
             continue
-        layer = found[-1]
-        # The deepest existing module has no children, so it is the layer, without an adapter.
-        if not any(True for _ in modules[layer].children()):
-            raise ValueError(
+        # The layer has no children, or other adapters.
+        adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        layer = next((each for each in found if isinstance(modules[each], adapted)), found[-1])
+        if isinstance(modules[layer], adapted) or not any(True for _ in modules[layer].children()):
+            raise RefusedAdapter(
                 f"the adapter was made for another class than {type(base).__name__}: its "
                 f"target_modules do not match {layer}, for which its file has tensors.  Load the "
                 "adapter into the class that it was made for, or change target_modules in its "

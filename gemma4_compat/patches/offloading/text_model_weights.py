@@ -6,33 +6,46 @@ names with a table of conversions, by model type.  The table has Gemma 3n's text
 Gemma 4's.  ``Gemma4ForCausalLM.from_pretrained`` then loads no weight of the checkpoint.  The model
 has random weights, and the only sign is a table of missing keys in the log.
 
+The multimodal model does not load the weights of a text model's checkpoint either.
+
 The fix adds the missing renaming to the load.  It does not keep it for saving: ``save_pretrained``
 writes the text model's own names, which also load without this patch.
 
 A quantised multimodal checkpoint has its ``quantization_config`` outside ``text_config``, and
 ``Gemma4ForCausalLM`` reads only ``text_config``.  In this case the fix raises an error that says
-which config to pass.
+which config to pass.  The multimodal class loads a text model's checkpoint with its own default
+config, unless the caller passes one; if the text model has other sizes, the fix raises an error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._text_model import is_text_model, tensor_names, with_renaming
+from .._text_model import (
+    is_gemma4,
+    is_text_model,
+    tensor_names,
+    tensor_shape,
+    text_parts,
+    with_renaming,
+)
 
 PATCH = Patch(
     name="text_model_weights",
     symptom=(
-        "Gemma4ForCausalLM.from_pretrained of a multimodal checkpoint has random weights: "
+        "Gemma4ForCausalLM.from_pretrained of a multimodal checkpoint has random weights, as has "
+        "Gemma4ForConditionalGeneration.from_pretrained of a text model's checkpoint: "
         "all of the model's weights are MISSING in the load report, and nothing is raised"
     ),
     affects=("transformers",),
     changes=(
         "Gemma 4's text model loads the weights that a multimodal checkpoint names "
-        "model.language_model.*.  It raises an error for a checkpoint that has weights under both "
+        "model.language_model.*, and the multimodal model those of a text model's checkpoint.  "
+        "It raises an error for a checkpoint that has weights under both "
         "names, and for a quantised one whose quantization_config the text model does not get."
     ),
     links=("https://github.com/huggingface/transformers/pull/45953",),
@@ -74,15 +87,25 @@ def load_pretrained_model(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         # expected_keys is passed only if an adapter is loaded.
-        if not is_text_model(model) or args or kwargs:
-            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        given = (model, state_dict, checkpoint_files, load_config)
+        if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
+            return original(*given, *args, **kwargs)
         from transformers.core_model_loading import WeightRenaming
 
-        own = "model." if hasattr(model, "model") else ""
         names = set(tensor_names(state_dict, checkpoint_files))
-        _refuse_both(own, names)
-        _refuse_unknown_quantisation(load_config.hf_quantizer, names)
-        renaming = WeightRenaming(_INSIDE, own)
+        if is_text_model(model):
+            own = "model." if hasattr(model, "model") else ""
+            _refuse_both(own, names)
+            _refuse_unknown_quantisation(load_config.hf_quantizer, names)
+            renaming = WeightRenaming(_INSIDE, own)
+        else:
+            parts = tuple(f"model.{name}." for name in text_parts(model))
+            text = [name for name in names if name.startswith(parts)]
+            if not text or any("language_model." in name for name in names):
+                return original(*given)
+            _refuse_other_sizes(model, text, state_dict, checkpoint_files)
+            inside = "|".join(re.escape(name) for name in text_parts(model))
+            renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
         load_config = with_renaming(load_config, renaming)
         result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # ``save_pretrained`` would reverse every conversion that stays in this list.
@@ -92,6 +115,24 @@ def load_pretrained_model(original: Any) -> Any:
         return result
 
     return _load_pretrained_model
+
+
+def _refuse_other_sizes(
+    model: Any, names: list[str], state_dict: Any, checkpoint_files: Any
+) -> None:
+    """Raise ``ValueError`` if the model's text part is not the text model of the checkpoint."""
+    config = model.config.get_text_config()
+    layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+    embedding = model.get_input_embeddings().weight.shape
+    found = tensor_shape("model.embed_tokens.weight", state_dict, checkpoint_files)
+    if len(layers) != config.num_hidden_layers or found not in (None, tuple(embedding)):
+        raise ValueError(
+            f"the checkpoint is a text model's, and {type(model).__name__} got a config with a "
+            f"text model of another size: {config.num_hidden_layers} layers, {list(embedding)} "
+            f"embeddings; the checkpoint has {len(layers)} layers, {found and list(found)}.  Load "
+            "it with Gemma4ForCausalLM or AutoModelForCausalLM.  To load its weights into a "
+            "multimodal model with new towers, pass a config that contains its text_config"
+        )
 
 
 def _refuse_both(own: str, names: Collection[str]) -> None:

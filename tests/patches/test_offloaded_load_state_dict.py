@@ -1,0 +1,125 @@
+"""``load_state_dict`` loads the weights of offloaded modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gemma4_compat.tiny import TOWERS
+from tests.patches.test_offloaded_save import blocks_at_once, whole_cpu, whole_disk
+from tests.support import assert_same, load_model, logits, offloaded, split
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*which is a no-op.*")
+OLD = r"logits differ by up to"
+LAYERS = {f"model.language_model.layers.{i}": "cpu" for i in (1, 4)}
+
+
+def as_split(model, folder):
+    return split(model, folder, {**dict.fromkeys(TOWERS, "disk"), **LAYERS, "": "cpu"})
+
+
+WHOLE = [whole_cpu, whole_disk, blocks_at_once]
+
+
+def changed(model_dir):
+    """A model with other weights."""
+    model = load_model(model_dir)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1.25 if "norm" in name else 1.5)
+    return model
+
+
+@pytest.mark.regression("offloaded_load_state_dict", OLD)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("offload", [split, as_split])
+def test_split_model(model_dir, tmp_path, offload, assign):
+    as_the_whole_model(model_dir, tmp_path, offload, assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("offload", WHOLE)
+def test_offloaded_as_a_whole(model_dir, tmp_path, offload, assign):
+    as_the_whole_model(model_dir, tmp_path, offload, assign)
+
+
+def as_the_whole_model(model_dir, tmp_path, offload, assign):
+    other = changed(model_dir)
+    expected = logits(other)
+    model = offload(load_model(model_dir), tmp_path)
+    before = offloaded(model)
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    told = model.load_state_dict(state, assign=assign)
+    assert not told.missing_keys
+    assert not told.unexpected_keys
+    after = offloaded(model)
+    assert_same(logits(model), expected)
+    assert_same(logits(model), expected)
+    assert after == before
+
+
+def test_after_a_forward_and_in_part(model_dir, tmp_path):
+    other, whole = changed(model_dir), load_model(model_dir)
+    model = split(load_model(model_dir), tmp_path)
+    logits(model)
+    state = {n: v for n, v in other.state_dict().items() if "vision_tower" in n}
+    assert state
+    found = model.load_state_dict(state, strict=False)
+    expected = whole.load_state_dict(state, strict=False)
+    assert found == expected
+    assert_same(logits(model), logits(whole))
+
+
+def test_a_part_of_the_model(model_dir, tmp_path):
+    other, whole = changed(model_dir), load_model(model_dir)
+    model = split(load_model(model_dir), tmp_path)
+    for each in (model, whole):
+        each.model.vision_tower.load_state_dict(other.model.vision_tower.state_dict())
+    assert_same(logits(model), logits(whole))
+
+
+def test_through_a_peft_model(model_dir, language_adapter_dir, tmp_path):
+    from peft import PeftModel
+
+    whole = PeftModel.from_pretrained(changed(model_dir), language_adapter_dir)
+    model = PeftModel.from_pretrained(
+        as_split(load_model(model_dir), tmp_path), language_adapter_dir
+    )
+    model.load_state_dict(whole.state_dict())
+    assert_same(logits(model), logits(whole))
+
+
+def test_nothing_is_loaded_if_a_size_differs(model_dir, tmp_path):
+    state = changed(model_dir).state_dict()
+    name = next(name for name in state if "vision_tower" in name and name.endswith("proj.weight"))
+    state[name] = state[name][:1]
+    model = split(load_model(model_dir), tmp_path)
+    tower = {n: v for n, v in state.items() if "vision_tower" in n}
+    expected = logits(model)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(tower, strict=False)
+    assert_same(logits(model), expected)
+
+
+def test_its_own_state_dict(model_dir, tmp_path):
+    model = split(load_model(model_dir), tmp_path)
+    expected = logits(model)
+    model.load_state_dict(model.state_dict())
+    assert_same(logits(model), expected)
+
+
+def test_quantised_layers_are_refused(model_dir, tmp_path):
+    whole = load_model(model_dir, "nf4")
+    model = split(load_model(model_dir, "nf4"), tmp_path)
+    expected = logits(model)
+    with pytest.raises(ValueError, match="its layer is quantised and offloaded"):
+        model.load_state_dict(whole.state_dict(), strict=False)
+    assert_same(logits(model), expected)
+
+
+def test_a_model_without_hooks_is_as_before():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = first.state_dict()
+    assert second.load_state_dict(state, assign=True) == ([], [])
+    assert second.weight.data_ptr() == first.weight.data_ptr()
