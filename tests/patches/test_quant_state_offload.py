@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import gemma4_compat
 from tests.support import assert_same, linear4bit, load_model, logits, offloaded, split
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
@@ -205,3 +206,21 @@ def test_gemma_with_decoder_layers_on_disk(model_dir, kind, tmp_path):
     model = split(load_model(model_dir, kind), tmp_path, {**layers, "": "cpu"})
     for _ in range(3):
         assert_same(logits(model), expected)
+
+
+@NESTED
+@OFFLOAD
+def test_forwards_while_the_patch_is_off(nested, offload, tmp_path, caplog):
+    """Its second forward fails, as without the package.  With the patch, the model works again."""
+    model = offload(network(nested), tmp_path)
+    expected, saved = model(batch()), model.state_dict()
+    with gemma4_compat.disabled("quant_state_offload"):
+        assert "Do not run these models" in caplog.text
+        with pytest.raises((NotImplementedError, RuntimeError), match=LOST):
+            [model(batch()) for _ in range(3)]
+    found = model.state_dict()
+    assert found.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert tensor.is_meta or torch.equal(found[name], tensor), name
+    assert torch.equal(model(batch()), expected)
+    assert torch.equal(model(batch()), expected)

@@ -9,25 +9,34 @@ This hides a second bug.  On a CPU with AVX512-BF16, the first ``Linear4bit.forw
 and quant state for the CPU.  The offload hook then restores the *unpacked* weight beside the
 *packed* state.  No exception is raised, and the logits are wrong from the second forward on.
 
-The fix keeps two quant states per offloaded weight.  The *host* state is made when the weight is
-first moved to meta, and nothing changes it afterwards.  Whenever the weight is moved to a real
-device, it gets its own *execution* state, copied from the host state.  When the weight is offloaded
-again, the host state replaces the execution state.  So nothing is copied back from the device, a
+The fix keeps a *host* state per offloaded weight.  It is made when the weight is first moved to
+meta, and nothing changes it afterwards.  Whenever the weight is moved to a real device, it gets its
+own *execution* state, copied from the host state.  When the weight is offloaded again, a shallow
+copy of the host state replaces the execution state.  So nothing is copied back from the device, a
 repacked state is dropped with the repacked weight, and an execution state that autograd still holds
-stays intact until backward.  If a quant state has really lost its values (for example before this
-package was imported), an error names the module.
+stays intact until backward.  A forward while the patch is off destroys the shallow copy only: the
+second such forward fails, and forwards work again with the patch.  If a quant state has really lost
+its values (for example before this package was imported), an error names the module.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ...engine import Finding, Patch, broken, fixed
 
-#: On an execution state: its host state.  On a host state: itself.
+#: On the quant state of a weight on meta, and on the execution state made from it: the host state.
 _HOST = "_offload_host_state"
+#: On a host state: its shallow copy.
+_COPY = "_offload_copy"
+#: ``id`` of a host state -> the host state
+_hosts: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="quant_state_offload",
@@ -60,6 +69,16 @@ def meta_destroys_shared_state() -> Finding:
     return broken() if state.absmax.is_meta else fixed("to('meta') keeps the quant state")
 
 
+@PATCH.taken_back
+def warn_of_offloaded_weights() -> None:
+    if _hosts:
+        logger.warning(
+            "quant_state_offload is off now, while models with offloaded 4-bit weights are loaded. "
+            "Do not run these models before it is on again: without it, the second forward raises "
+            "an error."
+        )
+
+
 @PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
 def params4bit_to(original: Any) -> Any:
     import torch
@@ -72,9 +91,10 @@ def params4bit_to(original: Any) -> Any:
             return original(self, *args, **kwargs)
         host = vars(state).get(_HOST)
         if device.type == "meta":
-            state = host or _as_host(state)
-        elif host is state:
-            state = _copied_to(state, device)
+            state = state if host is None and _lost(state) else _for_meta(host or _as_host(state))
+        elif host is not None and vars(host).get(_COPY) is state:
+            state = _copied_to(host, device)
+            setattr(state, _HOST, host)
         elif _lost(state):
             raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
         else:
@@ -113,11 +133,20 @@ def init_or_detach_hook(original: Any) -> Any:
 
 def _as_host(state: Any) -> Any:
     """A host copy of a state that was never offloaded; the state itself does not change."""
-    if _lost(state):
-        return state
-    host = _copied_to(state, "cpu")
-    setattr(host, _HOST, host)
-    return host
+    return _copied_to(state, "cpu")
+
+
+def _for_meta(host: Any) -> Any:
+    """The state of a weight on meta: a shallow copy of the host state, always the same one."""
+    shallow = vars(host).get(_COPY)
+    if shallow is None:
+        shallow = _copied_to(host, "cpu")
+        setattr(shallow, _HOST, host)
+        setattr(host, _COPY, shallow)
+        _hosts[id(host)] = host
+    elif shallow.absmax is not host.absmax:  # a forward without the patch
+        vars(shallow).update(vars(_copied_to(host, "cpu")))
+    return shallow
 
 
 def _copied_to(state: Any, device: Any) -> Any:
@@ -125,6 +154,7 @@ def _copied_to(state: Any, device: Any) -> Any:
     new = copy.copy(state)
     if getattr(new, "state2", None) is not None:
         new.state2 = copy.copy(new.state2)
+    vars(new).pop(_COPY, None)
     new.to(device)
     return new
 
@@ -135,7 +165,10 @@ def _lost(state: Any) -> bool:
 
 def _require_values(module: Any, name: str) -> None:
     state = getattr(module.weight, "quant_state", None)
-    if state is not None and _lost(state):
+    host = None if state is None else vars(state).get(_HOST)
+    if host is not None and vars(host).get(_COPY) is state:
+        _for_meta(host)
+    elif state is not None and _lost(state):
         raise _lost_values(name or module)
 
 
