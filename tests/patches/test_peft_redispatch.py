@@ -339,6 +339,33 @@ def ours(caplog):
     return [record for record in caplog.records if record.name.startswith("gemma4_compat")]
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])
+def test_another_adapter_is_set_while_one_is_merged(model_dir, mixed, tmp_path):
+    """PEFT unmerges the first one, from the offloaded weights as well."""
+    from peft import LoraConfig, get_peft_model
+
+    def switched(base):
+        config = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|o|up)_proj")
+        model = get_peft_model(base, config, adapter_name="a", mixed=mixed)
+        model.add_adapter("b", config)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in adapter_parameters(model).values():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        model.set_adapter("b")
+        model.merge_adapter()
+        yield logits(model)
+        with pytest.warns(UserWarning, match="Unmerging the model first"):
+            model.set_adapter("a")
+        yield logits(model)
+
+    layers = {f"model.language_model.layers.{number}": "disk" for number in (1, 3)}
+    model = split(load_model(model_dir), tmp_path, {**layers, "": "cpu"})
+    for found, expected in zip(switched(model), switched(load_model(model_dir)), strict=True):
+        assert_same(found, expected)
+    assert offloaded(model)
+
+
 def test_ignored_arguments_are_said_once_and_nothing_else_is(
     model_dir, language_adapter_dir, tmp_path, caplog
 ):

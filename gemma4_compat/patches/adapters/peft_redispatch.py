@@ -25,7 +25,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from ...model.hooks import offloaded_value
+from ...model.hooks import offload_hook, offloaded_value
 from .._adapter_layer import base_layer, onload_in_forward
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
@@ -133,6 +133,29 @@ def inject_adapter(original: Any) -> Any:
         return result
 
     return inject_adapter
+
+
+@PATCH.replaces("peft.tuners.tuners_utils", "set_adapter")
+@PATCH.replaces("peft.tuners.mixed.model", "MixedModel.set_adapter")
+def set_adapter(original: Any) -> Any:
+    """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
+    import warnings
+
+    @wraps(original)
+    def set_adapter(*args: Any, **kwargs: Any) -> Any:
+        model = args[0] if args else kwargs["model"]
+        for layer in model.modules():
+            base = base_layer(layer)
+            if base is not layer and getattr(layer, "merged", False) and offload_hook(base):
+                warnings.warn(
+                    "Adapter cannot be set when the model is merged. Unmerging the model first.",
+                    stacklevel=2,
+                )
+                with onloaded(base, keep_changes=True):
+                    layer.unmerge()
+        return original(*args, **kwargs)
+
+    return set_adapter
 
 
 @PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
