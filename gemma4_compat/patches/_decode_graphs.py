@@ -21,7 +21,7 @@ from ._int8_outliers import can_search, has_threshold, outliers_on_the_gpu
 from ._not_copied import NotCopied, attached
 from ._page_locked import in_place_of
 from ._rms_norm import norms_in_one_kernel
-from ._snapshot import Snapshot, own_tensors
+from ._snapshot import Snapshot, address, own_tensors
 from ._streaming import captured, first_layers, why_not_streamed
 from ._two_branches import side_by_side
 
@@ -180,28 +180,44 @@ class Decoder:
             or not all(layer.is_initialized for layer in layers)
         ):
             return self.model(**inputs)
-        if self.version is None:
-            self.version = self.decoding.version(self.model)
-            self.obstacle = self.version.obstacle
         if self.obstacle is None:
-            self.obstacle = _unknown_input(inputs)
+            prepared = self._prepared(cache, inputs)
         if self.obstacle is None:
             try:
-                return self._step(self.version, cache, inputs)
+                return self._step(cache, inputs, *prepared)
             except NotCaptured as why:
                 self.obstacle = str(why)
-                if isinstance(why, CaptureFailed):
+                if isinstance(why, CaptureFailed) and self.version is not None:
                     self.version.obstacle = self.obstacle
         self.warn(self.obstacle)
         return self.model(**inputs)
 
-    def _step(self, version: Version, cache: Any, inputs: dict[str, Any]) -> Any:
+    def _prepared(self, cache: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
+        """The version, memory and kind of a step; sets ``obstacle`` if it is not to be captured.
+
+        An error in this code must not end a generation that is possible without it.
+        """
         from torch.utils._pytree import tree_flatten
 
-        own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
-        leaves, spec = tree_flatten(own)
-        kind = (full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
-        memory = self.decoding.memory_of(cache)
+        try:
+            if self.version is None:
+                self.version = self.decoding.version(self.model)
+            self.obstacle = self.version.obstacle or _unknown_input(inputs)
+            if self.obstacle is not None:
+                return ()
+            own = {k: v for k, v in inputs.items() if k in _INPUTS and v is not cache}
+            leaves, spec = tree_flatten(own)
+            kind = (full_layers(cache), spec, *(_kind(leaf) for leaf in leaves))
+            return self.version, self.decoding.memory_of(cache), kind, leaves, spec
+        except Exception as error:
+            self.obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.debug("a step is not captured", exc_info=True)
+            return ()
+
+    def _step(
+        self, cache: Any, inputs: Any, version: Version, memory: Memory, kind: Any, leaves: Any,
+        spec: Any,
+    ) -> Any:  # fmt: skip
         step = memory.steps.get((version, kind))
         if step is None:
             modules = _modules_of_a_step(self.model).values()
@@ -292,6 +308,8 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
     devices = set()
     for name, module in modules.items():
         own = own_tensors(module)
+        if any(address(tensor) is None for tensor in own):
+            raise NotCaptured(f"{name} has a tensor without storage")
         hook = offload_hook(module)
         if hook is None:
             devices |= {tensor.device for tensor in own}

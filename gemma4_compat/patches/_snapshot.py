@@ -1,7 +1,7 @@
-"""Detects changes of a model's modules, tensor addresses and settings.
+"""Detects changes of a model's modules, tensor addresses, settings and code.
 
 A CUDA graph repeats kernels on fixed addresses.  It does not notice a replaced weight, another
-active adapter, or a changed scaling.
+active adapter, a changed scaling, or another forward of a class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
+        modules = list(modules)
         self._modules = [_Module(module) for module in modules]
+        self._code = [_Namespace(*each) for each in _namespaces({type(m) for m in modules})]
         self._others = [(other, _frozen(vars(other))) for other in others]
 
     def change(self) -> str | None:
@@ -53,7 +55,65 @@ class Snapshot:
         for other, frozen in self._others:
             if not _same(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
-        return None
+        changes = (namespace.change() for namespace in self._code)
+        return next((change for change in changes if change is not None), None)
+
+
+class _Namespace:
+    """The functions and classes in a dict that code is found in."""
+
+    __slots__ = ("entries", "get", "label", "names", "values")
+
+    def __init__(self, label: str, entries: Any, names: Iterable[str]) -> None:
+        self.label, self.entries = label, entries
+        self.names = tuple(names)
+        self.get = itemgetter(*self.names, self.names[0])  # always a tuple
+        self.values = self.get(entries)
+
+    def change(self) -> str | None:
+        try:
+            if all(map(is_, self.get(self.entries), self.values)):
+                return None
+        except KeyError:
+            pass
+        pairs = zip(self.names, self.values, strict=False)
+        name = next((n for n, value in pairs if self.entries.get(n) is not value), "the code")
+        return f"{name} of {self.label}"
+
+
+def _namespaces(classes: Iterable[Any]) -> Iterator[tuple[str, Any, list[str]]]:
+    """What the forwards of these classes are found in, and what they call by name.
+
+    The classes with their bases, the Python modules that define their forwards, and transformers'
+    tables of functions for attention and experts.
+    """
+    import torch
+
+    bases = list(dict.fromkeys(base for each in classes for base in each.__mro__[:-1]))
+    for base in bases:
+        if names := [n for n in vars(base) if n not in ("__dict__", "__weakref__")]:
+            yield base.__name__, vars(base), names
+    modules = {id(vars(torch.nn.functional)): vars(torch.nn.functional)}
+    for each in classes:
+        function = getattr(each, "forward", None)
+        while function is not None:
+            namespace = getattr(function, "__globals__", None)
+            if namespace is not None:
+                modules[id(namespace)] = namespace
+            function = getattr(function, "__wrapped__", None)
+    tables: dict[int, Any] = {}
+    for namespace in modules.values():
+        label = str(namespace.get("__name__"))
+        if names := [n for n, value in namespace.items() if callable(value)]:
+            yield label, namespace, names
+        for value in list(namespace.values()):
+            own = getattr(value, "__dict__", None)
+            if isinstance(own, dict) and "_local_mapping" in own:
+                for table in (own["_local_mapping"], type(value)._global_mapping):
+                    tables[id(table)] = table
+    for table in tables.values():
+        if table:
+            yield "a table of functions", table, list(table)
 
 
 class _Module:
@@ -80,7 +140,7 @@ class _Module:
         ]
         self.children = [weakref.ref(child) for child in _present(own["_modules"])]
         self.tensors = [
-            (weakref.ref(tensor), tensor.data_ptr(), tuple(_state_addresses(tensor)))
+            (weakref.ref(tensor), address(tensor), tuple(_state_addresses(tensor)))
             for tensor in _tensors(module)
         ]
 
@@ -128,10 +188,18 @@ class _Module:
             return "tensors"
         for (ref, pointer, state), tensor in zip(self.tensors, tensors, strict=True):
             same = ref() is tensor
-            if not same or tensor.data_ptr() != pointer:
+            if not same or (pointer is not None and tensor.data_ptr() != pointer):
                 return "a tensor"
             if state and tuple(_state_addresses(tensor)) != state:
                 return "the statistics of a quantised weight"
+        return None
+
+
+def address(tensor: Any) -> int | None:
+    """The address of a tensor's values; ``None`` if it has no storage, as sparse tensors have."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
         return None
 
 
@@ -159,7 +227,7 @@ def _tensors(module: Any) -> list[Any]:
     return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
 
 
-def _state_addresses(tensor: Any) -> Iterator[int]:
+def _state_addresses(tensor: Any) -> Iterator[int | None]:
     """The addresses of the statistics of a quantised tensor."""
     for name in ("quant_state", "CB", "SCB"):
         state = getattr(tensor, name, None)
@@ -167,13 +235,13 @@ def _state_addresses(tensor: Any) -> Iterator[int]:
             yield from _addresses_in(state)
 
 
-def _addresses_in(state: Any) -> Iterator[int]:
+def _addresses_in(state: Any) -> Iterator[int | None]:
     if hasattr(state, "data_ptr"):
-        yield state.data_ptr()
+        yield address(state)
         return
     for name, value in vars(state).items():
         if hasattr(value, "data_ptr"):
-            yield value.data_ptr()
+            yield address(value)
         elif name == "state2" and value is not None:  # the statistics are quantised too
             yield from _addresses_in(value)
 

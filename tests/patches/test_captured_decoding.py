@@ -13,6 +13,8 @@ import logging
 import pickle
 import re
 import threading
+from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -810,10 +812,10 @@ def test_streamed_weights_that_change(model_dir):
 @pytest.mark.cuda
 def test_memory_of_streamed_layers_is_freed(model_dir):
     gc.collect()
-    before = _page_locked._locked
+    before = _page_locked.locked()
     model = load_in("layers on the CPU", model_dir)
     check(model, prompt(model))
-    assert _page_locked._locked > before
+    assert _page_locked.locked() > before
     allocated = set()
     for _ in range(2):  # in transformers 5.5 a prompt leaves the last layer on the GPU
         generated(model, prompt(model))
@@ -822,7 +824,7 @@ def test_memory_of_streamed_layers_is_freed(model_dir):
     assert len(allocated) == 1, "a layer stayed on the GPU"
     del model
     gc.collect()
-    assert _page_locked._locked == before
+    assert _page_locked.locked() == before
 
 
 @pytest.mark.cuda
@@ -887,7 +889,7 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
     (first,) = _streaming.first_layers(model.modules())
     assert page_locked(model) == 0
     for layer in first.dispatch.layers.values():
-        layer.page_locked = True
+        layer.layout = replace(layer.layout, page_locked=True)
     held = sum(tensor.nbytes for tensor in first.dispatch.tensors.values())
     assert page_locked(model) >= held > 0
     assert obstacle(model) is None
@@ -1175,7 +1177,7 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
             seen.clear()
 
 
-def test_layers_with_two_branches(model_dir, tmp_path):
+def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
     from accelerate import cpu_offload
 
     layers = of_family("Gemma4 experts", tmp_path, "cpu").model.layers
@@ -1193,6 +1195,19 @@ def test_layers_with_two_branches(model_dir, tmp_path):
     assert _two_branches.has_two_branches(layers[0])
     layers[0].__class__ = InAnotherOrder
     assert _two_branches.has_two_branches(layers[0]) is False
+
+    forward = layers[2].forward
+
+    @wraps(forward)
+    def users(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    layers[2].forward = users
+    assert _two_branches.has_two_branches(layers[2]) is False
+    del layers[2].forward
+    assert _two_branches.has_two_branches(layers[2])
+    monkeypatch.setattr(type(layers[2]), "forward", wraps(type(layers[2]).forward)(users))
+    assert _two_branches.has_two_branches(layers[2]) is False
     dense = load_model(model_dir).model.language_model.layers
     assert not any(map(_two_branches.has_two_branches, dense))
 
@@ -1262,3 +1277,85 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
     with _two_branches.side_by_side(model.modules(), torch.device("cpu")):
         forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
+
+
+# -- code that is replaced, and errors ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["forward", "base", "attention", "rotation", "activation"])
+def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma4 import modeling_gemma4
+
+    model = load_model(model_dir)
+    version = _decode_graphs.Version(model, ())
+    fill(model, empty_cache(model))
+    model.generate(**text_inputs(model.config), max_new_tokens=2, do_sample=False)
+    assert version.change(()) is None
+    table = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+
+    def replaced(*args, **kwargs):
+        raise AssertionError
+
+    with monkeypatch.context() as patch:
+        if what == "forward":
+            patch.setattr(modeling_gemma4.Gemma4RMSNorm, "forward", replaced)
+        elif what == "base":
+            patch.setattr(torch.nn.Module, "__call__", replaced)
+        elif what == "attention":
+            patch.setitem(table, "sdpa", replaced)
+        elif what == "rotation":
+            patch.setattr(modeling_gemma4, "apply_rotary_pos_emb", replaced)
+        else:
+            patch.setattr(torch.nn.functional, "gelu", replaced)
+        assert version.change(()) is not None
+    assert version.change(()) is None
+
+
+@pytest.mark.cuda
+def test_a_replaced_forward_runs(model_dir, monkeypatch):
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    model = load_model(model_dir, "nf4", {"": 0})
+    generated(model, prompt(model))
+    original = Gemma4RMSNorm.forward
+    monkeypatch.setattr(Gemma4RMSNorm, "forward", lambda self, x: 1.5 * original(self, x))
+    expected = generated(model, prompt(model), eager=True)
+    for _ in range(2):
+        assert_same(generated(model, prompt(model)), expected)
+
+
+def without_storage(kind):
+    tensor = torch.eye(4)
+    return tensor.to_sparse() if kind == "sparse" else tensor.to_mkldnn()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn"])
+def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
+    model = load_model(model_dir)
+    model.model.language_model.register_buffer("own", without_storage(kind), persistent=False)
+    assert "has a tensor without storage" in obstacle(model)
+    version = _decode_graphs.Version(model, ())
+    assert version.change(()) is None
+    model.model.language_model.own = without_storage(kind)
+    assert version.change(()) is not None
+
+
+def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_cpu, monkeypatch):
+    model, said = load_model(model_dir), []
+    fill(model, cache := empty_cache(model))
+    step = {"input_ids": torch.tensor([[7]]), "past_key_values": copy.deepcopy(cache)}
+    with torch.no_grad():
+        expected = model(**step).logits
+
+        def fail(*_):
+            raise RuntimeError("Cannot access data pointer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_decode_graphs, "_modules_of_a_step", fail)
+            decoder = _decode_graphs.Decoder(model, said.append)
+            assert torch.equal(decoder(**{**step, "past_key_values": cache}).logits, expected)
+        assert said == ["RuntimeError: Cannot access data pointer"]
+        again = _decode_graphs.Decoder(model, said.append)
+        assert again._prepared(cache, step)
+        assert again.obstacle is None

@@ -120,7 +120,10 @@ def prepare_static_cache(original: Any) -> Any:
     ) -> Any:
         cache = original(self, cache_implementation, batch_size, *args, **kwargs)
         if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
-            decoding_of(self).lend(cache, batch_size)
+            try:
+                decoding_of(self).lend(cache, batch_size)
+            except Exception as error:
+                _warn_once(self, f"{type(error).__name__}: {error}")
         return cache
 
     return _prepare_static_cache
