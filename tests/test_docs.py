@@ -13,7 +13,13 @@ from gemma4_compat.plan import plan
 from tools.cards import CARDS, cell, row, with_table
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/recipes.md", "docs/commands.md", "docs/how-it-works.md"]
+PAGES = [
+    "README.md",
+    "docs/recipes.md",
+    "docs/commands.md",
+    "docs/how-it-works.md",
+    "docs/wrong-gradients.md",
+]
 
 #: What differs in the tests: the only device is the CPU.  With this flag, and everything on the
 #: CPU, transformers quantises nothing.
