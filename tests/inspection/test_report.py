@@ -145,9 +145,9 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="HOME is not where the home folder is")
 def test_nothing_private(model_dir, adapter_dir, tmp_path):
     """The report contains no user, home folder, host, token or folder name."""
-    home = tmp_path / "home" / "Jane Doe-Smith"
+    home = tmp_path / "home" / "Jane Qux-Smith"
     projects = home / "top-secret-project"
-    model = projects / "gemma-of-janedoe"
+    model = projects / "gemma-of-janequx"
     shutil.copytree(model_dir, model)
     lora = home / "loras" / "customer-acme" / "my-lora"
     shutil.copytree(adapter_dir, lora)
@@ -172,8 +172,8 @@ def test_nothing_private(model_dir, adapter_dir, tmp_path):
             **names,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "HOME": str(home),
-            "USER": "janedoe",
-            "LOGNAME": "janedoe",
+            "USER": "janequx",
+            "LOGNAME": "janequx",
             "HOSTNAME": "janes-laptop",
             "HF_TOKEN": token,
             "MY_API_KEY": "0123456789abcdef",
@@ -187,7 +187,7 @@ def test_nothing_private(model_dir, adapter_dir, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     private = (
-        "jane", "doe", "smith", "secret-project", "acme", "laptop", "corp.example", "elsewhere",
+        "jane", "qux", "smith", "secret-project", "acme", "laptop", "corp.example", "elsewhere",
         str(tmp_path), "/home", token, "0123456789abcdef", "hf_abc",
     )  # fmt: skip
     for text in private:
