@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -112,7 +113,9 @@ class Case:
 
         model = copy.deepcopy(self.whole)
         if self.place == "on the disk":
-            return disk_offload(model, str(self.folder), execution_device=torch.device("cpu"))
+            # An index that is in the folder would be used: without it, the values are of now.
+            folder = tempfile.mkdtemp(dir=self.folder)
+            return disk_offload(model, folder, execution_device=torch.device("cpu"))
         if self.place == "embeddings":
             cpu_offload(model.model.embed_tokens, execution_device=torch.device("cpu"))
             return model

@@ -92,7 +92,7 @@ def params4bit_to(original: Any) -> Any:
         host = vars(state).get(_HOST)
         if device.type == "meta":
             state = state if host is None and _lost(state) else _for_meta(host or _as_host(state))
-        elif host is not None and vars(host).get(_COPY) is state:
+        elif host is not None and (vars(host).get(_COPY) is state or _is_stale(state, self)):
             state = _copied_to(host, device)
             setattr(state, _HOST, host)
         elif _lost(state):
@@ -147,6 +147,15 @@ def _for_meta(host: Any) -> Any:
     elif shallow.absmax is not host.absmax:  # a forward without the patch
         vars(shallow).update(vars(_copied_to(host, "cpu")))
     return shallow
+
+
+def _is_stale(state: Any, weight: Any) -> bool:
+    """Whether a state was packed for the CPU and this weight was not.
+
+    An interrupted forward leaves its packed state, and the next forward loads the weight again.
+    """
+    is_packed = getattr(state, "packing_format_for_cpu", False)
+    return bool(is_packed) and weight.shape == state.original_qshape
 
 
 def _copied_to(state: Any, device: Any) -> Any:
