@@ -358,6 +358,12 @@ class SquaresIt(Trainer):
         return super().compute_loss(*args, **kwargs) ** 2
 
 
+class ChangesItInPlace(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return loss.add_(0.1 * outputs.logits.float().square().mean())
+
+
 class AddsATerm(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -373,7 +379,7 @@ class ComputesTwice(Trainer):
     "cls",
     [
         ReadsTheNumber, MeanOfItsOwn, type("Inherits", (MeanOfItsOwn,), {}), SetsItLater,
-        WeightsItself, SquaresIt, AddsATerm, ComputesTwice,
+        WeightsItself, SquaresIt, ChangesItInPlace, AddsATerm, ComputesTwice,
     ],
 )  # fmt: skip
 def test_a_trainer_with_a_loss_of_its_own(cls, model_dir, tmp_path):

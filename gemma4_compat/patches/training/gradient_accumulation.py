@@ -68,7 +68,8 @@ _IGNORED = -100  # the label of a token that is no target
 
 #: Trainer -> the labels of each micro batch of the current step, how many count, and its weight
 _weights: WeakKeyDictionary[Any, list[tuple[Any, Any, Any]]] = WeakKeyDictionary()
-#: .losses: what Trainer.compute_loss returned in the current step, each with its count of tokens
+#: .losses: what Trainer.compute_loss returned in the current step: the loss, what computed it, and
+#: its count of tokens
 _step = threading.local()
 
 
@@ -116,20 +117,21 @@ def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
 
     @wraps(compute_loss)
     def weighted(*args: Any, **kwargs: Any) -> Any:
-        losses: list[tuple[Any, Any]] = []
+        losses: list[tuple[Any, Any, Any]] = []
         _step.losses = losses
         try:
             result = compute_loss(*args, **kwargs)
         finally:
             _step.losses = None
         loss = result[0] if isinstance(result, tuple) else result
-        tokens = next((tokens for own, tokens in losses if own is loss), None)
+        kept = ((own, each) for own, made_by, each in losses if _made_by(own) is made_by)
+        tokens = next((each for own, each in kept if own is loss), None)
         if trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None:
             pass  # the number may have reached the loss
         elif not losses and _is_from_trl(compute_loss):
             tokens = count
         elif losses and tokens is None:
-            is_mean = any(tokens is not None for _, tokens in losses)
+            is_mean = any(tokens is not None for *_, tokens in losses)
             _say_unweighted(type(trainer).__name__ if is_mean else None)
         if tokens is None:
             return result
@@ -157,7 +159,7 @@ def compute_loss(original: Any) -> Any:
                 tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
             else:  # LabelSmoother computes a mean, unless it gets the number
                 tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
-            losses.append((loss, tokens))
+            losses.append((loss, _made_by(loss), tokens))
         return result
 
     return compute_loss
@@ -253,6 +255,11 @@ def _without_padding(labels: Any, mask: Any) -> Any:
 
 
 # -- the loss --------------------------------------------------------------------------------------
+
+
+def _made_by(loss: Any) -> Any:
+    """What computed the loss; a change in place replaces it."""
+    return getattr(loss, "grad_fn", None)
 
 
 def _tokens(loss: Any, scaled: Any) -> Any:
