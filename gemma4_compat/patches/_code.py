@@ -13,16 +13,3 @@ def mentions(code: CodeType, text: str) -> bool:
     return any(text in name for name in names) or any(
         mentions(function, text) for function in inner
     )
-
-
-def loads(code: CodeType, variable: str) -> bool:
-    """Whether ``code``, or a function inside it, reads a variable of this name."""
-    import dis
-
-    for instruction in dis.get_instructions(code):
-        argument = instruction.argval
-        # Some instructions load two variables at once.
-        names = argument if isinstance(argument, tuple) else (argument,)
-        if instruction.opname.startswith("LOAD") and variable in names:
-            return True
-    return any(loads(const, variable) for const in code.co_consts if isinstance(const, CodeType))
