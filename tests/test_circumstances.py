@@ -346,8 +346,6 @@ def test_library_with_a_missing_module(tmp_path, ask, usual):
             "failed",
             "cannot import peft.mixed_model: No module named 'peft.mixed_model'",
         ],
-        "corda_offload": ["blocked", "needs peft_redispatch, which is failed"],
-        "lora_ga_offload": ["blocked", "needs peft_redispatch, which is failed"],
         "mixed_model_merge": ["blocked", "needs peft_redispatch, which is failed"],
         # transformers.trainer imports peft.
         "gradient_accumulation": ["failed", ANY],

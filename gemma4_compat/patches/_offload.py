@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 from ..model.hooks import (
     execution_device,
     hooks_of,
     host_tensor,
-    input_device,
     offload_hook,
     placed_model,
 )
@@ -150,18 +148,3 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
 def is_dispatched(model: Any) -> bool:
     """Whether the model, or its base model, was dispatched with a device map."""
     return placed_model(model) is not None
-
-
-def computing_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a function that returns a model's device: replace meta by the execution device."""
-    import torch
-
-    @wraps(original)
-    def get_model_device(model: Any) -> Any:
-        own = original(model)
-        if torch.device(own).type != "meta":
-            return own
-        device = execution_device(model)
-        return input_device(model) if device is None else device
-
-    return get_model_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors import safe_open
 
-from tests.support import assert_same, load_model, logits
+from tests.support import load_model
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("native_adapters")
@@ -25,17 +25,6 @@ def test_deleted(model_dir, language_adapter_dir, tmp_path):
     model.delete_adapter("default")
     model.save_pretrained(tmp_path / "saved")
     assert names(tmp_path / "saved") == names(tmp_path / "whole"), "other names"
-
-
-@pytest.mark.regression(
-    "native_adapter_conversions", r"text logits differ", behind="merged_adapter_flag"
-)
-def test_merged(model_dir, language_adapter_dir, tmp_path):
-    model = load_model(model_dir)
-    model.load_adapter(str(language_adapter_dir))
-    model = peft.PeftModel(model, model.peft_config["default"]).merge_and_unload().eval()
-    model.save_pretrained(tmp_path)
-    assert_same(logits(load_model(tmp_path), ["text"]), logits(model, ["text"]))
 
 
 @pytest.mark.regression("native_adapter_conversions", r"those of the adapter")
