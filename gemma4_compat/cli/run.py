@@ -16,14 +16,13 @@ Run a program with the patches in place, without editing it:
   gemma4-compat run torchrun --nproc-per-node 2 train.py --epochs 3
   gemma4-compat run trl sft --model_name_or_path ...
 
-The program is a file, or else a program on PATH or beside this Python.  A
-program of another Python is refused, and so is a name that means two programs.
-Everything after the program's name belongs to the program.
+The program is a file that this Python runs, or else a program beside this
+Python or on PATH.  Everything after its name belongs to the program.
 
-Python processes that the program starts (subprocess, exec, multiprocessing)
-are patched as well: their PYTHONPATH has a sitecustomize that imports
+The program and the Python processes that it starts (subprocess, exec,
+multiprocessing) are patched: their PYTHONPATH has a sitecustomize that imports
 gemma4_compat, and then any other sitecustomize.  Not patched is a process
-- under Python's options -I, -E or -S (run says so where it sees them), or
+- under Python's options -I, -E or -S, or
 - with a PYTHONPATH that the program has replaced, or
 - of a Python that has no gemma4_compat (GEMMA4_COMPAT_STRICT=1 reports it).
 """
