@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from types import CodeType
+from typing import Any
+
+
+def code_of(function: Any) -> CodeType:
+    """The code of a Python function, without its decorators.
+
+    Raises:
+        AttributeError: it is no Python function; a probe that raises it says ``drifted``.
+    """
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
 
 
 def mentions(code: CodeType, text: str) -> bool:

@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 PATCH = Patch(
     name="deleted_adapter_layers",
@@ -35,12 +35,10 @@ PATCH = Patch(
 @PATCH.probe
 def layers_are_left() -> Finding:
     """Look whether the method restores the wrapped layers."""
-    import inspect
-
     from transformers.integrations.peft import PeftAdapterMixin
 
-    code = getattr(inspect.unwrap(PeftAdapterMixin.delete_adapter), "__code__", None)
-    if code is None or "_hf_peft_config_loaded" not in code.co_names:
+    code = code_of(PeftAdapterMixin.delete_adapter)
+    if "_hf_peft_config_loaded" not in code.co_names:
         return drifted("delete_adapter does not set _hf_peft_config_loaded")
     if mentions(code, "base_layer"):
         return fixed("delete_adapter restores the layers itself")

@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 PATCH = Patch(
     name="dequantized_merge",
@@ -43,12 +43,10 @@ _MISSING = {"fan_in_fan_out": False, "is_target_conv_1d_layer": False, "sample_a
 @PATCH.probe
 def dequantize_leaves_layers() -> Finding:
     """Check that ``dequantize`` calls ``_dequantize`` and does not handle adapters."""
-    import inspect
-
     from transformers.quantizers.base import HfQuantizer
 
-    code = getattr(inspect.unwrap(HfQuantizer.dequantize), "__code__", None)
-    if code is None or "_dequantize" not in code.co_names:
+    code = code_of(HfQuantizer.dequantize)
+    if "_dequantize" not in code.co_names:
         return drifted("HfQuantizer.dequantize no longer calls _dequantize")
     if mentions(code, "peft") or mentions(code, "base_layer"):
         return fixed("HfQuantizer.dequantize handles the layers of PEFT")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...model.parts import experts_without_adapter, target_parameters
-from .._code import mentions
+from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,11 @@ PATCH = Patch(
 @PATCH.probe
 def layers_can_be_asked() -> Finding:
     """Check for the attribute that the warning reads, and for a warning by PEFT itself."""
-    import inspect
-
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
     if not hasattr(BaseTunerLayer, "adapter_layer_names"):
         return drifted("BaseTunerLayer has no adapter_layer_names")
-    code = getattr(inspect.unwrap(BaseTuner.inject_adapter), "__code__", None)
+    code = code_of(BaseTuner.inject_adapter)
     if code is not None and mentions(code, "xperts"):
         return fixed("BaseTuner.inject_adapter handles experts itself")
     return broken()

@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
 from .._adapter_layer import base_layer
-from .._code import mentions
+from .._code import code_of, mentions
 from .._offload import onloaded
 from .._shadow import shadowed
 
@@ -41,13 +41,9 @@ PATCH = Patch(
 @PATCH.probe
 def weights_are_not_brought_in() -> Finding:
     """Check whether MixedModel onloads weights as PEFT's other models do."""
-    import inspect
-
     from peft.tuners.mixed.model import MixedModel
 
-    code = getattr(inspect.unwrap(MixedModel._unload_and_optionally_merge), "__code__", None)
-    if code is None:
-        return drifted("MixedModel._unload_and_optionally_merge is not a plain function")
+    code = code_of(MixedModel._unload_and_optionally_merge)
     if mentions(code, "onload_layer"):
         return fixed("MixedModel onloads offloaded weights itself")
     return broken()

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="native_adapter_conversions",
@@ -34,11 +35,9 @@ _CONVERSIONS = "_weight_conversions"
 @PATCH.probe
 def conversions_are_kept_on_the_model() -> Finding:
     """Look whether loading stores the conversions on the model, and load_adapter keeps them."""
-    import inspect
-
     from transformers import core_model_loading
 
-    code = inspect.unwrap(core_model_loading.convert_and_load_state_dict_in_model).__code__
+    code = code_of(core_model_loading.convert_and_load_state_dict_in_model)
     if _CONVERSIONS not in code.co_names:
         return fixed(f"loading no longer sets {_CONVERSIONS}")
     return broken()

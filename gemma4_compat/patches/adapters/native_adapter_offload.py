@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 from .._offload import executing_map
 
 PATCH = Patch(
@@ -35,11 +35,9 @@ PATCH = Patch(
 @PATCH.probe
 def load_adapter_reads_device_map() -> Finding:
     """Check whether load_adapter places adapters by the base model's map."""
-    import inspect
-
     from transformers.integrations.peft import PeftAdapterMixin
 
-    if mentions(inspect.unwrap(PeftAdapterMixin.load_adapter).__code__, "hf_device_map"):
+    if mentions(code_of(PeftAdapterMixin.load_adapter), "hf_device_map"):
         return broken()
     return fixed("load_adapter no longer loads by hf_device_map")
 

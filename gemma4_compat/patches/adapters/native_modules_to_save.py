@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 from .._native_names import loading_with
 
 PATCH = Patch(
@@ -37,11 +37,9 @@ PATCH = Patch(
 @PATCH.probe
 def names_are_not_translated() -> Finding:
     """Check whether load_adapter gets the names of the tensors from PEFT's wrappers."""
-    import inspect
-
     from transformers.integrations.peft import PeftAdapterMixin
 
-    code = inspect.unwrap(PeftAdapterMixin.load_adapter).__code__
+    code = code_of(PeftAdapterMixin.load_adapter)
     if mentions(code, "adapter_state_dict_load_map"):
         return fixed("load_adapter renames the tensors of modules_to_save")
     return broken()

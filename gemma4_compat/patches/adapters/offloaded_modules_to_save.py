@@ -27,6 +27,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
 from .._adapter_layer import onload_in_forward
+from .._code import code_of
 from .._offload import is_dispatched, onloaded
 from .._shadow import hidden
 
@@ -50,12 +51,10 @@ PATCH = Patch(
 @PATCH.probe
 def copy_is_deep() -> Finding:
     """Check the code for a plain deep copy; running it would have side effects on classes."""
-    import inspect
-
     from peft.utils.other import ModulesToSaveWrapper
 
-    code = getattr(inspect.unwrap(ModulesToSaveWrapper.update), "__code__", None)
-    if code is None or "deepcopy" not in code.co_names:
+    code = code_of(ModulesToSaveWrapper.update)
+    if "deepcopy" not in code.co_names:
         return drifted("ModulesToSaveWrapper.update makes no deep copy")
     if {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names):
         return fixed("ModulesToSaveWrapper loads the module that it copies")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._code import mentions
+from .._code import code_of, mentions
 from .._shadow import shadowed
 
 PATCH = Patch(
@@ -37,11 +37,9 @@ PATCH = Patch(
 @PATCH.probe
 def pointers_are_compared() -> Finding:
     """Check whether PEFT compares data pointers."""
-    import inspect
-
     from peft.tuners.tuners_utils import BaseTuner
 
-    code = inspect.unwrap(BaseTuner._unload_and_optionally_merge).__code__
+    code = code_of(BaseTuner._unload_and_optionally_merge)
     if mentions(code, "data_ptr"):
         return broken()
     return fixed("merging does not compare data pointers")

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import execution_device
-from .._code import mentions
+from .._code import code_of, mentions
 from .._offload import onloaded
 from .._packed_experts import Packed, is_packed, quantised, updates
 
@@ -45,13 +45,11 @@ _LAYER = "peft.tuners.lora.layer"
 @PATCH.probe
 def wrapper_reads_the_parameter() -> Finding:
     """Look whether PEFT's wrapper knows quantised parameters."""
-    import inspect
-
     from peft.tuners.lora.layer import ParamWrapper
 
     if not all(name in vars(ParamWrapper) for name in ("get_param", "_activate_lora")):
         return drifted("ParamWrapper has no get_param")
-    if mentions(inspect.unwrap(ParamWrapper.get_param).__code__, "quant_state"):
+    if mentions(code_of(ParamWrapper.get_param), "quant_state"):
         return fixed("ParamWrapper adapts quantised parameters itself")
     return broken()
 

@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
 from .._adapter_layer import base_layer, onload_in_forward
+from .._code import code_of
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
 
@@ -64,13 +65,9 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 @PATCH.probe
 def load_adapter_dispatches() -> Finding:
     """Check whether load_adapter calls dispatch_model."""
-    import inspect
-
     from peft.peft_model import PeftModel
 
-    code = getattr(inspect.unwrap(PeftModel.load_adapter), "__code__", None)
-    if code is None:
-        return drifted("PeftModel.load_adapter is not a plain function")
+    code = code_of(PeftModel.load_adapter)
     if "dispatch_model" in code.co_names:
         return broken()
     return fixed("PeftModel.load_adapter no longer dispatches the base model")

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 from .._token_ids import VIRTUAL, token_ids, virtual_tokens
 
 PATCH = Patch(
@@ -42,15 +42,11 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def embeddings_are_searched() -> Finding:
     """Look whether PEFT passes per-layer embeddings, and whether the model searches for ids."""
-    import inspect
-
     from peft.peft_model import PeftModelForCausalLM
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-    forward = getattr(inspect.unwrap(PeftModelForCausalLM.forward), "__code__", None)
-    search = getattr(inspect.unwrap(Gemma4TextModel.get_per_layer_inputs), "__code__", None)
-    if forward is None or search is None:
-        return drifted("PEFT's forward or Gemma 4's get_per_layer_inputs is not a plain function")
+    forward = code_of(PeftModelForCausalLM.forward)
+    search = code_of(Gemma4TextModel.get_per_layer_inputs)
     if mentions(forward, "per_layer_inputs"):
         return fixed("PEFT passes per-layer embeddings itself")
     if not mentions(search, "nonzero"):

@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,11 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 @PATCH.probe
 def merging_is_in_base_tuner() -> Finding:
     """Check for the two methods that all merges call, and for a warning by PEFT itself."""
-    import inspect
-
     from peft.tuners.tuners_utils import BaseTuner
 
     if not all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter")):
         return drifted("BaseTuner has no _check_merge_allowed")
-    code = getattr(inspect.unwrap(BaseTuner._check_merge_allowed), "__code__", None)
+    code = code_of(BaseTuner._check_merge_allowed)
     if code is not None and mentions(code, "quanti"):
         return fixed("BaseTuner._check_merge_allowed handles quantised weights itself")
     return broken()

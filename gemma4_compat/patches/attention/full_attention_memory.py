@@ -11,12 +11,12 @@ computes the attention: 96 MiB for 4,096 tokens, and in a sixth of the time.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="full_attention_memory",
@@ -37,7 +37,7 @@ _LARGEST_HEAD = 256
 @PATCH.probe
 def head_size_is_not_asked() -> Finding:
     """Look whether transformers considers the head size."""
-    code = inspect.unwrap(sys.modules[_MODULE].use_gqa_in_sdpa).__code__
+    code = code_of(sys.modules[_MODULE].use_gqa_in_sdpa)
     if _LARGEST_HEAD in code.co_consts:
         return fixed("transformers passes no large heads in groups")
     return broken()

@@ -11,13 +11,12 @@ of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example dec
 
 from __future__ import annotations
 
-import inspect
 import sys
 from functools import lru_cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 PATCH = Patch(
     name="single_head_attention",
@@ -45,7 +44,7 @@ _BLOCK = 32
 @PATCH.probe
 def keys_are_views() -> Finding:
     """Look whether transformers copies the keys itself.  PyTorch is examined at the first call."""
-    code = inspect.unwrap(sys.modules[_MODULE].repeat_kv).__code__
+    code = code_of(sys.modules[_MODULE].repeat_kv)
     if mentions(code, "contiguous"):
         return fixed("transformers copies the keys itself")
     return broken()

@@ -17,6 +17,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="cpu_packed_dequantize",
@@ -35,15 +36,11 @@ _PACKED = "packing_format_for_cpu"
 @PATCH.probe
 def dequantize_ignores_packing() -> Finding:
     """Check whether dequantize_4bit reads the packing format of the weight."""
-    import inspect
-
     from bitsandbytes import functional
 
     if not hasattr(functional, "_convert_weight_packed_for_cpu_inverse"):
         return drifted("bitsandbytes.functional has no _convert_weight_packed_for_cpu_inverse")
-    code = getattr(inspect.unwrap(functional.dequantize_4bit), "__code__", None)
-    if code is None:
-        return drifted("dequantize_4bit is not a plain function")
+    code = code_of(functional.dequantize_4bit)
     if _PACKED in (*code.co_names, *code.co_consts):
         return fixed("dequantize_4bit handles weights that are packed for the CPU")
     return broken()

@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 PATCH = Patch(
     name="cpu_packed_gradient",
@@ -39,16 +39,12 @@ PATCH = Patch(
 @PATCH.probe
 def packed_weights_stay_packed() -> Finding:
     """Check the code for unpacking; running the forward would start threads."""
-    import inspect
-
     from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn.modules import Linear4bit
 
     if not has_avx512bf16():
         return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
-    if mentions(
-        inspect.unwrap(Linear4bit.forward).__code__, "_convert_weight_packed_for_cpu_inverse"
-    ):
+    if mentions(code_of(Linear4bit.forward), "_convert_weight_packed_for_cpu_inverse"):
         return fixed("Linear4bit.forward unpacks weights")
     return broken()
 

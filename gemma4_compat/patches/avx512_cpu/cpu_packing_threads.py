@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 from .._fork import ForkableLock
 
 PATCH = Patch(
@@ -41,14 +41,12 @@ _packing = ForkableLock()
 @PATCH.probe
 def packing_takes_no_lock() -> Finding:
     """Look whether the forward repacks weights, and for a lock."""
-    import inspect
-
     from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn.modules import Linear4bit
 
     if not has_avx512bf16():
         return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
-    code = inspect.unwrap(Linear4bit.forward).__code__
+    code = code_of(Linear4bit.forward)
     if not mentions(code, "_convert_weight_packed_for_cpu") or mentions(code, "lock"):
         return fixed("Linear4bit.forward no longer repacks weights without a lock")
     return broken()

@@ -24,7 +24,6 @@ compiles the step, or if the user passes a ``compile_config`` or ``disable_compi
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from functools import wraps
@@ -32,7 +31,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from .._cache_memory import use_lent
-from .._code import mentions
+from .._code import code_of, mentions
 from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
@@ -64,11 +63,11 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
     """Check that ``_sample`` uses the two methods that choose how a step is called."""
     from transformers.generation.utils import GenerationMixin
 
-    names = inspect.unwrap(GenerationMixin._sample).__code__.co_names
+    names = code_of(GenerationMixin._sample).co_names
     missing = {"get_compiled_call", "_valid_auto_compile_criteria"} - set(names)
     if missing:
         return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
-    code = inspect.unwrap(GenerationMixin._valid_auto_compile_criteria).__code__
+    code = code_of(GenerationMixin._valid_auto_compile_criteria)
     if not (mentions(code, "hf_quantizer") or mentions(code, "hf_device_map")):
         return fixed("transformers compiles the steps of quantised and split models")
     return broken()

@@ -21,8 +21,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of, mentions
 from .._token_ids import token_ids
 
 PATCH = Patch(
@@ -49,13 +49,9 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def compares_all_rows_at_once() -> Finding:
     """Look whether the method still compares the rows."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-    code = getattr(inspect.unwrap(Gemma4TextModel.get_per_layer_inputs), "__code__", None)
-    if code is None:
-        return drifted("Gemma4TextModel.get_per_layer_inputs is not a plain function")
+    code = code_of(Gemma4TextModel.get_per_layer_inputs)
     if mentions(code, "nonzero"):
         return broken()
     return fixed("Gemma4TextModel.get_per_layer_inputs no longer searches the embedding")

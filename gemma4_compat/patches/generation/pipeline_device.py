@@ -12,8 +12,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of, mentions
 from .._shadow import variant
 
 PATCH = Patch(
@@ -34,13 +34,9 @@ PATCH = Patch(
 @PATCH.probe
 def reads_the_device_map() -> Finding:
     """Look whether a pipeline still reads the device map."""
-    import inspect
-
     from transformers.pipelines.base import Pipeline
 
-    code = getattr(inspect.unwrap(Pipeline.__init__), "__code__", None)
-    if code is None:
-        return drifted("Pipeline.__init__ is not a plain function")
+    code = code_of(Pipeline.__init__)
     if mentions(code, "hf_device_map"):
         return broken()
     return fixed("a pipeline no longer reads the device map")

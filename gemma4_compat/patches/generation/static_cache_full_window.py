@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="static_cache_full_window",
@@ -33,11 +34,9 @@ PATCH = Patch(
 @PATCH.probe
 def full_window_needs_an_index() -> Finding:
     """Check whether the code of ``update`` creates a tensor."""
-    import inspect
-
     from transformers.cache_utils import StaticSlidingWindowLayer
 
-    code = inspect.unwrap(StaticSlidingWindowLayer.update).__code__
+    code = code_of(StaticSlidingWindowLayer.update)
     if not {"roll", "cumulative_length_int", "max_cache_len"} <= set(code.co_names):
         return drifted("StaticSlidingWindowLayer.update no longer rolls its keys")
     if "tensor" not in code.co_names:

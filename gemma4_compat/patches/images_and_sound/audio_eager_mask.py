@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="audio_eager_mask",
@@ -37,13 +38,11 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def tower_negates_its_mask() -> Finding:
     """Check whether the tower's attention negates its mask."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioAttention, Gemma4AudioModel
 
-    if "logical_not" not in inspect.unwrap(Gemma4AudioAttention.forward).__code__.co_names:
+    if "logical_not" not in code_of(Gemma4AudioAttention.forward).co_names:
         return fixed("the audio tower's attention does not negate its mask")
-    if "finfo" in inspect.unwrap(Gemma4AudioModel._convert_4d_mask_to_blocked_5d).__code__.co_names:
+    if "finfo" in code_of(Gemma4AudioModel._convert_4d_mask_to_blocked_5d).co_names:
         return drifted("the audio tower's masks are no longer filled with False")
     return broken()
 

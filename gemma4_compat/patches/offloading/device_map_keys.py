@@ -16,8 +16,9 @@ import logging
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.device_maps import closest, left_out
+from .._code import code_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,10 @@ _MODELS = ("gemma4", "gemma3n")
 @PATCH.probe
 def unknown_keys_pass() -> Finding:
     """Pass a map with a key that no model has."""
-    import inspect
-
     from torch.nn import Module
     from transformers.integrations.accelerate import _get_device_map
 
-    code = getattr(inspect.unwrap(_get_device_map), "__code__", None)
-    if code is None:
-        return drifted("_get_device_map is not a plain function")
+    code = code_of(_get_device_map)
     if {"warn", "warning", "warning_once"}.intersection(code.co_names):
         return fixed("_get_device_map warns")
     given = {"": "cpu", "no_such_module": "cpu"}

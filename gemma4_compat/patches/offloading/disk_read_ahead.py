@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from ...engine import Finding, Kind, Patch, broken, fixed
 from ...model.files import read_header
 from ...model.parts import layer_of
+from .._code import code_of
 from .._not_copied import NotCopied, attached
 
 PATCH = Patch(
@@ -66,14 +67,13 @@ _GAP = 64 * 1024
 @PATCH.probe
 def tensors_are_read_when_needed() -> Finding:
     """Look whether the hook still loads the tensors one by one."""
-    import inspect
     import sys
 
     from accelerate.hooks import AlignDevicesHook
 
     if not sys.platform.startswith("linux"):
         return fixed("this system is not Linux")
-    code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
+    code = code_of(AlignDevicesHook.pre_forward)
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer loads the tensors one by one")

@@ -25,7 +25,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...engine.gate import holds
-from .._code import mentions
+from .._code import code_of, mentions
 from .._offload import onloaded
 from .._packed_experts import (
     FUSED,
@@ -76,13 +76,11 @@ _IN_FILES = (
 @PATCH.probe
 def quantizer_skips_experts() -> Finding:
     """Look whether the quantizer mentions experts, and for the methods that it loads with."""
-    import inspect
-
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     if "param_needs_quantization" not in vars(Bnb4BitHfQuantizer):
         return drifted("Bnb4BitHfQuantizer has no param_needs_quantization")
-    code = inspect.unwrap(Bnb4BitHfQuantizer.param_needs_quantization).__code__
+    code = code_of(Bnb4BitHfQuantizer.param_needs_quantization)
     if mentions(code, "xperts"):
         return fixed("the 4-bit quantizer handles experts itself")
     return broken()

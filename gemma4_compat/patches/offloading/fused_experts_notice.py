@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,11 @@ _QUANTIZER = "transformers.quantizers.quantizer_bnb_8bit"
 @PATCH.probe
 def quantizers_can_be_asked() -> Finding:
     """Look for the method that decides what is quantised, and whether it mentions experts."""
-    import inspect
-
     from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
     if "param_needs_quantization" not in vars(Bnb8BitHfQuantizer):
         return drifted("Bnb8BitHfQuantizer has no param_needs_quantization")
-    code = inspect.unwrap(Bnb8BitHfQuantizer.param_needs_quantization).__code__
+    code = code_of(Bnb8BitHfQuantizer.param_needs_quantization)
     if mentions(code, "xperts"):
         return fixed("the 8-bit quantizer handles experts itself")
     return broken()

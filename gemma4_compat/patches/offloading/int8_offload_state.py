@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of
 from .._int8_state import empty
 
 PATCH = Patch(
@@ -37,11 +38,9 @@ PATCH = Patch(
 @PATCH.probe
 def hook_empties_the_state() -> Finding:
     """Look what the hook removes from the state of a layer."""
-    import inspect
-
     from accelerate.hooks import AlignDevicesHook
 
-    code = inspect.unwrap(AlignDevicesHook.post_forward).__code__
+    code = code_of(AlignDevicesHook.post_forward)
     if "SCB" in code.co_names and "CB" not in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer removes the scales alone")

@@ -23,6 +23,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
+from .._code import code_of
 from .._module_view import View
 from .._streaming import add, part_of, streamed_layers
 
@@ -42,11 +43,9 @@ PATCH = Patch(
 @PATCH.probe
 def tensors_travel_one_by_one() -> Finding:
     """Look whether the hook still sets the tensors one by one."""
-    import inspect
-
     from accelerate.hooks import AlignDevicesHook
 
-    code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
+    code = code_of(AlignDevicesHook.pre_forward)
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer sets the tensors one by one")

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._code import mentions
+from .._code import code_of, mentions
 from .._forward_lock import lock_forward, share_lock
 
 PATCH = Patch(
@@ -40,12 +40,11 @@ PATCH = Patch(
 @PATCH.probe
 def hooks_take_no_lock() -> Finding:
     """Look whether a forward with a hook takes a lock."""
-    import inspect
 
     from accelerate import hooks
 
     functions = (hooks.add_hook_to_module, hooks.AlignDevicesHook.pre_forward)
-    if any(mentions(inspect.unwrap(function).__code__, "lock") for function in functions):
+    if any(mentions(code_of(function), "lock") for function in functions):
         return fixed("accelerate's hooks take a lock")
     return broken()
 

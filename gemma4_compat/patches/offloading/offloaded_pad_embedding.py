@@ -13,8 +13,9 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
+from .._code import code_of
 from .._module_view import View
 
 PATCH = Patch(
@@ -32,13 +33,9 @@ PATCH = Patch(
 @PATCH.probe
 def weight_is_read_outside_its_module() -> Finding:
     """Look whether the model's forward still reads the embedding's weight."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
 
-    code = getattr(inspect.unwrap(Gemma4Model.forward), "__code__", None)
-    if code is None:
-        return drifted("Gemma4Model.forward is not a plain function")
+    code = code_of(Gemma4Model.forward)
     if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
         return broken()
     return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of
 from .._offload import offload, onload, onloaded
 
 PATCH = Patch(
@@ -40,13 +41,9 @@ PATCH = Patch(
 @PATCH.probe
 def resize_ignores_offloading() -> Finding:
     """Look whether the resize still leaves the hook as it is."""
-    import inspect
-
     from transformers.modeling_utils import PreTrainedModel
 
-    code = getattr(inspect.unwrap(PreTrainedModel._resize_token_embeddings), "__code__", None)
-    if code is None:
-        return drifted("PreTrainedModel._resize_token_embeddings is not a plain function")
+    code = code_of(PreTrainedModel._resize_token_embeddings)
     if "weights_map" in code.co_names:
         return fixed("resize_token_embeddings changes what the hook loads")
     return broken()

@@ -19,6 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, broken, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="split_model_overhead",
@@ -39,11 +40,9 @@ _PLAIN = (type(None), bool, int, float, str)
 @PATCH.probe
 def inputs_are_always_sent() -> Finding:
     """Look whether the hook still calls ``send_to_device``."""
-    import inspect
-
     from accelerate.hooks import AlignDevicesHook
 
-    code = inspect.unwrap(AlignDevicesHook.pre_forward).__code__
+    code = code_of(AlignDevicesHook.pre_forward)
     if "send_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook.pre_forward does not call send_to_device")

@@ -25,6 +25,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 from .._text_model import (
     is_gemma4,
     is_text_model,
@@ -59,8 +60,6 @@ _OF_QUANTISED = (".weight.absmax", ".SCB")
 @PATCH.probe
 def text_model_has_no_renaming() -> Finding:
     """Look for the model in the tables.  The public function would fill a cache."""
-    import inspect
-
     from transformers import conversion_mapping as tables
 
     build = getattr(tables, "_build_checkpoint_conversion_mapping", None)
@@ -68,7 +67,7 @@ def text_model_has_no_renaming() -> Finding:
         return drifted("transformers has no _build_checkpoint_conversion_mapping")
     filled = tables._checkpoint_conversion_mapping_cache or ()
     names = {*tables._MODEL_TO_CONVERSION_PATTERN, *filled}
-    for const in inspect.unwrap(build).__code__.co_consts:
+    for const in code_of(build).co_consts:
         names.update(const if isinstance(const, tuple) else (const,))
     if known := {"gemma4_text", "Gemma4ForCausalLM"} & names:
         return fixed(f"transformers has weight conversions for {min(known)}")

@@ -24,6 +24,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.device_maps import covering
+from .._code import code_of
 
 PATCH = Patch(
     name="tied_weights_on_disk",
@@ -45,11 +46,10 @@ PATCH = Patch(
 @PATCH.probe
 def tied_values_are_missing() -> Finding:
     """Look for the arguments that the replacement reads."""
-    import inspect
 
     from accelerate import big_modeling
 
-    code = inspect.unwrap(big_modeling.dispatch_model).__code__
+    code = code_of(big_modeling.dispatch_model)
     gone = {"model", "device_map", "offload_index"} - {*code.co_varnames[: code.co_argcount]}
     if gone:
         return drifted(f"dispatch_model has no parameter {', '.join(sorted(gone))}")

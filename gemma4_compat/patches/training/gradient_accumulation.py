@@ -32,6 +32,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 from .._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,8 @@ def trainer_asks_the_model() -> Finding:
     """Check whether Trainer reads the model's flag; the model class may not be imported yet."""
     from transformers.trainer import Trainer
 
-    names = unwrap(Trainer.__init__).__code__.co_names
-    if _FLAG not in (*names, *unwrap(Trainer.__init__).__code__.co_consts):
+    names = code_of(Trainer.__init__).co_names
+    if _FLAG not in (*names, *code_of(Trainer.__init__).co_consts):
         return fixed("Trainer does not read accepts_loss_kwargs of models")
     if f"model_{_FLAG}" not in names:
         return drifted("Trainer does not store accepts_loss_kwargs as model_accepts_loss_kwargs")
@@ -238,7 +239,10 @@ def _targets(batch: Any, known: Any) -> Any:
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     if not hasattr(labels, "ndim"):
         return None
-    if "CrossEntropyLoss" in unwrap(known.forward).__code__.co_names:  # transformers 5.5
+    code = getattr(unwrap(known.forward), "__code__", None)
+    if code is None:  # the user's own forward
+        return None
+    if "CrossEntropyLoss" in code.co_names:  # transformers 5.5
         labels = _without_padding(labels, batch.get("attention_mask"))[..., 1:]
     elif batch.get("shift_labels") is not None:
         labels = batch["shift_labels"]

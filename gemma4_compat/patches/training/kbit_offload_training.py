@@ -17,6 +17,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from .._code import code_of
 from .._offload import executing_map, is_dispatched
 
 PATCH = Patch(
@@ -39,11 +40,9 @@ PATCH = Patch(
 @PATCH.probe
 def offloaded_models_are_refused() -> Finding:
     """Search the code for the text of the exception."""
-    import inspect
-
     from accelerate.accelerator import Accelerator
 
-    code = inspect.unwrap(Accelerator.prepare_model).__code__
+    code = code_of(Accelerator.prepare_model)
     if any("CPU or disk offload" in text for text in code.co_consts if isinstance(text, str)):
         return broken()
     return fixed("Accelerator.prepare_model no longer refuses offloaded models")

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
 
 PATCH = Patch(
     name="kv_sharing_without_cache",
@@ -41,13 +42,9 @@ _ARGUMENT = "shared_without_cache"
 @PATCH.probe
 def shared_keys_are_on_the_cache() -> Finding:
     """Check where the attention reads shared keys and values."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
 
-    code = getattr(inspect.unwrap(Gemma4TextAttention.forward), "__code__", None)
-    if code is None:
-        return drifted("Gemma4TextAttention.forward is not a plain function")
+    code = code_of(Gemma4TextAttention.forward)
     if "shared_kv_states" in code.co_varnames:
         return fixed("shared keys and values are passed from layer to layer")
     if "shared_layers" in code.co_names:

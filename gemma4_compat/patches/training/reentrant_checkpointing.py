@@ -22,7 +22,7 @@ from functools import partial, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import mentions
+from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def models_are_given_a_checkpoint_function() -> Finding:
     method = PreTrainedModel._set_gradient_checkpointing
     if "gradient_checkpointing_func" not in inspect.signature(method).parameters:
         return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
-    code = getattr(inspect.unwrap(method), "__code__", None)
+    code = code_of(method)
     if code is not None and (mentions(code, "reentrant") or mentions(code, "kv_shared")):
         return fixed("_set_gradient_checkpointing chooses the variant itself")
     return broken()
