@@ -497,7 +497,10 @@ def test_run_needs_a_program():
     assert "name a script" in ran.stderr
     ran = compat("run", "missing.py")
     assert ran.returncode == 2
-    assert ran.stderr.startswith("gemma4-compat run: missing.py is neither a file in this folder")
+    assert "can't open file" in ran.stderr
+    ran = compat("run", "missing")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("gemma4-compat run: missing is neither a file nor a program")
     assert compat("run", "--no-such-option", "script.py").returncode == 2
 
 

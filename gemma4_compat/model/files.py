@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors import InputError
 from .hub import Repository, repository
@@ -106,17 +106,13 @@ class Header:
     """The header of a safetensors file.
 
     ``tensors`` maps names to entries, in the order of their data.  ``missing`` is the number of
-    bytes by which the file is too short for its tensors; 0 if it is complete.
+    bytes by which a local file is too short for its tensors; 0 if it is complete.
     """
 
     file: PurePath
     tensors: Mapping[str, Entry]
     metadata: Mapping[str, str]
     missing: int
-
-
-class _Readable(Protocol):
-    def read(self, count: int, /) -> bytes: ...
 
 
 # -- folders and repositories -------------------------------------------------------------------
@@ -411,11 +407,16 @@ def header_in(folder: Path | Repository, name: str) -> Header:
     cached = folder.cached(name)
     if cached is not None:
         return read_header(cached)
-    opened = folder.open(name)
-    return _header(label(folder, name), opened, opened.size)
+    file, found = label(folder, name), folder.safetensors(name)
+    placed = sorted((each.data_offsets, name) for name, each in found.tensors.items())
+    tensors = {
+        name: Entry(name, found.tensors[name].dtype, tuple(found.tensors[name].shape), b - a, file)
+        for (a, b), name in placed
+    }
+    return Header(file, tensors, found.metadata, 0)
 
 
-def _header(file: PurePath, opened: _Readable, size: int) -> Header:
+def _header(file: PurePath, opened: BinaryIO, size: int) -> Header:
     start = opened.read(8)
     length = int.from_bytes(start, "little")
     readable = len(start) == 8 and length <= min(size - 8, _LONGEST_HEADER)

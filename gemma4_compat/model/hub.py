@@ -2,7 +2,7 @@
 
 The cache of huggingface_hub is used as transformers uses it: a file is looked up on the Hub, and
 taken from the cache if it is unchanged or the Hub cannot be reached.  Weights are never downloaded:
-of a file that is not in the cache, `RemoteFile` reads single bytes.
+of a file that is not in the cache, huggingface_hub reads the header.
 """
 
 from __future__ import annotations
@@ -119,13 +119,16 @@ class Repository:
                 return False
             return True
 
-    def open(self, name: str) -> RemoteFile:
-        """A file on the Hub, to read its first bytes.
+    def safetensors(self, name: str) -> Any:
+        """The header of a safetensors file, as huggingface_hub's ``SafetensorsFileMetadata``.
 
         Raises:
-            InputError: the repository cannot be read, or has no such file.
+            InputError: the repository cannot be read, or has no such file, or it is damaged.
         """
-        return RemoteFile(self, name)
+        with self._refusals(name):
+            hub = _imported(self)
+            with _quiet():
+                return hub.HfApi().parse_safetensors_file_metadata(self.id, name, revision=self._at)
 
     def download(self, patterns: Sequence[str]) -> Path:
         """The folder of the cache that holds all files that match these patterns.
@@ -173,6 +176,8 @@ class Repository:
             why = f"the Hub denies access (status {status}). Log in again: hf auth login"
         elif isinstance(error, errors.RemoteEntryNotFoundError):
             why = f"no {name}"
+        elif isinstance(error, errors.SafetensorsParsingError):
+            why = f"{name} is not a safetensors file, or its header is damaged"
         elif status is not None and not 500 <= status < 600:
             why = f"the Hub refuses to send {name}: {reason(error)}"
         elif isinstance(error, OSError) and error.errno is not None:
@@ -194,52 +199,6 @@ class Repository:
             f"not a folder here, the cache of the Hub has no {name}, and the Hub does not answer "
             f"({reason(cause)}). Check the network, or name a local folder"
         )
-
-
-class RemoteFile:
-    """A file on the Hub, of which only the bytes that are read are fetched.
-
-    ``size`` is the size of the whole file in bytes.
-    """
-
-    def __init__(self, repo: Repository, name: str) -> None:
-        self._repo, self._name, self._position = repo, name, 0
-        self.size = 0
-        self._start = self._fetched(8)
-
-    def read(self, count: int) -> bytes:
-        """The next bytes; fewer at the end of the file."""
-        held = self._start[self._position : self._position + count]
-        self._position += len(held)
-        more = self._fetched(count - len(held)) if count > len(held) else b""
-        self._position += len(more)
-        return held + more
-
-    def _fetched(self, count: int) -> bytes:
-        first = self._position
-        with self._repo._refusals(self._name):
-            hub = _imported(self._repo)
-            url = hub.hf_hub_url(self._repo.id, self._name, revision=self._repo._at)
-            headers = hub.utils.build_hf_headers() | {
-                "Range": f"bytes={first}-{first + count - 1}",
-                "Accept-Encoding": "identity",
-            }
-            timeout = hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
-            session = hub.utils.get_session()
-            with _quiet(), session.stream("GET", url, headers=headers, timeout=timeout) as response:
-                if response.status_code == 416:  # the file ends before
-                    return b""
-                hub.utils.hf_raise_for_status(response)
-                # A server may ignore the range and begin at the first byte.
-                skipped = 0 if response.status_code == 206 else first
-                whole = response.headers.get("Content-Range", "").rpartition("/")[2]
-                self.size = int(whole or response.headers["Content-Length"])
-                read = b""
-                for chunk in response.iter_raw(min(skipped + count, 2**16)):
-                    read += chunk
-                    if len(read) >= skipped + count:
-                        break
-        return read[skipped : skipped + count]
 
 
 def _imported(repo: Repository) -> Any:

@@ -20,11 +20,13 @@ from tests.support import run_command
 
 MODEL, ADAPTER = "google/gemma-tiny", "someone/lora.v1"
 CONFIG = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"]}
+#: what huggingface_hub fetches of a safetensors file
+FIRST_BYTES = 100_001
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
 
 
 def safetensors(*names, values=64):
-    """A safetensors file of bfloat16 tensors, and the bytes of its header."""
+    """A safetensors file of bfloat16 tensors."""
     size = 2 * values
     described = {
         name: {"dtype": "BF16", "shape": [values], "data_offsets": [i * size, (i + 1) * size]}
@@ -32,10 +34,10 @@ def safetensors(*names, values=64):
     }
     header = json.dumps(described).encode()
     head = len(header).to_bytes(8, "little") + header
-    return head + bytes(size * len(names)), len(head)
+    return head + bytes(size * len(names))
 
 
-LORA, LORA_HEAD = safetensors(
+LORA = safetensors(
     "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight",
     "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_B.weight",
 )
@@ -49,7 +51,7 @@ MODEL_FILES = {
     "model.safetensors.index.json": json.dumps(
         {"weight_map": dict(zip(("first", "second"), SHARDS, strict=True))}
     ).encode(),
-    **dict(zip(SHARDS, (content for content, _ in PARTS), strict=True)),
+    **dict(zip(SHARDS, PARTS, strict=True)),
 }
 
 
@@ -163,40 +165,26 @@ def test_only_configs_and_headers_are_fetched(on_hub):
     assert [str(header.file) for header in headers] == [f"{MODEL}/{shard}" for shard in SHARDS]
     assert [list(header.tensors) for header in headers] == [["first"], ["second"]]
     assert [header.missing for header in headers] == [0, 0]
-    assert [on_hub.bytes_of(shard) for shard in SHARDS] == [head for _, head in PARTS]
+    assert all(on_hub.bytes_of(shard) <= FIRST_BYTES for shard in SHARDS)
+    assert all(len(MODEL_FILES[shard]) > FIRST_BYTES for shard in SHARDS)
     fetched = {name for method, name, count in on_hub.sent if count}
     assert fetched == {"config.json", "model.safetensors.index.json", *SHARDS}
 
 
-def test_server_without_ranges(on_hub):
-    """Reading stops after the header, whatever the server would send."""
-    on_hub.ranges = False
-    on_hub.add(ADAPTER, ADAPTER_FILES | {"adapter_model.safetensors": PARTS[0][0]})
-    header = files.adapter_header(ADAPTER)
-    assert (list(header.tensors), header.missing) == (["first"], 0)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "cut off in the safetensors header (0 bytes)"),
-        (b"abc", "cut off in the safetensors header (3 bytes)"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
-        (LORA[:20], "cut off in the safetensors header (20 bytes)"),
-        (LORA + b"more", "4 extra bytes follow the last tensor"),
-    ],
+    "content", [b"abc", b"version https://git-lfs.github.com/spec/v1\n", LORA[:20]]
 )
-def test_damaged_header(content, message, on_hub):
+def test_damaged_header(content, on_hub):
     on_hub.add(ADAPTER, ADAPTER_FILES | {"adapter_model.safetensors": content})
-    expected = f"{ADAPTER}/adapter_model.safetensors: {message}"
-    assert refusal(files.adapter_header, ADAPTER).startswith(expected)
+    damaged = "adapter_model.safetensors is not a safetensors file, or its header is damaged"
+    assert refusal(files.adapter_header, ADAPTER) == f"{ADAPTER}: {damaged}"
 
 
 def test_adapter(on_hub):
     found = inspect_adapter(ADAPTER)
     assert (found.kind, found.tensors, found.rank) == ("LoRA", 2, 1)
     assert found.file == f"{ADAPTER}/adapter_model.safetensors"
-    assert on_hub.bytes_of("adapter_model.safetensors") == LORA_HEAD
+    assert 0 < on_hub.bytes_of("adapter_model.safetensors") <= len(LORA)
 
 
 def test_a_cached_file_is_read_from_the_cache(on_hub):
@@ -226,7 +214,7 @@ def test_files_of_one_commit(on_hub):
     """A push between two reads does not mix the files of two commits; a later read sees it."""
     model = files.located(MODEL)
     files.read_config(model)
-    changed = safetensors("first", "second", "third")[0]
+    changed = safetensors("first", "second", "third")
     config = MODEL_FILES["config.json"]
     on_hub.add(MODEL, {"config.json": config, "model.safetensors": changed})
     assert len(files.weight_headers(model)) == 2
@@ -245,7 +233,7 @@ def test_merge_downloads_the_whole_repository(on_hub):
     on_hub.add(MODEL, MODEL_FILES | {"README.md": b"text"}, "v2")
     folder = locate(f"{MODEL}@v2")
     assert sorted(os.listdir(folder)) == sorted(MODEL_FILES)
-    assert (folder / SHARDS[0]).read_bytes() == PARTS[0][0]
+    assert (folder / SHARDS[0]).read_bytes() == PARTS[0]
     assert "not found on the Hub" in refusal(locate, "google/typo")
     assert refusal(locate, "typo") == "typo: no such folder"
 
