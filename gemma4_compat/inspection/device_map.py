@@ -54,7 +54,7 @@ class DeviceMapCheck(Result):
         if not self.ok:
             unknown = [entry.key for entry in self.unknown if not entry.left_out]
             return f"this map works, but not as written: {_what_to_do(unknown)}"
-        return "fine, with gemma4_compat" if "handled" in levels else "fine"
+        return "fine"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
@@ -219,5 +219,4 @@ def _messages(check: DeviceMapCheck) -> Iterator[str]:
     for level in LEVELS:
         for trap in check.traps:
             if trap.level == level:
-                state = f" [{trap.patch}: {trap.state}]" if trap.patch else ""
-                yield wrap(f"{trap.text}{state}", indent, f"{level:<9}")
+                yield wrap(trap.text, indent, f"{level:<9}")

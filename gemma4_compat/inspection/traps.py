@@ -6,34 +6,26 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..engine.gate import Outcome
-from ..engine.status import State
 from ..model import parts
-from ..model.device_maps import OFFLOADED, device_label, device_order, differs
+from ..model.device_maps import OFFLOADED, device_label, device_order
 from ..model.files import has_safetensors
-from ..model.sizes import bytes_under
 from ..text import plural, size
 from .mapped import OFFLOAD_FLAG, Mapped
 
-LEVELS = ("error", "warning", "handled", "note")
-_IN_PLACE = (State.APPLIED, State.ARMED)
-_NOT_NEEDED = (State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
+LEVELS = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
 class Trap:
     """A known problem or cost of a device map.
 
-    ``level`` is "error" (loading or running fails), "warning", "handled" (by ``patch``, which is
-    applied or armed) or "note".  ``patch`` is the name of the patch for this problem, if there is
-    one, and ``state`` the state of that patch in this process.
+    ``level`` is "error" (loading or running fails), "warning" or "note".  Bugs with a patch are no
+    traps: `status` says which patches are off.
     """
 
     name: str
     level: str
     text: str
-    patch: str | None = None
-    state: str | None = None
 
 
 def traps_of(mapped: Mapped) -> Iterator[Trap]:
@@ -125,62 +117,12 @@ def no_such_gpu(mapped: Mapped) -> Iterator[Trap]:
             yield Trap("no_such_gpu", "error", text)
 
 
-def covering_entry(mapped: Mapped) -> Iterator[Trap]:
-    placement = {n: (mapped.computes_on(n), d in mapped.offloads) for n, d in mapped.map.items()}
-    differing = [name for name in placement if name in mapped.modules and differs(name, placement)]
-    covering = [
-        key
-        for key, device in mapped.map.items()
-        if device not in OFFLOADED
-        and any(not key or (n != key and parts.is_under(n, [key])) for n in differing)
-    ]
-    for key in covering:
-        sums = []
-        for tensors in mapped.tensors.values():
-            placed = (t for t in tensors if not key or parts.is_under(t.name, [key]))
-            sums.append(sum(t.on_cuda for t in placed))
-        text = (
-            f'the entry "{key}" covers modules of other entries: without root_device_map '
-            f"{device_label(mapped.map[key])} also holds those while loading, in total "
-            f"{_by_quant(mapped.quants, sums)}"
-        )
-        yield from _about("root", text, "root_device_map")
-
-
-def embeddings(mapped: Mapped) -> Iterator[Trap]:
-    from torch import nn
-
-    tables = [
-        name
-        for name, module in mapped.modules.items()
-        if isinstance(module, nn.Embedding) and mapped.is_offloaded(name)
-    ]
-    for name in tables:
-        held = bytes_under(mapped.whole["bf16"], name)
-        text = (
-            f"{name} ({size(held)}) stays offloaded, and only the rows that are looked up go to "
-            "the GPU; without host_embedding the whole weight does, for each token"
-        )
-        yield from _about("embedding", text, "host_embedding")
-        has_ple = any(parts.part_of(each) == parts.PLE for each in mapped.modules)
-        if parts.part_of(name) == parts.EMBEDDINGS and has_ple:
-            text = "with per-layer embeddings the forward reads the pad token's row on meta"
-            yield from _about("pad_embedding", text, "offloaded_pad_embedding")
-
-
 def tied(mapped: Mapped) -> Iterator[Trap]:
     for target, source in mapped.tied.items():
         first, second = mapped.rests_on(source), mapped.rests_on(target)
         names = f"{source.rpartition('.')[0]} and {target.rpartition('.')[0]}"
-        if "disk" in (first, second):
-            text = f"{names} are tied, and the map offloads them to disk; "
-            if first == second:
-                text += "each is read from the checkpoint"
-            else:
-                kept = device_label(second if first == "disk" else first)
-                text += f"both are kept on {kept}"
-            yield from _about("tied", text, "tied_weights_on_disk")
-        elif first != second and mapped.is_offloaded(source) != mapped.is_offloaded(target):
+        one_offloaded = mapped.is_offloaded(source) != mapped.is_offloaded(target)
+        if "disk" not in (first, second) and first != second and one_offloaded:
             text = f"{names} are tied: while one is on a GPU, offloading the other saves nothing"
             yield Trap("tied", "warning", text)
 
@@ -207,33 +149,20 @@ def shared_kv(mapped: Mapped) -> Iterator[Trap]:
     shared, layers = parts.shared_layers(text_config), mapped.layers
     if not shared or len(types) < len(layers):
         return
-    first = shared.start
-    apart: dict[int, list[int]] = {}
-    across = False
-    for index in range(first, len(types)):
-        producers = [i for i in range(first) if types[i] == types[index]]
-        if not producers or index not in layers or producers[-1] not in layers:
-            continue
-        pair = [f"{layers[i]}.self_attn" for i in (producers[-1], index)]
-        if mapped.rests_on(pair[0]) != mapped.rests_on(pair[1]):
-            apart.setdefault(producers[-1], []).append(index)
-            across = across or mapped.computes_on(pair[0]) != mapped.computes_on(pair[1])
-    if apart:
-        sources = ", ".join(map(str, apart))
-        sharing = len({index for indices in apart.values() for index in indices})
+    copied = []
+    for index in range(shared.start, len(types)):
+        producers = [i for i in range(shared.start) if types[i] == types[index] and i in layers]
+        if producers and index in layers:
+            devices = {mapped.computes_on(f"{layers[i]}.self_attn") for i in (producers[-1], index)}
+            copied += [(producers[-1], index)] if len(devices) > 1 else []
+    if copied:
+        sources = ", ".join(map(str, dict.fromkeys(source for source, _ in copied)))
         text = (
-            f"{plural(sharing, 'layer')} on another device than layers {sources}, whose keys and "
-            f"values they share: KeyError: {sources}, or a layer type's name, after "
-            "dispatch_model, your own or PEFT's"
+            f"the keys and values of layers {sources} go from GPU to GPU for each token, to "
+            f"{plural(len(copied), 'layer')} that share them; put all of these on one GPU to avoid "
+            "it"
         )
-        yield from _about("shared_kv", text, "shared_kv_states")
-        if across:
-            text = (
-                f"the keys and values of layers {sources} go from GPU to GPU for each token, "
-                f"to {plural(sharing, 'layer')} that share them; put all of these on one GPU to "
-                "avoid it"
-            )
-            yield Trap("kv_between_gpus", "note", text)
+        yield Trap("kv_between_gpus", "note", text)
 
 
 def second_gpu(mapped: Mapped) -> Iterator[Trap]:
@@ -243,11 +172,6 @@ def second_gpu(mapped: Mapped) -> Iterator[Trap]:
     labels = ", ".join(map(device_label, gpus))
     text = f"{labels} compute one after the other, and hidden states are copied between them"
     yield Trap("several_gpus", "note", text)
-    tokens = [n for n in mapped.modules if n.rpartition(".")[2] == "embed_tokens"]
-    if tokens and mapped.computes_on(tokens[0]) != mapped.main:
-        text = f"the token embeddings are on {device_label(mapped.computes_on(tokens[0]))}"
-        text += f", but inputs go to {device_label(mapped.main)}"
-        yield from _about("token_device", text, "ple_mask_device")
 
 
 def decoder_layers(mapped: Mapped) -> Iterator[Trap]:
@@ -316,23 +240,12 @@ def not_quantised(mapped: Mapped) -> Iterator[Trap]:
         yield Trap("not_quantised", "note", text)
 
 
-def adapters(mapped: Mapped) -> Iterator[Trap]:
-    if mapped.offloads:
-        text = (
-            "PeftModel.from_pretrained loads an adapter without changing this placement; a "
-            "device_map given to PEFT has no effect"
-        )
-        yield from _about("adapters", text, "peft_redispatch")
-
-
 TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     not_covered,
     quantised_already,
     refused,
     disk,
     no_such_gpu,
-    covering_entry,
-    embeddings,
     tied,
     split_layers,
     shared_kv,
@@ -341,25 +254,7 @@ TRAPS: tuple[Callable[[Mapped], Iterator[Trap]], ...] = (
     no_pattern,
     nothing_quantised,
     not_quantised,
-    adapters,
 )
-
-
-def _about(name: str, text: str, patch: str) -> Iterator[Trap]:
-    """The trap of a bug: "handled" if its patch is applied or armed, else "warning".
-
-    Yields nothing if the installed versions do not have the bug.
-    """
-    from .. import status
-    from ..patches import gate, load
-
-    state = status()[patch].state
-    # The state of a patch that is switched off says nothing about its gate.
-    outcome = next(gate(each).outcome for each in load() if each.name == patch)
-    outside = outcome in (Outcome.OUTSIDE, Outcome.MISSING)
-    if state not in _NOT_NEEDED and not outside:
-        level = "handled" if state in _IN_PLACE else "warning"
-        yield Trap(name, level, text, patch, state.value)
 
 
 def _by_quant(quants: Iterable[str], numbers: Iterable[int]) -> str:
