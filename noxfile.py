@@ -46,6 +46,8 @@ PARTS = {
     "users": (BUGS, ("tests/test_import.py", "tests/test_users_code.py", "-m", "not slow")),
     "oldest": (BUGS, ("tests/test_import.py", "-m", "not slow")),
 }
+#: Two workers; a file whose tests share results of other processes runs in one of them.
+WORKERS = ("-n", "2", "--dist", "loadgroup")
 #: the files that tools/catalog.py writes
 GENERATED = ("patches.md", "docs/errors.md", "README.md")
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
@@ -109,11 +111,11 @@ def tests(session: nox.Session, stack: str) -> None:
     session.install("wrapt", "packaging")
     session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
     for part in (session.posargs,) if session.posargs else PARTS[stack]:
-        session.run("pytest", "-n", "2", "--durations=10", *part)
+        session.run("pytest", *WORKERS, "--durations=10", *part)
     # Nearly all bugs of the oldest stack are in the users' stack, too.
     if not session.posargs and stack != "oldest":
         session.log("with the patches switched off, the regression tests must show the bugs:")
-        session.run("pytest", "-n", "2", *BUGS, env={"GEMMA4_COMPAT": "0"})
+        session.run("pytest", *WORKERS, *BUGS, env={"GEMMA4_COMPAT": "0"})
 
 
 @nox.session

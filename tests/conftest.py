@@ -61,6 +61,7 @@ def pytest_configure(config):
         "markers", "regression(patch, error, behind, then): see tests/conftest.py"
     )
     config.addinivalue_line("markers", "slow: starts many processes; nox leaves it out by default")
+    config.addinivalue_line("markers", "xdist_group(name): these tests run in one worker")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 

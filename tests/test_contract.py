@@ -19,6 +19,9 @@ from pathlib import Path
 
 import pytest
 
+# Its results of other processes are cached in a worker.
+pytestmark = pytest.mark.xdist_group("contract")
+
 ROOT = Path(__file__).parents[1]
 #: the package beside the tests, or the installed one
 PACKAGE = Path(importlib.util.find_spec("gemma4_compat").origin).parent

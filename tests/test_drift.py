@@ -25,6 +25,9 @@ from pathlib import Path
 
 import pytest
 
+# Its results of other processes are cached in a worker.
+pytestmark = pytest.mark.xdist_group("drift")
+
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 NAMES = sorted(p.stem for p in (ROOT / "gemma4_compat" / "patches").glob("*/[a-z]*.py"))

@@ -21,6 +21,9 @@ from pathlib import Path
 
 import pytest
 
+# Its results of other processes are cached in a worker.
+pytestmark = pytest.mark.xdist_group("neighbours")
+
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 
