@@ -43,11 +43,18 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+_GROUPS = _patches.groups()
+
+
+def _named(names: tuple[str, ...]) -> list[str]:
+    """The names of patches; groups are replaced by their patches."""
+    return [patch for name in names for patch in _GROUPS.get(name, (name,))]
 
 
 def _start() -> Engine:
     all_patches = _patches.load()
-    switches = _read_switches("GEMMA4_COMPAT", [patch.name for patch in all_patches], _logger)
+    names = {patch.name: patch.requires for patch in all_patches}
+    switches = _read_switches("GEMMA4_COMPAT", names, _logger, None, _GROUPS, _patches.GONE)
     engine = Engine(all_patches, switches, _logger, _FLOORS, _NEWEST)
     engine.start()
     return engine
@@ -80,6 +87,10 @@ def status(*, import_targets: bool = False) -> Status:
 def install(*names: str) -> Status:
     """Arm or apply the named patches, or all patches if no name is given.  Idempotent.
 
+    A name is that of a patch, of a topic (``offloading``, ``generation``, ``attention``,
+    ``images_and_sound``, ``adapters``, ``training``, ``avx512_cpu``) or of a kind (``fix``,
+    ``warning``, ``speed``); the same for `uninstall` and `disabled`.
+
     Importing this package does this for all patches.  A patch that an environment variable
     switches off stays off.
 
@@ -90,7 +101,7 @@ def install(*names: str) -> Status:
         >>> gemma4_compat.install("clippable_linear").ok
         True
     """
-    return _engine.install(*names)
+    return _engine.install(*_named(names))
 
 
 def uninstall(*names: str) -> Status:
@@ -107,7 +118,7 @@ def uninstall(*names: str) -> Status:
         >>> print(gemma4_compat.uninstall("host_embedding")["host_embedding"].state)
         disabled
     """
-    return _engine.uninstall(*names)
+    return _engine.uninstall(*_named(names))
 
 
 def disabled(*names: str) -> AbstractContextManager[Status]:
@@ -123,4 +134,4 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
         ...     print(status["host_embedding"].state)
         disabled
     """
-    return _engine.switched(names, on=False)
+    return _engine.switched(_named(names), on=False)

@@ -152,6 +152,39 @@ def test_switches():
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "on", "off"),
+    [
+        ("GEMMA4_COMPAT_SPEED", "0", "peft_redispatch", "captured_decoding"),
+        ("GEMMA4_COMPAT_ADAPTERS", "0", "captured_decoding", "peft_redispatch"),
+        ("GEMMA4_COMPAT", "only:mixed_model_merge", "peft_redispatch", "captured_decoding"),
+        ("GEMMA4_COMPAT", "only:speed", "offload_streaming", "peft_redispatch"),
+    ],
+)
+def test_switches_by_subject(variable, value, on, off):
+    states = json.loads(python("-c", REPORT, **{variable: value}).stdout)["patches"]
+    assert states[on][0] != "disabled"
+    assert states[off] == ["disabled", f"{variable}={value}"]
+
+
+def test_a_gone_patch():
+    [line] = python(
+        "-c", "import gemma4_compat", GEMMA4_COMPAT_HOOK_REMOVAL="0"
+    ).stderr.splitlines()
+    assert line.endswith("GEMMA4_COMPAT_HOOK_REMOVAL has no effect: this patch is gone")
+
+
+def test_names_of_groups():
+    import gemma4_compat
+
+    with gemma4_compat.disabled("speed", "adapters") as status:
+        assert status["captured_decoding"].state is gemma4_compat.State.DISABLED
+        assert status["peft_redispatch"].state is gemma4_compat.State.DISABLED
+        assert status["quant_state_offload"].state is not gemma4_compat.State.DISABLED
+    with pytest.raises(ValueError, match="sped"):
+        gemma4_compat.uninstall("sped")
+
+
+@pytest.mark.parametrize(
     ("variable", "hint"),
     [
         ("GEMMA4_COMPAT_PEFT_REDISPACH", "did you mean GEMMA4_COMPAT_PEFT_REDISPATCH?"),

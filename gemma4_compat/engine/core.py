@@ -210,7 +210,7 @@ class Engine:
         if not self._switches.everything:
             return self._set(record, State.DISABLED, f"{self._switches.prefix}=0")
         if switch is Switch.OFF:
-            return self._set(record, State.DISABLED, f"{self._switches.variable(name)}=0")
+            return self._set(record, State.DISABLED, self._switches.why_off(name))
         if evaluation.outcome is Outcome.MISSING:
             return self._set(record, State.NOT_INSTALLED, evaluation.reason)
         if evaluation.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:

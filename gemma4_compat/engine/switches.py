@@ -1,4 +1,4 @@
-"""Environment variables: all patches off, one patch off, one patch forced, strict errors."""
+"""Environment variables: all patches off, a group, one patch or all others; strict errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from enum import Enum
 
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
+_ONLY = "only:"
 
 
 class Switch(Enum):
@@ -30,6 +31,8 @@ class Switches:
     everything: bool = True
     strict: bool = False
     patches: Mapping[str, Switch] = field(default_factory=dict)
+    #: why a patch is off whose own variable does not say so
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, patch: str) -> Switch:
         """The switch of one patch."""
@@ -39,20 +42,38 @@ class Switches:
         """The environment variable that switches one patch."""
         return f"{self.prefix}_{patch.upper()}"
 
+    def why_off(self, patch: str) -> str:
+        """The variable that switches a patch off, with its value."""
+        return self.reasons.get(patch, f"{self.variable(patch)}=0")
+
 
 def read(
     prefix: str,
-    patches: Iterable[str],
+    patches: Mapping[str, Iterable[str]],
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
+    groups: Mapping[str, Iterable[str]] | None = None,
+    gone: Iterable[str] = (),
 ) -> Switches:
-    """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables."""
+    """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
+
+    ``PREFIX=only:A,B`` switches all patches off but A and B, and those that they require.  A
+    variable of a patch takes precedence over one of a group, and over ``only``.
+
+    Args:
+        patches: the names of all patches, each with those that it requires.
+        groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
+        gone: names of patches that earlier releases had.
+    """
     environ = os.environ if environ is None else environ
-    names = {f"{prefix}_{name.upper()}": name for name in patches}
+    groups = {} if groups is None else groups
+    names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
     strict_name = f"{prefix}_STRICT"
     valid = {_plain(name): name for name in (prefix, strict_name, *names)}
+    former = {f"{prefix}_{name.upper()}" for name in gone}
     everything, strict = True, False
     switches: dict[str, Switch] = {}
+    reasons: dict[str, str] = {}
     for variable in sorted(environ):
         # Windows upper-cases variable names; elsewhere a lower-case name is a typo to warn about.
         if variable.upper() != prefix and not variable.upper().startswith(f"{prefix}_"):
@@ -60,15 +81,25 @@ def read(
                 logger.warning("environment variable %s has no effect: write %s", variable, meant)
             continue
         value = environ[variable].strip().lower()
-        if variable == prefix:
+        if variable == prefix and value.startswith(_ONLY):
+            only = _only(value.removeprefix(_ONLY), variable, patches, groups, logger)
+            reasons |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
+        elif variable == prefix:
             everything = _boolean(variable, value, True, logger)
         elif variable == strict_name:
             strict = _boolean(variable, value, False, logger)
+        elif names.get(variable) in groups:
+            if not _boolean(variable, value, True, logger):
+                reasons |= dict.fromkeys(groups[names[variable]], f"{variable}=0")
         elif variable in names:
             if value == Switch.FORCE.value:
                 switches[names[variable]] = Switch.FORCE
             elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
                 switches[names[variable]] = Switch.OFF
+            elif value in _ON:
+                switches[names[variable]] = Switch.AUTO
+        elif variable in former:
+            logger.warning("environment variable %s has no effect: this patch is gone", variable)
         else:
             ends = {name.removeprefix(f"{prefix}_"): name for name in (strict_name, *names)}
             near = get_close_matches(variable.upper().removeprefix(f"{prefix}_"), ends, n=1)
@@ -78,7 +109,32 @@ def read(
                 else f"{prefix}=0 switches all patches off, {prefix}_PATCH=0 the one of that name"
             )
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
-    return Switches(prefix, everything, strict, switches)
+    reasons = {name: why for name, why in reasons.items() if name not in switches}
+    return Switches(
+        prefix, everything, strict, dict.fromkeys(reasons, Switch.OFF) | switches, reasons
+    )
+
+
+def _only(
+    value: str,
+    variable: str,
+    patches: Mapping[str, Iterable[str]],
+    groups: Mapping[str, Iterable[str]],
+    logger: logging.Logger,
+) -> set[str]:
+    """The patches that ``only:`` names, and those that they require."""
+    found: set[str] = set()
+    wanted = [name.strip() for name in value.split(",") if name.strip()]
+    while wanted:
+        name = wanted.pop()
+        if name in groups:
+            wanted += groups[name]
+        elif name not in patches:
+            logger.warning("%s=%s%s: no patch is called %s", variable, _ONLY, value, name)
+        elif name not in found:
+            found.add(name)
+            wanted += patches[name]
+    return found
 
 
 def _plain(variable: str) -> str:

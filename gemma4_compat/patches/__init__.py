@@ -26,6 +26,21 @@ TOPICS = (
     "avx512_cpu",
 )
 
+#: Patches that earlier checkouts had; ``CHANGELOG.md`` says why they are gone.
+GONE = (
+    "adapter_error_advice",
+    "corda_offload",
+    "disk_only_map",
+    "gemma3n_accumulation_loss",
+    "gradient_accumulation_loss",
+    "hook_removal",
+    "load_error_advice",
+    "lora_ga_offload",
+    "merged_adapter_flag",
+    "saved_skip_modules",
+    "sequential_offload_hook",
+)
+
 
 def topics() -> dict[str, list[ModuleType]]:
     """Topic folder -> its patch modules, sorted by name."""
@@ -40,6 +55,14 @@ def load() -> list[Patch]:
     """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
     return sorted(patches, key=lambda patch: patch.name)
+
+
+def groups() -> dict[str, list[str]]:
+    """The names of the patches of each topic, and of each kind."""
+    found = {t: [module.PATCH.name for module in modules] for t, modules in topics().items()}
+    for patch in load():
+        found.setdefault(patch.kind.value, []).append(patch.name)
+    return found
 
 
 def gate(patch: Patch) -> Evaluation:

@@ -175,7 +175,7 @@ def test_switches(environ):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)
-    switches = read("P", ["one", "two_three"], logger, environ)
+    switches = read("P", {"one": (), "two_three": ()}, logger, environ)
 
     expected = []
     for variable, value in environ.items():
@@ -208,8 +208,37 @@ def test_switches(environ):
 
 
 def test_unknown_variable_names_the_near_one(caplog):
-    read("P", ["quant_state"], logging.getLogger("s"), {"P_QUANT_STAT": "0"})
+    read("P", {"quant_state": ()}, logging.getLogger("s"), {"P_QUANT_STAT": "0"})
     assert "did you mean P_QUANT_STATE?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "off"),
+    [
+        ({}, {}),
+        ({"P_FAST": "0"}, {"a": "P_FAST=0", "b": "P_FAST=0"}),
+        ({"P_FAST": "0", "P_A": "1"}, {"b": "P_FAST=0"}),
+        ({"P_FAST": "1", "P_A": "0"}, {"a": "P_A=0"}),
+        ({"P": "only:a"}, {"b": "P=only:a", "d": "P=only:a"}),
+        ({"P": "only: C, a"}, {"b": "P=only: c, a", "d": "P=only: c, a"}),
+        ({"P": "only:fast"}, {"d": "P=only:fast"}),
+        ({"P": "only:a", "P_D": "on", "P_C": "0"}, {"b": "P=only:a", "c": "P_C=0"}),
+        ({"P": "only:"}, dict.fromkeys("abcd", "P=only:")),
+    ],
+)
+def test_groups_and_only(environ, off):
+    """``a`` requires ``c``, which comes with it; a patch's own variable takes precedence."""
+    patches = {"a": ("c",), "b": (), "c": (), "d": ()}
+    switches = read("P", patches, logging.getLogger("s"), environ, {"fast": ("a", "b")})
+    found = {n: switches.why_off(n) for n in patches if switches.of(n) is Switch.OFF}
+    assert found == off
+
+
+def test_names_that_have_no_effect(caplog):
+    environ = {"P": "only:a,z", "P_OLD": "0"}
+    read("P", {"a": ()}, logging.getLogger("s"), environ, {}, ["old"])
+    assert "P=only:a,z: no patch is called z" in caplog.text
+    assert "P_OLD has no effect: this patch is gone" in caplog.text
 
 
 # -- the journal ----------------------------------------------------------------------------------

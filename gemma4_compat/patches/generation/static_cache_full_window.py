@@ -13,11 +13,12 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from .._code import code_of
 
 PATCH = Patch(
     name="static_cache_full_window",
+    kind=Kind.SPEED,
     symptom=(
         "a static cache decodes slower once the context is longer than the sliding window; "
         "operation not permitted when stream is capturing"

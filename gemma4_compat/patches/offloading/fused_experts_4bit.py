@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.gate import holds
 from .._code import code_of, mentions
 from .._offload import onloaded
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="fused_experts_4bit",
+    kind=Kind.SPEED,
     symptom=(
         "load_in_4bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
         "(some 42 GiB in bfloat16)"

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Kind, Patch, broken, fixed
 from ...model.hooks import offload_hook, offload_hooks
 from .._fork import ForkableLock
 from .._module_view import View
@@ -33,6 +33,7 @@ from .._page_locked import in_place_of, nbytes_in_place
 
 PATCH = Patch(
     name="host_embedding",
+    kind=Kind.SPEED,
     symptom=(
         "per-layer embeddings on the CPU or disk cost a copy of the whole table, and its VRAM, in "
         "every forward"
