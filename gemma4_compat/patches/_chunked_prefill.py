@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from copy import copy
 from functools import wraps
@@ -35,13 +36,11 @@ def mend(patch: Patch, module: str, model: str, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         patch.replaces(module, f"{model}Model.get_{kind}_features")(_unless_encoded)
     name = f"{model}ForConditionalGeneration"
-    patch.replaces(module, f"{name}._prefill")(_prefill_of(kinds))
+    patch.replaces(module, f"{name}._prefill")(_prefill_of(kinds, module, name))
 
     @patch.probe
     def chunks_lack_the_inputs() -> Finding:
         """Prefill two tokens in two chunks, with an input that belongs to the second."""
-        import sys
-
         return _probe(getattr(sys.modules[module], name), kinds[-1])
 
 
@@ -91,9 +90,18 @@ def _unless_encoded(original: Any) -> Any:
     return get_features
 
 
-def _prefill_of(kinds: tuple[str, ...]) -> Any:
-    def prefill(original: Any) -> Any:
-        @wraps(original)
+def _prefill_of(kinds: tuple[str, ...], module: str, name: str) -> Any:
+    def prefill(replaced: Any) -> Any:
+        owner = getattr(sys.modules[module], name)
+        bases = [vars(base).get("_prefill") for base in owner.__mro__[1:]]
+
+        def original(self: Any, *args: Any) -> Any:
+            # Where the class inherits it, a user may replace it in GenerationMixin later.
+            if replaced in bases:
+                return super(owner, self)._prefill(*args)
+            return replaced(self, *args)
+
+        @wraps(replaced)
         def _prefill(
             self: Any,
             input_ids: Any,

@@ -343,7 +343,7 @@ def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
         raise NotCaptured("there are forward hooks for all modules")
     for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(str(hook.__module__).startswith("gemma4_compat") for hook in hooks):
+        if not all(str(hook.__module__).startswith("gemma4_compat.") for hook in hooks):
             raise NotCaptured(f"{name} has a forward hook")
         if has_threshold(module) and not can_search(device):
             raise NotCaptured(_SEARCH.format("their inputs"))

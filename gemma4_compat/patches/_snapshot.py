@@ -123,7 +123,7 @@ class _Module:
     """
 
     __slots__ = (
-        "children", "containers", "count", "get", "module", "names", "tensors", "values",
+        "children", "containers", "get", "keys", "module", "names", "tensors", "values",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
@@ -132,7 +132,7 @@ class _Module:
         self.names = _names(own)
         self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
         self.values = self.get(own)
-        self.count = len(own)
+        self.keys = frozenset(own)
         self.containers = [
             (number, _flat(value), _frozen(value))
             for number, value in enumerate(self.values)
@@ -155,7 +155,7 @@ class _Module:
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
-        if len(own) != self.count and _names(own) != self.names:
+        if own.keys() != self.keys and _names(own) != self.names:
             return "attributes"
         try:
             values = self.get(own)

@@ -62,7 +62,7 @@ def _own_code_of_transformers(layer: Any) -> CodeType | None:
     code: CodeType | None = None
     while forward is not None:  # through the decorators of transformers
         code = getattr(forward, "__code__", None)
-        if "/transformers/" not in getattr(code, "co_filename", "").replace("\\", "/"):
+        if not str(getattr(forward, "__globals__", {}).get("__name__")).startswith("transformers."):
             return None
         forward = getattr(forward, "__wrapped__", None)
     return code

@@ -52,7 +52,7 @@ def get_peft_model_state_dict(original: Any) -> Any:
     def get_peft_model_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
         state_dict = original(model, *args, **kwargs)
         for name, tensor in state_dict.items():
-            if tensor.is_meta:
+            if getattr(tensor, "is_meta", False):
                 value = offloaded_value(model, name)
                 if value is not None:
                     state_dict[name] = value

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from .._snapshot import address
 
 PATCH = Patch(
     name="offload_device_copy",
@@ -55,18 +56,24 @@ def _on_host(state_dict: Any) -> Any:
     """``state_dict`` itself if no tensor is on an accelerator; else a dict of host tensors."""
     import torch
 
-    unmoved = ("cpu", "meta")
-    if all(tensor.device.type in unmoved for tensor in state_dict.values()):
+    def is_elsewhere(value: Any) -> bool:  # a module may store other state than tensors
+        return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+
+    if not any(map(is_elsewhere, state_dict.values())):
         return state_dict
     hosted: dict[tuple[Any, ...], Any] = {}
     result = {}
-    for name, tensor in state_dict.items():
-        # A bitsandbytes parameter would move its quant state with it, in place.
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        if plain.device.type not in unmoved:
-            view = (plain.device, plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and address(value):
+            # A bitsandbytes parameter would move its quant state with it, in place.
+            value = value.detach().as_subclass(torch.Tensor)
+        if is_elsewhere(value):
+            place = address(value)
+            # Sparse tensors and tensors that wrap others have no address, and share nothing.
+            layout = value.stride() if place else name
+            view = value.device, place, value.shape, layout, value.dtype
             if view not in hosted:
-                hosted[view] = plain.to("cpu")
-            plain = hosted[view]
-        result[name] = plain
+                hosted[view] = value.detach().to("cpu")
+            value = hosted[view]
+        result[name] = value
     return result

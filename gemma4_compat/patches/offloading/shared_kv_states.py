@@ -71,7 +71,7 @@ def layer_call(original: Any) -> Any:
 
     @wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("shared_kv_states") is not None:
+        if isinstance(kwargs.get("shared_kv_states"), (dict, _Shared)):
             kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
         return original(self, *args, **kwargs)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._shadow import variant
+from .._shadow import shadowed
 
 PATCH = Patch(
     name="split_model_device",
@@ -74,8 +74,9 @@ def valid_auto_compile_criteria(original: Any) -> Any:
     def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _loading_hook(self) is None:
             return original(self, *args, **kwargs)
-        on_disk = variant(self, hf_device_map={"": "disk"})  # upstream does not compile such models
-        return original(on_disk, *args, **kwargs)
+        # Upstream does not compile such models.  Not a variant: captured_decoding keeps the model.
+        with shadowed(self, hf_device_map={"": "disk"}):
+            return original(self, *args, **kwargs)
 
     return _valid_auto_compile_criteria
 

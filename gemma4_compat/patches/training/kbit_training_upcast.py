@@ -16,6 +16,7 @@ Experts get their inputs in their own dtype, as bitsandbytes' 4-bit layers compu
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
@@ -103,8 +104,8 @@ def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:
             inner = next((m for m in table.modules() if isinstance(m, Embedding)), None)
             if inner is not None and inner.weight.dtype in half:
                 yield inner, _rows_under_autocast, inner.weight
-        elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith(
-            "Experts"
+        elif re.fullmatch("Gemma.*Experts", type(module).__name__) and hasattr(
+            module, "gate_up_proj"
         ):
             for parameter in module.parameters(recurse=False):
                 if parameter.dim() == 3 and parameter.dtype in half:
@@ -132,6 +133,8 @@ def _inputs_of_experts(module: Any, args: Any) -> Any:
     """Cast the experts' inputs to the dtype of their weights, unless autocast does that."""
     import torch
 
+    if not args:  # a user's own experts, called by keyword
+        return args
     states, *rest = args
     if torch.is_autocast_enabled(states.device.type):
         return args
