@@ -37,7 +37,6 @@ GONE = (
     "load_error_advice",
     "lora_ga_offload",
     "merged_adapter_flag",
-    "saved_skip_modules",
     "sequential_offload_hook",
 )
 

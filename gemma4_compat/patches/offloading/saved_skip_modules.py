@@ -1,0 +1,84 @@
+"""A saved checkpoint does not record which modules a device map kept from being quantised.
+
+With ``llm_int8_enable_fp32_cpu_offload``, the bitsandbytes quantizers do not quantise the modules
+that the map puts on the CPU or the disk.  They add these to their own list of modules not to
+convert, not to ``llm_int8_skip_modules`` of the quantisation config.  ``save_pretrained`` writes
+the config.  If the checkpoint is loaded with another map, those modules become ``Linear4bit`` or
+``Linear8bitLt`` with weights that have no quantisation state.
+
+The fix writes the quantizer's list when ``save_pretrained`` writes the config.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed
+from .._code import code_of
+
+PATCH = Patch(
+    name="saved_skip_modules",
+    symptom=(
+        "a 4/8-bit model whose device map kept modules on the CPU, saved and loaded with another "
+        "map: AssertionError (4-bit) or 'Parameter' object has no attribute 'CB' (8-bit) in its "
+        "forward"
+    ),
+    affects=("transformers", "bitsandbytes"),
+    changes=(
+        "save_pretrained writes the modules that the map kept in float to llm_int8_skip_modules "
+        "in config.json.  The model's own config does not change."
+    ),
+    unreported="Found by the tests of this package; no report is known upstream.",
+)
+
+#: The quantisation config that ``save_pretrained`` is writing, and the modules to add.
+_saved: ContextVar[tuple[Any, list[str]]] = ContextVar("_saved", default=(None, []))
+
+
+@PATCH.probe
+def quantizer_keeps_its_list_to_itself() -> Finding:
+    """Look whether the quantizer adds the map's modules to its own list only."""
+    import dis
+
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    prepare = code_of(Bnb4BitHfQuantizer._process_model_before_weight_loading)
+    if not {"modules_to_not_convert", "extend"} <= set(prepare.co_names):
+        return drifted("the quantizer no longer extends modules_to_not_convert")
+    written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
+    if "llm_int8_skip_modules" in written:
+        return fixed("the quantizer writes its list to the config")
+    return broken()
+
+
+@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
+def save_pretrained(original: Any) -> Any:
+    @wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self.config, "quantization_config", None)
+        quantizer = getattr(self, "hf_quantizer", None)
+        in_float = getattr(quantizer, "modules_to_not_convert", None)
+        if not in_float or not getattr(config, "llm_int8_enable_fp32_cpu_offload", False):
+            return original(self, *args, **kwargs)
+        token = _saved.set((config, sorted(in_float)))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _saved.reset(token)
+
+    return save_pretrained
+
+
+@PATCH.replaces("transformers.utils.quantization_config", "BitsAndBytesConfig.to_dict")
+def to_dict(original: Any) -> Any:
+    @wraps(original)
+    def to_dict(self: Any) -> Any:
+        result = original(self)
+        config, in_float = _saved.get()
+        if self is config:
+            result["llm_int8_skip_modules"] = in_float
+        return result
+
+    return to_dict
