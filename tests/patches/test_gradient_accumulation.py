@@ -549,6 +549,42 @@ def test_a_trainer_with_a_step_of_its_own(stage, model_dir, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+class CutsLongRows(transformers.Trainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        if (inputs["labels"] != -100).sum() > 4:
+            inputs["labels"][:, 6:] = -100
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class CopiesLongRows(transformers.Trainer):
+    def training_step(self, model, inputs, *args, **kwargs):
+        if (inputs["labels"] != -100).sum() > 4:
+            inputs = {name: value.clone() for name, value in inputs.items()}
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class MendsSomeLosses(transformers.Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss if (inputs["labels"] != -100).sum() < 4 else loss.nan_to_num()
+
+
+@pytest.mark.parametrize("cls", [CutsLongRows, CopiesLongRows, MendsSomeLosses])
+def test_some_micro_batches_are_the_users(cls, model_dir, tmp_path):
+    """After the first one, all gradients are those without the patch."""
+
+    def last_step():
+        made = trainer(gemma4(model_dir), tmp_path, rows(), micro_batches=2, cls=cls)
+        made.args.max_steps = 3
+        made.train()
+        return made.keeper.gradients
+
+    found = last_step()
+    with gemma4_compat.disabled("gradient_accumulation"):
+        expected = last_step()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_loss_function_of_the_users(model_dir, tmp_path):
     """With and without the patch, Trainer passes the number to the function."""
 

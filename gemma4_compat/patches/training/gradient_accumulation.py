@@ -12,11 +12,12 @@ In transformers 5.5 the classes declare nothing, and their forward ignores the n
 treats their mean as a sum divided by the number.  From 5.5.4 on it adds up the means: with
 ``gradient_accumulation_steps=8`` the gradients are eight times too large.
 
-The fix multiplies the loss of each micro batch by its share of the step's tokens.  ``Trainer`` and
-its subclasses see the same flags and numbers as without the fix.  The fix looks at the loss that
-``compute_loss`` returns in each step, and changes it only if it is the mean that
-``Trainer.compute_loss`` or TRL's ``SFTTrainer.compute_loss`` computed.  Any other loss stays as it
-is, such as one that a ``compute_loss`` of the user computes.  The loss of a user's model class is
+The fix multiplies the loss of each micro batch by its tokens, and divides it by their number in the
+step.  ``Trainer`` and its subclasses see the same flags and numbers as without the fix.  The fix
+looks at the loss that ``compute_loss`` returns for each micro batch, and changes it only if it is
+the mean that ``Trainer.compute_loss`` or TRL's ``SFTTrainer.compute_loss`` computed.  After any
+other loss, such as one that a ``compute_loss`` of the user computes, the fix stays away from this
+trainer, so that all micro batches count as without it.  The loss of a user's model class is
 weighted if it is PyTorch's mean cross entropy of all labels.  Nothing changes for a compiled model,
 and with context or sequence parallelism.
 """
@@ -29,7 +30,7 @@ from collections.abc import Mapping
 from functools import cache, wraps
 from inspect import unwrap
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from .._code import code_of
@@ -66,12 +67,16 @@ _MODELS = {
 _FLAG = "accepts_loss_kwargs"
 _NUMBER = "num_items_in_batch"
 _IGNORED = -100  # the label of a token that is no target
+_CHANGED = "the labels of a micro batch were changed after Trainer collected it"
 
-#: Trainer -> the labels of each micro batch of the current step, how many count, and its weight
-_weights: WeakKeyDictionary[Any, list[tuple[Any, Any, Any]]] = WeakKeyDictionary()
-#: .losses: what Trainer.compute_loss returned in the current step: the loss, what computed it, and
-#: its count of tokens
-_step = threading.local()
+#: Trainer -> the weight of a token in the current step, and the labels of each micro batch with
+#: their count of tokens
+_steps: WeakKeyDictionary[Any, tuple[Any, list[tuple[Any, Any]]] | None] = WeakKeyDictionary()
+#: trainers with a loss that is not weighted
+_left_alone: WeakSet[Any] = WeakSet()
+#: .losses: what Trainer.compute_loss returned for the current micro batch: the loss, what computed
+#: it, and its count of tokens
+_now = threading.local()
 
 
 @PATCH.probe
@@ -92,7 +97,7 @@ def get_batch_samples(original: Any) -> Any:
     @wraps(original)
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
         batches, number = original(self, *args, **kwargs)
-        _weights[self] = _weights_of(self, batches, number)
+        _steps[self] = None if self in _left_alone else _step_of(self, batches, number)
         return batches, number
 
     return get_batch_samples
@@ -102,42 +107,54 @@ def get_batch_samples(original: Any) -> Any:
 def training_step(original: Any) -> Any:
     @wraps(original)
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        entry = next((entry for entry in _weights.get(self, ()) if entry[0] is labels), None)
-        if entry is None:
+        step = _steps.get(self)
+        if step is None or self in _left_alone:
             return original(self, model, inputs, *args, **kwargs)
-        with shadowed(self, compute_loss=_weighting(self, *entry[1:])):
+        weight, batches = step
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        count = next((count for own, count in batches if own is labels), None)
+        if count is None:
+            _leave_alone(self, _CHANGED)
+            return original(self, model, inputs, *args, **kwargs)
+        with shadowed(self, compute_loss=_weighting(self, count, weight)):
             return original(self, model, inputs, *args, **kwargs)
 
     return training_step
 
 
 def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
-    """The trainer's ``compute_loss``, with this weight if it returns the mean of so many losses."""
+    """The trainer's ``compute_loss``, with this weight of a token if it returns their mean."""
     compute_loss = trainer.compute_loss
 
     @wraps(compute_loss)
     def weighted(*args: Any, **kwargs: Any) -> Any:
         losses: list[tuple[Any, Any, Any]] = []
-        _step.losses = losses
+        _now.losses = losses
         try:
             result = compute_loss(*args, **kwargs)
         finally:
-            _step.losses = None
+            _now.losses = None
         loss = result[0] if isinstance(result, tuple) else result
         kept = ((own, each) for own, made_by, each in losses if _made_by(own) is made_by)
         tokens = next((each for own, each in kept if own is loss), None)
-        if trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None:
-            pass  # the number may have reached the loss
-        elif not losses and _is_from_trl(compute_loss):
+        has_number = trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None
+        if not losses and not has_number and _is_from_trl(compute_loss):
             tokens = count
-        elif losses and tokens is None:
-            is_mean = any(tokens is not None for *_, tokens in losses)
-            _say_unweighted(type(trainer).__name__ if is_mean else None)
-        if tokens is None:
-            return result
-        loss = _multiplied(loss, weight, tokens == count)
-        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+        if tokens is not None and int(tokens) == int(count):
+            loss = _multiplied(loss, (tokens * weight.to(tokens.device)).to(loss.device))
+            return (loss, *result[1:]) if isinstance(result, tuple) else loss
+        if has_number or not losses:  # the number may have reached the loss, or it is the user's
+            _left_alone.add(trainer)
+        elif tokens is not None:
+            _leave_alone(trainer, _CHANGED)
+        elif any(each is not None for *_, each in losses):
+            name = type(trainer).__name__
+            _leave_alone(
+                trainer, f"{name}.compute_loss changes the loss that Trainer.compute_loss returns"
+            )
+        else:
+            _leave_alone(trainer, "the loss is not a mean cross entropy of PyTorch")
+        return result
 
     return weighted
 
@@ -148,19 +165,20 @@ def compute_loss(original: Any) -> Any:
 
     @wraps(original)
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        losses = getattr(_now, "losses", None)
+        if losses is None:
+            return original(self, model, inputs, *args, **kwargs)
         labels = inputs.get("labels") if type(self.label_smoother) is LabelSmoother else None
         result = original(self, model, inputs, *args, **kwargs)
-        losses = getattr(_step, "losses", None)
-        if losses is not None:
-            loss = result[0] if isinstance(result, tuple) else result
-            number = args[1] if len(args) > 1 else kwargs.get(_NUMBER)
-            counted = self.model_accepts_loss_kwargs and number is not None
-            if labels is None:
-                # Trainer multiplies the loss of a model by the number of processes.
-                tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
-            else:  # LabelSmoother computes a mean, unless it gets the number
-                tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
-            losses.append((loss, _made_by(loss), tokens))
+        loss = result[0] if isinstance(result, tuple) else result
+        number = args[1] if len(args) > 1 else kwargs.get(_NUMBER)
+        counted = self.model_accepts_loss_kwargs and number is not None
+        if labels is None:
+            # Trainer multiplies the loss of a model by the number of processes.
+            tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
+        else:  # LabelSmoother computes a mean, unless it gets the number
+            tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
+        losses.append((loss, _made_by(loss), tokens))
         return result
 
     return compute_loss
@@ -169,19 +187,19 @@ def compute_loss(original: Any) -> Any:
 # -- the weights -----------------------------------------------------------------------------------
 
 
-def _weights_of(trainer: Any, batches: list[Any], number: Any) -> list[tuple[Any, Any, Any]]:
-    """The labels, count of tokens and weight of each micro batch of a step; else nothing.
+def _step_of(trainer: Any, batches: list[Any], number: Any) -> Any:
+    """What ``_steps`` has for a step with these batches; ``None`` if there is nothing to weight.
 
-    The weights are 1 on average.
+    The weights of the micro batches are 1 on average.
     """
     known = _known_class(trainer)
     if known is None or trainer.compute_loss_func is not None or _shards_sequences(trainer):
-        return []
+        return None
     if getattr(trainer, "loss_is_scaled_for_ga", None):
-        return []
+        return None
     across = trainer.args.average_tokens_across_devices and trainer.args.world_size > 1
     if len(batches) == 1 and not across:
-        return []
+        return None
     counts = [_targets(batch, known) for batch in batches]
     if any(count is None for count in counts):
         counts = [0] * len(counts)
@@ -194,17 +212,15 @@ def _weights_of(trainer: Any, batches: list[Any], number: Any) -> list[tuple[Any
         total = trainer.accelerator.gather(total).sum()
         processes = trainer.accelerator.num_processes
     if not any(hasattr(count, "ndim") for count in counts):
-        return []
+        return None
     # What the loss is divided by after compute_loss.
     divisor = _divisor_of_accelerate(trainer)
     if number is None or not trainer.model_accepts_loss_kwargs:
         divisor *= len(batches)
     else:
         processes = 1  # Trainer.compute_loss multiplies by their number
-    return [
-        (batch["labels"], count, count * divisor * processes / total)
-        for batch, count in zip(batches, counts, strict=True)
-    ]
+    labels = [batch["labels"] for batch in batches]
+    return divisor * processes / total.clamp(min=1), list(zip(labels, counts, strict=True))
 
 
 def _known_class(trainer: Any) -> Any:
@@ -292,21 +308,22 @@ def _is_from_trl(compute_loss: Any) -> bool:
     return path.endswith("/trl/trainer/sft_trainer.py")
 
 
-def _multiplied(loss: Any, weight: Any, applies: Any) -> Any:
-    """The loss times its weight if that applies; 0, not NaN, if no token counts."""
+def _multiplied(loss: Any, weight: Any) -> Any:
+    """The loss times its weight; 0, not NaN, if no token counts."""
     import torch
 
-    weight = torch.where(applies.to(loss.device), weight.to(loss.device), 1.0)
     return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
 
 
+def _leave_alone(trainer: Any, why: str) -> None:
+    _left_alone.add(trainer)
+    _say_unweighted(why)
+
+
 @cache
-def _say_unweighted(trainer: str | None) -> None:
-    why = "the loss is not a mean cross entropy of PyTorch"
-    if trainer is not None:
-        why = f"{trainer}.compute_loss changes the loss that Trainer.compute_loss returns"
+def _say_unweighted(why: str) -> None:
     logger.warning(
-        "each micro batch has the same weight in the gradient, however many tokens it has, because "
-        "%s.  It is the same without gemma4_compat.",
+        "from now on each micro batch has the same weight in the gradient, however many tokens it "
+        "has, because %s.  It is the same without gemma4_compat.",
         why,
     )
