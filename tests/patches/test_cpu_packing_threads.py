@@ -89,3 +89,20 @@ def test_compiled():
     module = layer(True)
     torch._dynamo.reset()
     assert torch.equal(run(torch.compile(module, backend="eager")), run(layer(True)))
+
+
+@pytest.mark.regression("cpu_packing_threads", r"the gradient differs")
+def test_an_evaluation_between_forward_and_backward():
+    """The graph has the state of its forward, and the weight as it was."""
+
+    def gradient(evaluates):
+        layer = linear4bit().to("cpu").train()
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+        output = layer(x.requires_grad_())
+        if evaluates:
+            with torch.no_grad():
+                layer.eval()(x.detach())
+        output.sum().backward()
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(False)), "the gradient differs"

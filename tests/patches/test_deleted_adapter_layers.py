@@ -85,3 +85,31 @@ def test_another_adapter_afterwards(model_dir, language_adapter_dir):
     model.add_adapter(config())
     model.delete_adapter("default")
     assert_same(loaded(model), expected)
+
+
+def test_other_adapters_stay(model_dir):
+    """Those that PEFT injected into a submodule, or that another model with the same layers has."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = load_model(model_dir)
+    config = LoraConfig(target_modules=["gate_proj"], init_lora_weights=False)
+    inject_adapter_in_model(config, model.model.language_model, "other")
+    expected = logits(model, ["text"])
+    model.add_adapter(LoraConfig(target_modules=r".*language_model.*q_proj"), "own")
+    model.delete_adapter("own")
+    assert_same(logits(model, ["text"]), expected)
+    assert any("lora_A.other" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.regression("deleted_adapter_layers", RANDOM)
+def test_trainable_tokens(model_dir, tmp_path):
+    from peft import LoraConfig
+
+    model = load_model(model_dir)
+    expected = logits(model, ["text"])
+    tokens = {"embed_tokens_per_layer": [5, 6]}
+    targets = r".*language_model.*gate_proj"
+    model.add_adapter(LoraConfig(target_modules=targets, trainable_token_indices=tokens), "own")
+    model.delete_adapter("own")
+    model.save_pretrained(tmp_path)
+    assert_same(logits(load_model(tmp_path), ["text"]), expected)

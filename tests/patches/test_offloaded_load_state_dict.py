@@ -123,3 +123,19 @@ def test_a_model_without_hooks_is_as_before():
     state = first.state_dict()
     assert second.load_state_dict(state, assign=True) == ([], [])
     assert second.weight.data_ptr() == first.weight.data_ptr()
+
+
+def test_hooks_that_convert_values(tmp_path):
+    """The second pass would not see their values, so torch's own warning comes instead."""
+    from accelerate import cpu_offload
+
+    model = cpu_offload(nn.Sequential(nn.Linear(2, 2, bias=False)), torch.device("cpu"))
+
+    def doubled(module, state_dict, prefix, *args):
+        state_dict[f"{prefix}0.weight"] = 2 * state_dict[f"{prefix}0.weight"]
+
+    model.register_load_state_dict_pre_hook(doubled)
+    before = model(torch.ones(1, 2))
+    with pytest.warns(UserWarning, match="no-op"):
+        model.load_state_dict({"0.weight": torch.ones(2, 2)})
+    assert torch.equal(model(torch.ones(1, 2)), before)

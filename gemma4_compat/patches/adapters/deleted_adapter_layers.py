@@ -58,14 +58,21 @@ def delete_adapter(original: Any) -> Any:
 
 
 def _unwrap(module: Any) -> None:
-    """Replace PEFT's layers by the layers that they wrap."""
+    """Replace PEFT's layers without adapters by the layers that they wrap.
+
+    The others have adapters that another model, or PEFT itself, put there.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
     for name, child in module.named_children():
-        if isinstance(child, BaseTunerLayer):
-            module._modules[name] = child.get_base_layer()
-        elif isinstance(child, ModulesToSaveWrapper):
-            module._modules[name] = child.original_module
-        else:
+        if not isinstance(child, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             _unwrap(child)
+        elif child._get_available_adapters():
+            continue
+        elif isinstance(child, BaseTunerLayer):
+            module._modules[name] = child.get_base_layer()
+        elif isinstance(child, TrainableTokensWrapper):
+            module._modules[name] = child.token_adapter.get_base_layer()
+        else:
+            module._modules[name] = child.original_module

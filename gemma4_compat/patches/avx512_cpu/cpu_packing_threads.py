@@ -11,6 +11,7 @@ layer runs without the lock.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -55,6 +56,7 @@ def packing_takes_no_lock() -> Finding:
 @PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
 def linear_4bit_forward(original: Any) -> Any:
     import torch
+    from bitsandbytes.nn import modules
 
     @wraps(original)
     def forward(self: Any, x: Any) -> Any:
@@ -70,10 +72,15 @@ def linear_4bit_forward(original: Any) -> Any:
         ):
             return original(self, x)
         with _packing.now:
-            output = original(self, x)
             state = self.weight.quant_state
-            if getattr(state, "packing_format_for_cpu", False):
-                setattr(state, _PACKED, True)
+            if not getattr(state, "packing_format_for_cpu", False):
+                # A copy: the graph of an earlier forward has the state, and the weight as it is.
+                packed = modules._convert_weight_packed_for_cpu(self.weight.data, copy(state))
+                self.weight.data, self.weight.quant_state = packed
+                if vars(self).get("quant_state") is state:
+                    self.quant_state = self.weight.quant_state
+            output = original(self, x)
+            setattr(self.weight.quant_state, _PACKED, True)
             return output
 
     return forward

@@ -33,8 +33,8 @@ PATCH = Patch(
     affects=("transformers", "accelerate"),
     changes=(
         "torch's Module.load_state_dict loads the weights of modules that accelerate's hooks "
-        "offload.  It raises ValueError for those of quantised layers.  Other modules are loaded "
-        "as before."
+        "offload.  It raises ValueError for those of quantised layers.  Other modules, and models "
+        "with load_state_dict pre-hooks, are loaded as before."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -64,7 +64,7 @@ def load_state_dict(original: Any) -> Any:
         self: Any, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
         offloaded = list(_offloaded(self, state_dict))
-        if not offloaded:
+        if not offloaded or _converts(self):
             return original(self, state_dict, strict, assign)
         for _, module, names in offloaded:
             _refuse_quantised(module, names)
@@ -84,6 +84,11 @@ def load_state_dict(original: Any) -> Any:
         return result
 
     return load_state_dict
+
+
+def _converts(model: Any) -> bool:
+    """Whether hooks of a user's change the values while they are loaded; torch then warns."""
+    return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
 def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[str, Any, dict[str, str]]]:
