@@ -14,9 +14,10 @@ meta, and nothing changes it afterwards.  Whenever the weight is moved to a real
 own *execution* state, copied from the host state.  When the weight is offloaded again, a shallow
 copy of the host state replaces the execution state.  So nothing is copied back from the device, a
 repacked state is dropped with the repacked weight, and an execution state that autograd still holds
-stays intact until backward.  A forward while the patch is off destroys the shallow copy only: the
-second such forward fails, and forwards work again with the patch.  If a quant state has really lost
-its values (for example before this package was imported), an error names the module.
+stays intact until backward.  A forward while the patch is off destroys the shallow copy, or a
+packed copy of it, and never the host state: the second such forward fails, and forwards work again
+with the patch.  If a quant state has really lost its values (for example before this package was
+imported), an error names the module.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def params4bit_to(original: Any) -> Any:
         host = vars(state).get(_HOST)
         if device.type == "meta":
             state = state if host is None and _lost(state) else _for_meta(host or _as_host(state))
-        elif host is not None and (vars(host).get(_COPY) is state or _is_stale(state, self)):
+        elif host is not None and (_is_of_meta(state, host) or _is_stale(state, self)):
             state = _copied_to(host, device)
             setattr(state, _HOST, host)
         elif _lost(state):
@@ -149,6 +150,11 @@ def _for_meta(host: Any) -> Any:
     return shallow
 
 
+def _is_of_meta(state: Any, host: Any) -> bool:
+    """Whether a state is the one of the weight on meta, or was moved there without the patch."""
+    return vars(host).get(_COPY) is state or _lost(state)
+
+
 def _is_stale(state: Any, weight: Any) -> bool:
     """Whether a state was packed for the CPU and this weight was not.
 
@@ -175,8 +181,8 @@ def _lost(state: Any) -> bool:
 def _require_values(module: Any, name: str) -> None:
     state = getattr(module.weight, "quant_state", None)
     host = None if state is None else vars(state).get(_HOST)
-    if host is not None and vars(host).get(_COPY) is state:
-        _for_meta(host)
+    if host is not None and _is_of_meta(state, host):
+        module.weight.quant_state = _for_meta(host)
     elif state is not None and _lost(state):
         raise _lost_values(name or module)
 
