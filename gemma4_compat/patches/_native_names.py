@@ -1,14 +1,36 @@
-"""Additional weight renamings for transformers' own ``load_adapter``."""
+"""The replacement of transformers' own ``load_adapter``, and weight renamings for it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
 from ._shadow import shadowed
+from ._text_model import with_renaming
+
+LOAD_ADAPTER = ("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
+
+
+def loading_in(block: Callable[[Any, str], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
+    """A replacement of ``LOAD_ADAPTER`` that runs it in ``block(model, adapter_name)``."""
+
+    def replacement(original: Any) -> Any:
+        @wraps(original)
+        def load_adapter(
+            self: Any,
+            peft_model_id: Any = None,
+            adapter_name: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            with block(self, adapter_name or "default"):
+                return original(self, peft_model_id, adapter_name, *args, **kwargs)
+
+        return load_adapter
+
+    return replacement
 
 
 @contextmanager
@@ -21,9 +43,7 @@ def loading_with(model: Any, renamings: Callable[[], Iterable[Any]]) -> Iterator
 
     @wraps(load)
     def load_pretrained_model(*args: Any, load_config: Any, **kwargs: Any) -> Any:
-        mapping = [*(load_config.weight_mapping or ()), *renamings()]
-        load_config = dataclasses.replace(load_config, weight_mapping=mapping)
-        return load(*args, load_config=load_config, **kwargs)
+        return load(*args, load_config=with_renaming(load_config, *renamings()), **kwargs)
 
     with shadowed(model, _load_pretrained_model=load_pretrained_model):
         yield

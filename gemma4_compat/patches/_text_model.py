@@ -51,9 +51,9 @@ def name_there(model: Any, name: str) -> str:
     return f"{other}{name.removeprefix(own)}" if name.startswith(own) else name
 
 
-def with_renaming(load_config: Any, renaming: Any) -> Any:
-    """A copy of transformers' ``LoadStateDictConfig`` with one more renaming."""
-    return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), renaming])
+def with_renaming(load_config: Any, *renamings: Any) -> Any:
+    """A copy of transformers' ``LoadStateDictConfig`` with more renamings."""
+    return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), *renamings])
 
 
 def text_parts(model: Any) -> list[str]:

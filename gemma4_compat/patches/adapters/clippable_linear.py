@@ -14,13 +14,14 @@ are; files with ``...q_proj.lora_A...`` keys are renamed on load.
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._clippable import inner_keys, matching_inner, resolving, wrappers
 from .._code import mentions
-from .._native_names import loading_with
+from .._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(
     name="clippable_linear",
@@ -98,17 +99,11 @@ def set_peft_model_state_dict(original: Any) -> Any:
     return set_peft_model_state_dict
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-def load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wrapped = wrappers(self)
-        if not wrapped:
-            return original(self, *args, **kwargs)
-        with loading_with(self, lambda: [_inner_names(wrapped)]):
-            return original(self, *args, **kwargs)
-
-    return load_adapter
+@PATCH.replaces(*LOAD_ADAPTER)
+@loading_in
+def load_adapter(model: Any, adapter_name: str) -> Any:
+    wrapped = wrappers(model)
+    return loading_with(model, lambda: [_inner_names(wrapped)]) if wrapped else nullcontext()
 
 
 def _inner_names(wrapped: Any) -> Any:

@@ -12,11 +12,13 @@ The fix keeps the conversions of the model.
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import code_of
+from .._native_names import LOAD_ADAPTER, loading_in
 
 PATCH = Patch(
     name="native_adapter_conversions",
@@ -43,16 +45,14 @@ def conversions_are_kept_on_the_model() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-def load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
-        before = {_CONVERSIONS: own[_CONVERSIONS]} if _CONVERSIONS in own else {}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            own.pop(_CONVERSIONS, None)
-            own.update(before)
-
-    return load_adapter
+@PATCH.replaces(*LOAD_ADAPTER)
+@loading_in
+@contextmanager
+def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
+    own = vars(model)
+    before = {_CONVERSIONS: own[_CONVERSIONS]} if _CONVERSIONS in own else {}
+    try:
+        yield
+    finally:
+        own.pop(_CONVERSIONS, None)
+        own.update(before)

@@ -10,11 +10,11 @@ While the file loads, the fix replaces the map by one of the layers' execution d
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import code_of, mentions
+from .._native_names import LOAD_ADAPTER, loading_in
 from .._offload import executing_map
 
 PATCH = Patch(
@@ -42,11 +42,7 @@ def load_adapter_reads_device_map() -> Finding:
     return fixed("load_adapter no longer loads by hf_device_map")
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-def load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with executing_map(self):
-            return original(self, *args, **kwargs)
-
-    return load_adapter
+@PATCH.replaces(*LOAD_ADAPTER)
+@loading_in
+def load_adapter(model: Any, adapter_name: str) -> Any:
+    return executing_map(model)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import code_of, mentions
-from .._native_names import loading_with
+from .._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(
     name="native_modules_to_save",
@@ -45,16 +44,10 @@ def names_are_not_translated() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-def load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(
-        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        with loading_with(self, lambda: _renamed(self, adapter_name or "default")):
-            return original(self, peft_model_id, adapter_name, *args, **kwargs)
-
-    return load_adapter
+@PATCH.replaces(*LOAD_ADAPTER)
+@loading_in
+def load_adapter(model: Any, adapter_name: str) -> Any:
+    return loading_with(model, lambda: _renamed(model, adapter_name))
 
 
 def _renamed(model: Any, adapter_name: str) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import mentions
+from .._native_names import LOAD_ADAPTER, loading_in
 from .._shadow import shadowed
 from .._text_model import (
     is_gemma4,
@@ -105,37 +106,34 @@ def peft_load_adapter(original: Any) -> Any:
     return load_adapter
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-def load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(
-        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
+@PATCH.replaces(*LOAD_ADAPTER)
+@loading_in
+@contextmanager
+def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
+    if not is_gemma4(model):
+        yield
+        return
+    load = model._load_pretrained_model
+
+    @wraps(load)
+    def load_pretrained_model(
+        *args: Any, state_dict: Any, checkpoint_files: Any, **kwargs: Any
     ) -> Any:
-        if not is_gemma4(self):
-            return original(self, peft_model_id, adapter_name, *args, **kwargs)
-        load, name = self._load_pretrained_model, adapter_name or "default"
+        names = _other_names(model, tensor_names(state_dict, checkpoint_files))
+        kwargs |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
+        if not names:
+            return load(*args, **kwargs)
+        _refuse_other_values(model, model.peft_config[adapter_name])
+        config = with_renaming(kwargs.pop("load_config"), _renaming(model))
+        result = load(*args, load_config=config, **kwargs)
+        _tell_left_out(model, result[0].unexpected_keys)
+        return result
 
-        @wraps(load)
-        def load_pretrained_model(
-            *positional: Any, state_dict: Any, checkpoint_files: Any, **options: Any
-        ) -> Any:
-            names = _other_names(self, tensor_names(state_dict, checkpoint_files))
-            options |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
-            if not names:
-                return load(*positional, **options)
-            _refuse_other_values(self, self.peft_config[name])
-            config = with_renaming(options.pop("load_config"), _renaming(self))
-            result = load(*positional, load_config=config, **options)
-            _tell_left_out(self, result[0].unexpected_keys)
-            return result
-
-        with (
-            _removed_if_refused(self, name),
-            shadowed(self, _load_pretrained_model=load_pretrained_model),
-        ):
-            return original(self, peft_model_id, adapter_name, *args, **kwargs)
-
-    return load_adapter
+    with (
+        _removed_if_refused(model, adapter_name),
+        shadowed(model, _load_pretrained_model=load_pretrained_model),
+    ):
+        yield
 
 
 def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
