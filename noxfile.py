@@ -146,7 +146,7 @@ def measure_session(session: nox.Session) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Measure every patch on every release, without and with it, into tools/matrix.json.
+    """Measure every patch on every release, without and with it, into tools/measured/.
 
     Measures the patches named after ``--``, else all that the file lacks, which takes two hours if
     it is empty.

@@ -19,7 +19,7 @@ USERS = {
     "peft": "0.19.1",
     "bitsandbytes": "0.49.2",
 }
-#: The newest releases on which the patches were measured: those of ``tools/matrix.json``.
+#: The newest releases on which the patches were measured: those of ``tools/measured/``.
 NEWEST = {
     "transformers": "5.23.0",
     "accelerate": "1.15.0",

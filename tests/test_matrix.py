@@ -119,10 +119,10 @@ def test_verdicts(outcomes, bug, patch):
 def test_runs():
     verdicts = {"5.5.0": "fixed", "5.5.2": "broken", "5.6.2": "broken", "5.10.0": "unknown"}
     entries = [
-        {**USERS, "transformers": version, "patches": {"p": f"{verdict}/works/applied"}}
+        {**USERS, "transformers": version, "result": f"{verdict}/works/applied"}
         for version, verdict in (*verdicts.items(), ("5.11.0", "fixed"))
     ]
-    measured = Measured(entries)
+    measured = Measured({"p": entries})
     assert measured.runs("p", "transformers") == [
         Run(False, "5.5.0", "5.5.0"),
         Run(True, "5.5.2", "5.6.2"),

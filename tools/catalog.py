@@ -3,7 +3,7 @@
     python tools/catalog.py patches.md docs/errors.md README.md
 
 Writes the named files; without arguments, prints ``patches.md``.  The measurements are in
-``tools/matrix.json``.  In the README, only the table of releases is replaced.
+``tools/measured/PATCH.json``.  In the README, only the table of releases is replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures every patch on released versions: writes ``tools/matrix.json``.
+"""Measures every patch on released versions: writes ``tools/measured/PATCH.json``.
 
     python tools/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
     python tools/matrix.py --expiry
@@ -201,19 +201,17 @@ def _finish(process: Any, file: Path) -> list[dict[str, str]]:
     return lines
 
 
-def read() -> list[dict[str, Any]]:
-    """The measured stacks: versions by library, torch included, and ``patches``."""
-    entries: list[dict[str, Any]] = json.loads(DATA.read_text()) if DATA.exists() else []
-    return entries
-
-
-def write(entries: list[dict[str, Any]]) -> None:
-    """Write one line for each stack, in order of versions."""
-    entries.sort(key=lambda e: (e["device"], *(Version(e[n]) for n in ("torch", *LIBRARIES))))
-    lines = ",\n".join(json.dumps(entry, sort_keys=True) for entry in entries)
-    partial = DATA.with_suffix(".partial")
-    partial.write_text(f"[\n{lines}\n]\n")
-    partial.replace(DATA)
+def add(stack: dict[str, str], results: dict[str, str]) -> None:
+    """Write the results of patches on one stack, a line for each, in order of versions."""
+    for patch, result in results.items():
+        file = DATA / f"{patch}.json"
+        entries = json.loads(file.read_text()) if file.exists() else []
+        entries = [entry for entry in entries if not stack.items() <= entry.items()]
+        entries.append({**stack, "result": result})
+        entries.sort(key=lambda e: (e["device"], *(Version(e[n]) for n in ("torch", *LIBRARIES))))
+        partial = file.with_suffix(".partial")
+        partial.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
+        partial.replace(file)
 
 
 def expiry(measured: Measured) -> Iterator[str]:
@@ -232,7 +230,7 @@ def expiry(measured: Measured) -> Iterator[str]:
         yield "these releases still need every patch"
 
 
-def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[Any]:
+def plan(measured: Measured, named: list[str], options: Any) -> list[Any]:
     """The stacks to measure, each with its patches that are not measured."""
     import torch
 
@@ -256,11 +254,11 @@ def plan(entries: list[dict[str, Any]], named: list[str], options: Any) -> list[
     pre_releases = ((stack, None) for stack in early(of, index)) if options.newest else ()
     for stack, varied in itertools.chain(asked, pre_releases):
         key = {**machine, **stack}
-        done: Any = next((e["patches"] for e in entries if {**e, **key} == e), {})
         wanted = [
             name
             for name, libraries in names.items()
-            if (named or name not in done) and (varied is None or varied in libraries)
+            if (varied is None or varied in libraries)
+            and (named or all(each.stack != key for each in measured.by_patch.get(name, ())))
         ]
         if wanted and (key, wanted) not in items:
             items.append((key, wanted))
@@ -285,7 +283,7 @@ def main() -> None:
     if unknown := set(options.patches) - {patch.name for patch in load()}:
         parser.error(f"no such patch: {', '.join(sorted(unknown))}")
     overlays = Overlays(options.overlays)
-    wanted = plan(read(), options.patches, options)
+    wanted = plan(Measured.read(DATA), options.patches, options)
     took: list[float] = []
 
     def one(item: Any) -> Any:
@@ -296,12 +294,7 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             for number, (key, results, seconds) in enumerate(pool.map(one, wanted), 1):
-                entries = read()
-                entry = next((e for e in entries if {**e, **key} == e), None)
-                if entry is None:
-                    entries.append(entry := {**key, "patches": {}})
-                entry["patches"] |= results
-                write(entries)
+                add(key, results)
                 took.append(seconds)
                 left = statistics.median(took) * (len(wanted) - number) / options.jobs / 60
                 title = ", ".join(f"{name} {version}" for name, version in key.items())

@@ -1,15 +1,15 @@
-"""Reads ``tools/matrix.json``: the measurements of each patch on released versions.
+"""Reads ``tools/measured/PATCH.json``: the measurements of each patch on released versions.
 
-``tools/matrix.py`` writes that file.  It is a list of stacks: versions by library, and for each
-patch "without/with/state".  "without" is the result without the patches: ``broken``, ``fixed`` or
-``unknown``.  "with" is the result with them: ``works``, ``fails`` or ``unknown``.  "state" is the
-state of the patch.
+``tools/matrix.py`` writes these files.  Each is a list of stacks: versions by library, the device,
+and as ``result`` "without/with/state".  "without" is the result without the patches: ``broken``,
+``fixed`` or ``unknown``.  "with" is the result with them: ``works``, ``fails`` or ``unknown``.
+"state" is the state of the patch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from gemma4_compat.versions import LIBRARIES, USERS
 
-DATA = Path(__file__).with_name("matrix.json")
+DATA = Path(__file__).with_name("measured")
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class Run:
 
 
 class Measured:
-    """The measurements of one file, by patch and by stack."""
+    """The measurements of all patches."""
 
-    def __init__(self, stacks: Iterable[dict[str, object]]) -> None:
+    def __init__(self, by_patch: Mapping[str, Iterable[dict[str, str]]]) -> None:
         self.by_patch: dict[str, list[Measurement]] = {}
         self.stacks: list[dict[str, str]] = []
-        for entry in stacks:
-            stack = {name: str(value) for name, value in entry.items() if name != "patches"}
-            self.stacks.append(stack)
-            patches = entry["patches"]
-            assert isinstance(patches, dict)
-            for name, text in patches.items():
-                self.by_patch.setdefault(name, []).append(Measurement(stack, *text.split("/")))
+        for name, entries in by_patch.items():
+            self.by_patch[name] = []
+            for entry in entries:
+                stack = {key: value for key, value in entry.items() if key != "result"}
+                self.by_patch[name].append(Measurement(stack, *entry["result"].split("/")))
+                self.stacks.append(stack)
 
     @classmethod
-    def read(cls, file: Path) -> Measured:
-        """Read a file; without the file, nothing is measured."""
-        return cls(json.loads(file.read_text(encoding="utf-8")) if file.exists() else ())
+    def read(cls, folder: Path) -> Measured:
+        """Read the files of a folder; without a file, a patch is not measured."""
+        files = sorted(folder.glob("*.json"))
+        return cls({file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files})
 
     def releases(self, library: str) -> list[str]:
         """The measured releases of a library, oldest first."""
