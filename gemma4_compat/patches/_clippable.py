@@ -22,8 +22,12 @@ searched: ContextVar[Wrappers] = ContextVar("searched", default=MappingProxyType
 
 @contextmanager
 def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
-    """While PEFT searches ``model`` for targets, a wrapper's name selects the layer inside it."""
-    wrapped = wrappers(model)
+    """While PEFT searches ``model`` for targets, a wrapper's name selects the layer inside it.
+
+    A wrapper for which the user has registered an adapter layer in the config stays the target.
+    """
+    own = tuple(getattr(config, "_custom_modules", None) or ())
+    wrapped = wrappers(model, but=own)
     token = searched.set({})  # _inner_patterns needs upstream's own matches
     try:
         patterns = _inner_patterns(config, wrapped) if wrapped and config is not None else {}
@@ -58,12 +62,12 @@ def matching_inner(original: Any) -> Any:
     return check_target_module_exists
 
 
-def wrappers(model: Any) -> Wrappers:
-    """The clipped linear layers of ``model``, by name."""
+def wrappers(model: Any, but: tuple[type, ...] = ()) -> Wrappers:
+    """The clipped linear layers of ``model``, by name; without those of these classes."""
     return {
         name: frozenset((*module._modules, *module._parameters, *module._buffers))
         for name, module in model.named_modules()
-        if is_clippable(module)
+        if is_clippable(module) and not isinstance(module, but)
     }
 
 

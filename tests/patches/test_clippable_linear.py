@@ -486,6 +486,23 @@ def test_subclass(base):
         n for n, m in base.named_modules() if type(m) is Mine))  # fmt: skip
 
 
+def test_the_users_own_adapter_layer(base):
+    """PEFT creates it for the wrapper, as it does without the patch."""
+    wrapper = type(base.model.vision_tower.encoder.layers[0].self_attn.q_proj)
+
+    class Own(torch.nn.Module, peft.tuners.lora.LoraLayer):
+        def __init__(self, layer, adapter_name, **kwargs):
+            super().__init__()
+            peft.tuners.lora.LoraLayer.__init__(self, layer)
+
+    config = peft.LoraConfig(target_modules=OUTER_TOWERS)
+    config._register_custom_module({wrapper: Own})
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    own = {name: type(each.base_layer) for name, each in model.named_modules() if type(each) is Own}
+    assert set(own.values()) == {wrapper}
+    assert not any(isinstance(each, peft.tuners.lora.Linear) for each in model.modules())
+
+
 def test_diffusion_gemma():
     module = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
 

@@ -78,9 +78,9 @@ def inject_adapter(original: Any) -> Any:
 @PATCH.replaces("peft.tuners.tuners_utils", "inspect_matched_modules")
 def inspect_matched_modules(original: Any) -> Any:
     @wraps(original)
-    def inspect_matched_modules(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        with resolving(tuner.model):
-            return original(tuner, *args, **kwargs)
+    def inspect_matched_modules(tuner: Any, adapter_name: str = "default") -> Any:
+        with resolving(tuner.model, tuner.peft_config[adapter_name]):
+            return original(tuner, adapter_name)
 
     return inspect_matched_modules
 
