@@ -52,19 +52,20 @@ def offloaded_linear(model):
 def meeting(module):
     """Make the threads meet in an offloaded module once, so that the bug does not depend on chance.
 
-    One thread waits until the other has left and the weights are on meta again.  With the lock of
+    One thread waits until the other has left and the weights stay on meta.  With the lock of
     the patch, the threads cannot meet; after the timeout they do not wait again.
     """
     barrier = threading.Barrier(THREADS, timeout=30 if WITHOUT else 1)
-    forward = module._old_forward
+    forward, met = module._old_forward, []
 
     def meets(*args, **kwargs):
         with suppress(threading.BrokenBarrierError):
-            if barrier.wait():
-                end = time.monotonic() + 20
-                while not next(module.parameters()).is_meta and time.monotonic() < end:
-                    time.sleep(0.01)
-                barrier.abort()
+            waits = not met and barrier.wait()
+            met.append(True)
+            end, on_meta = time.monotonic() + 20, 0
+            while waits and on_meta < 20 and time.monotonic() < end:
+                time.sleep(0.01)
+                on_meta = on_meta + 1 if next(module.parameters()).is_meta else 0
         return forward(*args, **kwargs)
 
     module._old_forward = meets
