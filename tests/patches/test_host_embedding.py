@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import threading
+from unittest.mock import patch
 
 import accelerate
 import pytest
@@ -150,6 +151,20 @@ def test_deepcopy(tmp_path):
     copied = copy.deepcopy(pair.embedding)
     assert copied.weight.is_meta
     assert torch.equal(copied(IDS), pair.whole(IDS))
+
+
+def test_deepcopy_after_an_interrupted_forward(tmp_path):
+    pair = Offloaded("cpu", tmp_path)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with patch.object(pair.embedding, "_old_forward", interrupt), pytest.raises(KeyboardInterrupt):
+        pair.embedding(IDS)
+    copied = copy.deepcopy(pair.embedding)
+    assert copied.weight.is_meta
+    assert torch.equal(copied(IDS), pair.whole(IDS))
+    pair.check(IDS)
 
 
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="breaks compiling")

@@ -18,6 +18,7 @@ embeddings whose weight is on the execution device anyway because they are tied 
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from contextlib import nullcontext
@@ -234,6 +235,10 @@ def _host_table() -> type:
 
         def __init__(self, table: Any, placeholder: Any, device: Any, in_place: Any) -> None:
             self.table, self.placeholder, self.in_place = table, placeholder, in_place
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            """A copy of a model is in no forward.  An interrupted one leaves the table here."""
+            return copy.deepcopy(self.placeholder, memo)
 
         @classmethod
         def __torch_dispatch__(
