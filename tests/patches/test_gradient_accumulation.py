@@ -424,9 +424,30 @@ class LeavesTheSuperclassOut(Trainer):
         self.compute_loss = transformers.Trainer.compute_loss.__get__(self)
 
 
+class Evaluates(Trainer):
+    """The losses of its evaluations are not weighted, even those of the same rows."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            evaluated = [self.evaluate([row])["eval_loss"] for row in rows()]
+            with gemma4_compat.disabled("gradient_accumulation"):
+                assert evaluated == [self.evaluate([row])["eval_loss"] for row in rows()]
+            model.train()
+        return result
+
+
 @pytest.mark.parametrize(
     "cls",
-    [PassesOn, PassesKeywords, PassesAll, DropsTheNumber, LogsOutputs, LeavesTheSuperclassOut],
+    [
+        PassesOn,
+        PassesKeywords,
+        PassesAll,
+        DropsTheNumber,
+        LogsOutputs,
+        LeavesTheSuperclassOut,
+        Evaluates,
+    ],
 )
 @pytest.mark.regression("gradient_accumulation", DIFFERENT)
 def test_a_trainer_that_returns_the_loss(cls, model_dir, tmp_path):

@@ -128,12 +128,16 @@ def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
 
     @wraps(compute_loss)
     def weighted(*args: Any, **kwargs: Any) -> Any:
+        outer = getattr(_now, "losses", None)
         losses: list[tuple[Any, Any, Any]] = []
-        _now.losses = losses
+        # Inside another call, the loss is that of an evaluation.
+        _now.losses = losses if outer is None else None
         try:
             result = compute_loss(*args, **kwargs)
         finally:
-            _now.losses = None
+            _now.losses = outer
+        if outer is not None:
+            return result
         loss = result[0] if isinstance(result, tuple) else result
         kept = ((own, each) for own, made_by, each in losses if _made_by(own) is made_by)
         tokens = next((each for own, each in kept if own is loss), None)
