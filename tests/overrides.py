@@ -259,6 +259,19 @@ def _(case):
     return {"compute_loss": compute_loss}
 
 
+@trainer_row("compute_loss evaluates after super()")
+def _(case):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        result = super(case.trainer, self).compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            case.reach()
+            self.evaluate([{name: value[0] for name, value in inputs.items()}])
+            model.train()
+        return result
+
+    return {"compute_loss": compute_loss}
+
+
 @trainer_row("compute_loss with a changed copy of the inputs, super()")
 def _(case):
     def compute_loss(self, model, inputs, *args, **kwargs):
