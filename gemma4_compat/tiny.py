@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -30,11 +30,13 @@ _FIRST_SHARED_LAYER = len(_LAYER_TYPES) - _KV_SHARED_LAYERS
 
 # KV-shared layers have no key and value projections of their own, so the adapter has no tensors
 # for them.  (Some transformers versions create these modules, but do not use them.)
-_LANGUAGE_TARGETS = (
+LANGUAGE_TARGETS = (
     r".*\.language_model\.layers\."
     rf"(\d+\..*\.(q|o|gate|up|down)_proj|[0-{_FIRST_SHARED_LAYER - 1}]\.self_attn\.[kv]_proj)"
 )
-_TOWER_TARGETS = rf".*\.(vision_tower|audio_tower)\..*\.({'|'.join(BROAD_TARGETS)})\.linear"
+INNER_TARGETS = (
+    rf"{LANGUAGE_TARGETS}|.*\.(vision_tower|audio_tower)\..*\.({'|'.join(BROAD_TARGETS)})\.linear"
+)
 
 
 def _config() -> Gemma4Config:
@@ -102,17 +104,17 @@ def _config() -> Gemma4Config:
     )
 
 
-def _generator(name: str, seed: int) -> Generator:
+def _generator(name: str, seed: int = 0) -> Generator:
     import torch
 
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
-def _fill(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _fill(name: str, shape: tuple[int, ...]) -> Tensor:
     """Random bfloat16 values for the tensor `name`, scaled to keep activations near 1."""
     import torch
 
-    generator = _generator(name, seed)
+    generator = _generator(name)
     leaf = name.rpartition(".")[2]
 
     def uniform(low: float, high: float) -> Tensor:
@@ -158,7 +160,7 @@ def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
+def build_checkpoint(path: Path) -> Path:
     """Write a random `Gemma4ForConditionalGeneration` checkpoint of a few MB to `path`.
 
     It has six text layers of width 128, and the last three share the keys and values of the first
@@ -175,7 +177,7 @@ def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     del shapes["lm_head.weight"]  # tied to embed_tokens
     shapes |= _shared_kv_shapes()
-    state = {name: _fill(name, shapes[name], seed) for name in sorted(shapes)}
+    state = {name: _fill(name, shapes[name]) for name in sorted(shapes)}
 
     text = model.config.text_config
     model.generation_config = GenerationConfig(
@@ -188,22 +190,26 @@ def build_checkpoint(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def _text_tokens(batch: int, length: int, seed: int) -> Tensor:
-    """Random tokens, none of them special: int64 [batch, length]."""
+def _prompt(
+    config: Gemma4Config, batch: int, words: int, seed: int, *middle: int, soft_type: int = 0
+) -> dict[str, Tensor]:
+    """Random tokens, none of them special, with ``middle`` after the third one.
+
+    The tokens in ``middle``, except the first and the last, are soft tokens of this type.
+    """
     import torch
 
     generator = _generator("tokens", seed)
-    return torch.randint(3, _FIRST_SPECIAL_TOKEN, (batch, length), generator=generator)
-
-
-def _prompt(parts: list[Tensor], soft_token_type: int, soft_token_id: int) -> dict[str, Tensor]:
-    import torch
-
-    input_ids = torch.cat(parts, dim=1)
+    ids = torch.randint(3, _FIRST_SPECIAL_TOKEN, (batch, words), generator=generator)
+    bos = torch.full((batch, 1), config.text_config.bos_token_id)
+    inserted = torch.tensor(middle, dtype=torch.int64).expand(batch, -1)
+    input_ids = torch.cat([bos, ids[:, :3], inserted, ids[:, 3:]], dim=1)
+    token_types = torch.zeros_like(input_ids)
+    token_types[:, 5 : 3 + len(middle)] = soft_type  # after bos, three tokens and the first one
     return {
         "input_ids": input_ids,
         "attention_mask": torch.ones_like(input_ids),
-        "mm_token_type_ids": (input_ids == soft_token_id).long() * soft_token_type,
+        "mm_token_type_ids": token_types,
     }
 
 
@@ -212,10 +218,7 @@ def text_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
 
     `input_ids`, `attention_mask` and `mm_token_type_ids`, int64 [batch, 12].
     """
-    import torch
-
-    bos = torch.full((batch, 1), config.text_config.bos_token_id)
-    return _prompt([bos, _text_tokens(batch, 11, seed=1)], 0, config.image_token_id)
+    return _prompt(config, batch, 11, 1)
 
 
 def image_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
@@ -228,21 +231,15 @@ def image_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     import torch
 
     vision = config.vision_config
-    kernel = vision.pooling_kernel_size
-    side = 2 * kernel
-    soft_tokens = (side // kernel) ** 2
-    bos = torch.full((batch, 1), config.text_config.bos_token_id)
-    boi = torch.full((batch, 1), config.boi_token_id)
-    image = torch.full((batch, soft_tokens), config.image_token_id)
-    eoi = torch.full((batch, 1), config.eoi_token_id)
-    words = _text_tokens(batch, 6, seed=2)
-
+    side = 2 * vision.pooling_kernel_size
+    image = [config.image_token_id] * 4
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     positions = torch.stack([x, y], dim=-1).reshape(1, side * side, 2)
     pixels = (batch, side * side, 3 * vision.patch_size**2)
+    middle = (config.boi_token_id, *image, config.eoi_token_id)
     return {
-        **_prompt([bos, words[:, :3], boi, image, eoi, words[:, 3:]], 1, config.image_token_id),
-        "pixel_values": torch.rand(pixels, generator=_generator("pixels", 0)),
+        **_prompt(config, batch, 6, 2, *middle, soft_type=1),
+        "pixel_values": torch.rand(pixels, generator=_generator("pixels")),
         "image_position_ids": positions.repeat(batch, 1, 1),
     }
 
@@ -256,57 +253,38 @@ def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     import torch
 
     # More soft tokens than one attention chunk (12), so that attention runs in chunks.
-    soft_tokens = config.audio_config.attention_chunk_size + 2
-    frames = 4 * soft_tokens
+    audio = [config.audio_token_id] * (config.audio_config.attention_chunk_size + 2)
+    frames = 4 * len(audio)
     mel_bins = config.audio_config.subsampling_conv_channels[0]
-    bos = torch.full((batch, 1), config.text_config.bos_token_id)
-    boa = torch.full((batch, 1), config.boa_token_id)
-    audio = torch.full((batch, soft_tokens), config.audio_token_id)
-    eoa = torch.full((batch, 1), config.eoa_token_index)
-    words = _text_tokens(batch, 6, seed=3)
-    generator = _generator("features", 0)
+    middle = (config.boa_token_id, *audio, config.eoa_token_index)
     return {
-        **_prompt([bos, words[:, :3], boa, audio, eoa, words[:, 3:]], 3, config.audio_token_id),
-        "input_features": torch.randn((batch, frames, mel_bins), generator=generator),
+        **_prompt(config, batch, 6, 3, *middle, soft_type=3),
+        "input_features": torch.randn((batch, frames, mel_bins), generator=_generator("features")),
         "input_features_mask": torch.ones((batch, frames), dtype=torch.bool),
     }
 
 
 def build_adapter(
-    path: Path,
-    model_dir: Path,
-    *,
-    layout: Literal["inner", "outer"] = "inner",
-    rank: int = 4,
-    seed: int = 0,
-    language_only: bool = False,
+    path: Path, model_dir: Path, *, rank: int = 4, seed: int = 0, targets: str | None = None
 ) -> Path:
     """Write a PEFT LoRA adapter for the checkpoint in `model_dir` to `path`.
 
     `lora_A` is float32 [rank, in_features], `lora_B` float32 [out_features, rank]; neither is zero.
-    The tensors of the towers' clipped linears are named `q_proj.linear.lora_A.weight` in the
-    "inner" layout and `q_proj.lora_A.weight` in the "outer" one. `target_modules` is
-    `BROAD_TARGETS`, which names the wrappers: the adapter loads only if PEFT supports them. With
-    `language_only` the adapter leaves out the towers, and PEFT alone can load it.
-
-    Raises:
-        ValueError: `layout` is neither "inner" nor "outer".
+    Its `target_modules` are `targets`, a regular expression of layers that PEFT alone can adapt.
+    By default they are `BROAD_TARGETS`, which name the wrappers of the towers' layers: such an
+    adapter loads only if PEFT supports them.
     """
     import torch
     from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load, save_file
     from transformers import Gemma4ForConditionalGeneration
 
-    if layout not in ("inner", "outer"):
-        raise ValueError(f"layout must be 'inner' or 'outer', not {layout!r}")
     path = Path(path)
     base = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
-    targets = _LANGUAGE_TARGETS if language_only else f"{_LANGUAGE_TARGETS}|{_TOWER_TARGETS}"
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=0.0,
-        target_modules=targets,
+        target_modules=targets or INNER_TARGETS,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
@@ -319,12 +297,7 @@ def build_adapter(
                 parameter.copy_(std * noise)
     model.save_pretrained(path)
 
-    if layout == "outer":
-        weights = path / "adapter_model.safetensors"
-        tensors = load(weights.read_bytes())  # read, not memory-mapped: the file is overwritten
-        tensors = {name.replace(".linear.lora_", ".lora_"): t for name, t in tensors.items()}
-        save_file(tensors, weights, metadata={"format": "pt"})
-    if not language_only:
+    if targets is None:
         config_file = path / "adapter_config.json"
         saved = json.loads(config_file.read_text())
         saved["target_modules"] = list(BROAD_TARGETS)

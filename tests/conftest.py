@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import warnings
 from collections import defaultdict
 
@@ -188,11 +189,15 @@ def adapter_dir(tmp_path_factory, model_dir):
 
 
 @pytest.fixture(scope="session")
-def outer_adapter_dir(tmp_path_factory, model_dir):
+def outer_adapter_dir(tmp_path_factory, adapter_dir):
     """The same adapter with the rarer layout of names, without ``.linear``."""
-    from gemma4_compat.tiny import build_adapter
+    from safetensors.torch import load_file, save_file
 
-    return build_adapter(tmp_path_factory.mktemp("outer"), model_dir, layout="outer")
+    folder = shutil.copytree(adapter_dir, tmp_path_factory.mktemp("outer"), dirs_exist_ok=True)
+    tensors = load_file(adapter_dir / "adapter_model.safetensors")
+    tensors = {name.replace(".linear.lora_", ".lora_"): t for name, t in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -206,9 +211,10 @@ def second_adapter_dir(tmp_path_factory, model_dir):
 @pytest.fixture(scope="session")
 def language_adapter_dir(tmp_path_factory, model_dir):
     """An adapter on the language model alone, which PEFT loads without any patch."""
-    from gemma4_compat.tiny import build_adapter
+    from gemma4_compat.tiny import LANGUAGE_TARGETS, build_adapter
 
-    return build_adapter(tmp_path_factory.mktemp("language"), model_dir, language_only=True)
+    folder = tmp_path_factory.mktemp("language")
+    return build_adapter(folder, model_dir, targets=LANGUAGE_TARGETS)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
-from gemma4_compat.tiny import TOWERS, build_adapter
+from gemma4_compat.tiny import LANGUAGE_TARGETS, TOWERS, build_adapter
 from tests.shapes import write_config
 from tests.support import load_model, quantization
 
@@ -148,7 +148,7 @@ def test_adapter_as_peft_loads_it(model_dir, tmp_path):
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file, save_file
 
-    adapter = build_adapter(tmp_path / "adapter", model_dir, language_only=True)
+    adapter = build_adapter(tmp_path / "adapter", model_dir, targets=LANGUAGE_TARGETS)
     file = adapter / "adapter_model.safetensors"
     halved = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
     save_file(halved, file, metadata={"format": "pt"})

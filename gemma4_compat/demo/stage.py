@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..model.meta import bnb_config
 from ..tiny import (
+    INNER_TARGETS,
     TOWERS,
     audio_inputs,
     build_adapter,
@@ -32,7 +31,7 @@ class Failure(Exception):
     """A story gave a wrong result without an exception; the message is for the table."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """The files of the demo, and functions that load models from them.
 
@@ -42,74 +41,45 @@ class Stage:
     folder: Path
     scratch: Path
 
-    def build(self) -> None:
-        """Write the checkpoint and the adapters.
-
-        "broad" is an adapter with the users' targets.  "named" and "second" contain the full name
-        of every target module, so that loading them needs no patch.  "named" has the same weights
-        as "broad".
-        """
-        build_checkpoint(self.folder / "model")
-        build_adapter(self.folder / "broad", self.folder / "model")
-        shutil.copytree(self.folder / "broad", self.folder / "named")
-        build_adapter(self.folder / "second", self.folder / "model", rank=8, seed=1)
-        for name in ("named", "second"):
-            _name_targets_in_full(self.folder / name)
-
-    # -- models ---------------------------------------------------------------------------------
-
     def load(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
         """The base model in 4 bits on one device."""
-        return self._load({"": self.device}, nested, skip=TOWERS if towers_in_float else ())
+        return self._load({"": device()}, nested, TOWERS if towers_in_float else ())
 
-    def split(self, *, nested: bool = True) -> Any:
-        """The 4-bit base model with its towers offloaded, which are in 4 bits too."""
-        return self._dispatched(self.load(nested=nested))
+    def split(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
+        """The 4-bit base model with its towers offloaded, which are in 4 bits too by default."""
+        model = self.load(nested=nested, towers_in_float=towers_in_float)
+        return self.dispatched(model, TOWERS, skip_keys=model._skip_keys_device_placement)
 
     def split_by_map(self) -> Any:
         """The base model, split as if ``from_pretrained`` got a device map.
 
         Modules that such a map puts on the CPU stay in bfloat16.
         """
-        if _cuda():
-            # ``skip`` makes every transformers version leave the same modules unquantised.
-            return self._load(self.device_map, nested=True, skip=TOWERS, cpu_in_float=True)
-        return self._dispatched(self.load(towers_in_float=True))
+        if device() == "cpu":
+            return self.split(towers_in_float=True)
+        # ``skip`` makes every transformers version leave the same modules unquantised.
+        return self._load(device_map(), True, TOWERS, offload=True)
 
-    def unquantised(self) -> Any:
-        """The base model in bfloat16 on one device."""
-        return self._from_pretrained(self.folder / "model", {"": self.device})
+    def from_pretrained(self, path: Path | None = None, **options: Any) -> Any:
+        """The tiny checkpoint, or a saved one, in bfloat16 on one device."""
+        import torch
+        from transformers import Gemma4ForConditionalGeneration
 
-    def dispatched_plainly(self) -> Any:
-        """The bfloat16 model with decoder layers offloaded by the user's own ``dispatch_model``."""
+        options = {"device_map": {"": device()}, "dtype": torch.bfloat16, **options}
+        folder = path or self.folder / "model"
+        return Gemma4ForConditionalGeneration.from_pretrained(folder, **options).eval()
+
+    def dispatched(self, model: Any, modules: Sequence[str], **options: Any) -> Any:
+        """The model with these modules offloaded by ``dispatch_model``."""
         from accelerate import dispatch_model
 
-        model = self.unquantised()
-        layers = {f"model.language_model.layers.{i}": self._elsewhere for i in (1, 2, 4)}
         return dispatch_model(
             model,
-            {**layers, "": self.device},
-            main_device=self.device,
+            device_map(modules),
+            main_device=device(),
             offload_dir=str(self.scratch / "offload"),
+            **options,
         )
-
-    def reload(self, path: Path) -> Any:
-        """The model of a quantised checkpoint that was saved before, on one device."""
-        return self._from_pretrained(path, {"": self.device})
-
-    @property
-    def device(self) -> Any:
-        """The execution device: GPU 0, or the CPU without a GPU."""
-        return _device()
-
-    @property
-    def device_map(self) -> dict[str, Any]:
-        """A device map that offloads the towers: to the CPU, or to disk if there is no GPU."""
-        return {**dict.fromkeys(TOWERS, self._elsewhere), "": self.device}
-
-    @property
-    def _elsewhere(self) -> str:
-        return "cpu" if _cuda() else "disk"
 
     def with_adapter(self, model: Any, name: str, **options: Any) -> Any:
         """The model with one of the adapters, from ``PeftModel.from_pretrained``."""
@@ -120,58 +90,30 @@ class Stage:
         check_placement(model, placed)
         return model
 
-    def _dispatched(self, model: Any) -> Any:
-        from accelerate import dispatch_model
-
-        return dispatch_model(
-            model,
-            self.device_map,
-            main_device=self.device,
-            offload_dir=str(self.scratch / "offload"),
-            skip_keys=model._skip_keys_device_placement,
-        )
-
     def _load(
-        self,
-        device_map: dict[str, Any],
-        nested: bool,
-        *,
-        skip: Sequence[str] = (),
-        cpu_in_float: bool = False,
+        self, device_map: dict[str, Any], nested: bool, skip: Sequence[str], offload: bool = False
     ) -> Any:
         # On a machine without a GPU, the offload flag would leave all modules unquantised.
         quantization = bnb_config(
-            "nf4",
-            nested=nested,
-            offload=cpu_in_float,
-            llm_int8_skip_modules=["lm_head", *skip],
+            "nf4", nested=nested, offload=offload, llm_int8_skip_modules=["lm_head", *skip]
         )
-        model = self._from_pretrained(
-            self.folder / "model", device_map, quantization_config=quantization
-        )
+        model = self.from_pretrained(device_map=device_map, quantization_config=quantization)
         if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
             raise Failure("nothing was quantised")
         return model
 
-    @staticmethod
-    def _from_pretrained(path: Path, device_map: dict[str, Any], **options: Any) -> Any:
-        import torch
-        from transformers import Gemma4ForConditionalGeneration
 
-        return Gemma4ForConditionalGeneration.from_pretrained(
-            path, device_map=device_map, dtype=torch.bfloat16, **options
-        ).eval()
+def build(stage: Stage) -> None:
+    """Write the checkpoint and the adapters.
 
-
-def _name_targets_in_full(adapter: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
-        tensors = list(file.keys())
-    modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["target_modules"] = sorted(modules)
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    "broad" is an adapter with the users' targets.  The targets of "named" and "second" name the
+    layers inside the wrappers, so that loading them needs no patch.  "named" has the same weights
+    as "broad".
+    """
+    model = build_checkpoint(stage.folder / "model")
+    build_adapter(stage.folder / "broad", model)
+    build_adapter(stage.folder / "named", model, targets=INNER_TARGETS)
+    build_adapter(stage.folder / "second", model, targets=INNER_TARGETS, rank=8, seed=1)
 
 
 # -- comparing ----------------------------------------------------------------------------------
@@ -221,9 +163,8 @@ def compare(actual: Any, expected: Any) -> None:
 
 def inputs(model: Any) -> dict[str, dict[str, Any]]:
     """A text, an image and a sound prompt, on the execution device."""
-    device = _device()
     return {
-        kind: {name: tensor.to(device) for name, tensor in build(model.config).items()}
+        kind: {name: tensor.to(device()) for name, tensor in build(model.config).items()}
         for kind, build in _INPUTS.items()
     }
 
@@ -239,11 +180,13 @@ def _generate(model: Any, prompt: dict[str, Any]) -> Any:
     return model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False).cpu()
 
 
-def _cuda() -> bool:
+def device() -> Any:
+    """The execution device: GPU 0, or the CPU without a GPU."""
     import torch
 
-    return cast(bool, torch.cuda.is_available())
+    return 0 if torch.cuda.is_available() else "cpu"
 
 
-def _device() -> Any:
-    return 0 if _cuda() else "cpu"
+def device_map(modules: Sequence[str] = TOWERS) -> dict[str, Any]:
+    """A map that offloads the modules: to the CPU, or to disk if there is no GPU."""
+    return {**dict.fromkeys(modules, "disk" if device() == "cpu" else "cpu"), "": device()}

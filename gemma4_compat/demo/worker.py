@@ -1,45 +1,32 @@
-"""A process of the demo: it builds the files, or runs one story, and writes the outcome.
+"""A process of the demo: it runs stories one after the other, and prints how each ended.
 
-``python -m gemma4_compat.demo.worker FOLDER SCRATCH [MODULE FUNCTION]`` does one of these.
-Without arguments it imports the libraries, then reads such arguments line by line from its standard
-input, and forks a process for each line.
+``python -m gemma4_compat.demo.worker FOLDER SCRATCH MODULE:FUNCTION...``
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
-import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
+from .stage import Failure, Stage
 
-def work(folder: Path, scratch: Path, module: str = "", function: str = "") -> None:
-    """Write ``{"outcome": ..., "text": ...}`` to ``result.json`` in ``scratch``.
 
-    After building, the text is the type of the execution device: "cpu" or "cuda".
-    """
-    from .stage import Failure, Stage
-
-    stage = Stage(folder, scratch)
+def work(stage: Stage, story: str) -> dict[str, str]:
+    """Run a story; returns its outcome and a text about it."""
+    module, _, function = story.partition(":")
     try:
-        if module:
-            getattr(importlib.import_module(module), function)(stage)
-            result = {"outcome": "equal", "text": "equal"}
-        else:
-            stage.build()
-            result = {"outcome": "built", "text": "cpu" if stage.device == "cpu" else "cuda"}
+        getattr(importlib.import_module(module), function)(stage)
+        return {"outcome": "equal", "text": "equal"}
     except Failure as failure:
-        result = {"outcome": "wrong", "text": str(failure)}
+        return {"outcome": "wrong", "text": str(failure)}
     except Exception as error:
         traceback.print_exc()
-        result = {"outcome": "error", "text": f"{type(error).__name__}: {one_line(str(error))}"}
-    (scratch / "result.json").write_text(json.dumps(result))
+        return {"outcome": "error", "text": f"{type(error).__name__}: {one_line(str(error))}"}
 
 
 def one_line(message: str) -> str:
@@ -47,58 +34,19 @@ def one_line(message: str) -> str:
     return " ".join(re.sub(r"\(\n.*\n\)", "(...)", message, flags=re.DOTALL).split())
 
 
-def serve() -> None:
-    """Fork for every line of input; print the exit code when the fork has ended."""
-    # If an import fails here, it fails again in the stories, which report it.
-    with contextlib.suppress(Exception):
-        for name in ("bitsandbytes", "peft", "accelerate.big_modeling"):
-            importlib.import_module(name)
-        importlib.import_module("transformers.models.gemma4.modeling_gemma4")
+def main(folder: str, scratch: str, *stories: str) -> None:
+    """Run the stories; what each prints goes to a log in its own folder in ``scratch``."""
     answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        arguments, log, seconds = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _work_and_exit(arguments, log)
-        print(json.dumps(_wait(child, seconds)), file=answers, flush=True)
-
-
-def _work_and_exit(arguments: list[str], log: str) -> None:
-    code = 1
-    try:
-        with open(log, "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        _work(arguments)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
+    for story in stories:
+        stage = Stage(Path(folder), Path(scratch, story.rpartition(":")[2]))
+        stage.scratch.mkdir(parents=True)
+        with (stage.scratch / "log.txt").open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        answer = json.dumps(work(stage, story))
         sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait(child: int, seconds: float) -> int | None:
-    """The exit code; ``None`` if the process was killed after ``seconds``."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-def _work(arguments: list[str]) -> None:
-    folder, scratch, *story = arguments
-    work(Path(folder), Path(scratch), *story)
+        print(answer, file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        _work(sys.argv[1:])
-    else:
-        serve()
+    main(*sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -25,6 +24,12 @@ WITH = os.environ.get("GEMMA4_COMPAT") != "0"
 def fine(stage):
     print("hello from", stage.scratch)
 
+def builds(stage):
+    pass
+
+def cannot_build(stage):
+    raise ImportError("no Gemma4")
+
 def raises_with(stage):
     if WITH:
         raise ValueError("first line\\nlast line")
@@ -32,6 +37,8 @@ def raises_with(stage):
 def crashes(stage):
     os.write(2, b"last words\\n")
     os._exit(3)
+
+crashes_too = crashes
 
 def hangs(stage):
     time.sleep(1000)
@@ -47,7 +54,9 @@ def pretend(tmp_path, monkeypatch):
     """Makes stories of functions in PRETEND_STORIES, which the demo's processes can import."""
     (tmp_path / "pretend_stories.py").write_text(PRETEND_STORIES)
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda *names: [Story(name.replace("_", " "), "pretend_stories", name) for name in names]
+    return lambda *names: [
+        Story(name.replace("_", " "), f"pretend_stories:{name}") for name in names
+    ]
 
 
 def test_the_first_stories(tmp_path, monkeypatch):
@@ -58,7 +67,7 @@ def test_the_first_stories(tmp_path, monkeypatch):
     rows = found.as_dict()["stories"]
     assert [row["story"] for row in rows] == [story.title for story in STORIES[:2]]
     assert [row["with"]["text"] for row in rows] == ["equal", "equal"]
-    assert (tmp_path / "with" / STORIES[0].function / "log.txt").exists()
+    assert (tmp_path / "with" / STORIES[0].name / "log.txt").exists()
 
 
 @pytest.mark.slow
@@ -77,15 +86,17 @@ def test_every_story_ends_well_with_the_patches(tmp_path, monkeypatch):
         story.title: "equal" for story in STORIES
     }
     assert ran.returncode == 0
-    total = 1 + 2 * len(STORIES)
+    total = 2 * len(STORIES)
     assert f"[{total}/{total}] " in ran.stderr
     assert (tmp_path / "model" / "config.json").exists()
-    assert (tmp_path / "with" / STORIES[0].function / "log.txt").exists()
+    assert (tmp_path / "with" / STORIES[0].name / "log.txt").exists()
 
     outcomes = [{side: Outcome(**row[side]) for side in ("without", "with")} for row in rows]
     lines = shown(STORIES, outcomes, monkeypatch)
     assert all(len(line) <= 80 for line in lines)
-    assert lines[0].split() == ["story", "|", "without", "|", "with"]
+    assert [line for line in lines if line.startswith("  with ")] == ["  with     equal"] * len(
+        rows
+    )
 
 
 def shown(stories, outcomes, monkeypatch):
@@ -104,54 +115,42 @@ def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
         assert row[side]["text"].startswith("wrong by ")
 
 
-#: How the workers start on this device.
-WORKERS = pytest.mark.parametrize("device", ["cpu", "cuda"], ids=["forked", "fresh"])
-
-
-def outcomes_of(stories, folder, device):
-    progress = play._Progress(2 * len(stories), io.StringIO())
-    results = play.play(stories, folder, progress, device=device)
+def outcomes_of(stories, folder):
+    results = play.play(stories, folder)
     return {side: [result[side] for result in results] for side in ("without", "with")}
 
 
-@WORKERS
-def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path, device):
+def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path):
     equal = Outcome("equal", "equal")
     crashed = Outcome("crash", "exit code 3: last words")
-    outcomes = outcomes_of(pretend("fine", "raises_with", "crashes"), tmp_path, device)
+    outcomes = outcomes_of(pretend("crashes", "fine", "raises_with", "crashes_too"), tmp_path)
     assert outcomes == {
-        "without": [equal, equal, crashed],
-        "with": [equal, Outcome("error", "ValueError: first line last line"), crashed],
+        "without": [crashed, equal, equal, crashed],
+        "with": [crashed, equal, Outcome("error", "ValueError: first line last line"), crashed],
     }
+    assert (tmp_path / "with" / "fine" / "log.txt").read_text().startswith("hello from ")
 
 
-@WORKERS
-def test_a_story_that_hangs_is_stopped(pretend, tmp_path, monkeypatch, device):
-    monkeypatch.setattr(play, "_SECONDS", 2)
-    hung = Outcome("crash", "not finished after 2 s")
-    assert outcomes_of(pretend("hangs"), tmp_path, device) == {"without": [hung], "with": [hung]}
+def test_a_story_that_hangs_is_stopped(pretend, tmp_path, monkeypatch):
+    monkeypatch.setattr(play, "_SECONDS", 5)
+    hung, fine = Outcome("crash", "not finished after 5 s"), Outcome("equal", "equal")
+    found = outcomes_of(pretend("hangs", "fine"), tmp_path)
+    assert found == {"without": [hung, fine], "with": [hung, fine]}
 
 
 def test_a_story_that_raises_with_the_patches_fails_the_demo(pretend, monkeypatch, capsys):
-    monkeypatch.setattr(play, "_process", _without_building(play._process))
+    monkeypatch.setattr(play, "_BUILD", *pretend("builds"))
     mixed, fine = play.demo(pretend("fine", "raises_with")), play.demo(pretend("fine"))
     assert (mixed.ok, mixed.verdict) == (False, "1 of 2 stories succeed with gemma4_compat")
     assert (fine.ok, fine.verdict) == (True, "1 of 1 stories succeed with gemma4_compat")
     assert fine.verdict in str(fine)
     printed = capsys.readouterr()
     assert "with     raises with: ValueError: first line last line" in printed.err
-    assert "[5/5] " in printed.err
-
-
-def _without_building(process):
-    def wrapped(start, folder, scratch, *story):
-        return process(start, folder, scratch, *story) if story else Outcome("built", "cuda")
-
-    return wrapped
+    assert "[4/4] " in printed.err
 
 
 def test_model_that_cannot_be_built(pretend, monkeypatch):
-    monkeypatch.setattr(play, "_process", lambda *_: Outcome("error", "ImportError: no Gemma4"))
+    monkeypatch.setattr(play, "_BUILD", *pretend("cannot_build"))
     with pytest.raises(InputError, match="cannot build the model: ImportError: no Gemma4"):
         play.demo(pretend("fine"))
 
@@ -162,22 +161,6 @@ def test_what_is_in_a_folder_is_left_alone(pretend, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pretend_stories.py"]
 
 
-def test_terminal_progress_rewrites_one_line():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    progress = play._Progress(2, terminal)
-    with progress.work("first"), progress.work("a long title " * 20) as done:
-        done("equal")
-    progress.close()
-    written = terminal.getvalue()
-    assert "\n" not in written
-    assert all(len(piece) < 200 for piece in written.split("\r\x1b[K"))
-    assert written.endswith("\r\x1b[K")
-
-
 def test_long_messages_are_shortened_and_wrapped(monkeypatch):
     message = one_line(
         "Target module Gemma4ClippableLinear(\n  (linear): Linear(in_features=1)\n) is not "
@@ -185,7 +168,7 @@ def test_long_messages_are_shortened_and_wrapped(monkeypatch):
     )
     assert message.startswith("Target module Gemma4ClippableLinear(...) is not supported.")
     result = {"without": Outcome("error", message), "with": Outcome("equal", "equal")}
-    stories = [Story("load an adapter with broad targets and many words", "", "")]
+    stories = [Story("load an adapter with broad targets and many words", "")]
     lines = shown(stories, [result], monkeypatch)
     assert max(map(len, lines)) <= 80
     assert 6 <= len(lines) <= 9
