@@ -54,7 +54,7 @@ def _named(names: tuple[str, ...]) -> list[str]:
 def _start() -> Engine:
     all_patches = _patches.load()
     names = {patch.name: patch.requires for patch in all_patches}
-    switches = _read_switches("GEMMA4_COMPAT", names, _logger, None, _GROUPS, _patches.GONE)
+    switches = _read_switches("GEMMA4_COMPAT", names, _logger, groups=_GROUPS)
     engine = Engine(all_patches, switches, _logger, _FLOORS, _NEWEST)
     engine.start()
     return engine
@@ -67,8 +67,8 @@ _engine: Engine = globals().get("_engine") or _start()
 def status(*, import_targets: bool = False) -> Status:
     """Return the state of every patch in this process, with its reason and installed versions.
 
-    This call may apply patches: those whose target modules are all imported by now, and those
-    whose target module was reloaded.
+    This call may apply patches: those whose target modules are all imported by now.  If a module
+    was reloaded (``importlib.reload``), it has its own code again, and the reason says so.
 
     Args:
         import_targets: first import the modules that armed patches wait for, and with them those

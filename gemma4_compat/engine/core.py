@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -17,7 +17,6 @@ from . import gate
 from .gate import Outcome
 from .imports import Imports
 from .patch import Finding, Patch, Verdict, broken, drifted
-from .random_numbers import same_random_numbers
 from .references import count_held, holders
 from .slots import Mismatch
 from .stack import Layer, Stack, originals
@@ -143,9 +142,6 @@ class Engine:
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstalled")
             self._block()
-            for record in reversed(self._records.values()):
-                if record.state in (State.DISABLED, State.BLOCKED):
-                    record.layer.take_off_former()
             self._stale = True
             self._settle()
             self._count_kept()
@@ -241,8 +237,6 @@ class Engine:
 
     def _advance(self) -> None:
         self._decide()
-        applied = [r.layer for r in self._records.values() if r.state is State.APPLIED]
-        self._rearm(self._stack.leave_reloaded(applied))
         self._block()
         armed = [record for record in self._records.values() if record.state is State.ARMED]
         # Scan all objects only for modules that were imported before the engine watched them.  A
@@ -304,8 +298,10 @@ class Engine:
         record.state = State.APPLIED
 
     def _run_probe(self, patch: Patch) -> Finding:
+        random = getattr(sys.modules.get("torch"), "random", None)
         try:
-            with same_random_numbers():
+            # Creating a layer draws random numbers, which are the user's.
+            with random.fork_rng(devices=[]) if random else nullcontext():
                 return patch.probe_function() if patch.probe_function else broken()
         except (AttributeError, ImportError, TypeError) as error:
             # The code that it examines is gone, or takes other arguments now.

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # its import is a third of this package's; it is needed to evaluate a gate only
     from packaging.requirements import Requirement
@@ -35,21 +34,24 @@ class Evaluation:
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """The installed version, or ``None`` if the package is installed without a version.
+    """The installed version; ``None`` if the package has no metadata, as in a frozen application.
 
     Raises:
         importlib.metadata.PackageNotFoundError: the package is not installed.
     """
     import importlib.metadata
+    import importlib.util
 
     try:
         return importlib.metadata.version(distribution)
     except Exception:  # missing or broken metadata
-        # Frozen applications and zip files ship packages without their metadata.
-        name = distribution.replace("-", "_")
-        if not _importable(name):
+        try:
+            spec = importlib.util.find_spec(distribution.replace("-", "_"))
+        except (ImportError, ValueError):  # a module in sys.modules without a spec
+            return None
+        if spec is None or spec.origin is None:  # a folder without ``__init__.py`` is no package
             raise importlib.metadata.PackageNotFoundError(distribution) from None
-        return _declared_version(name)
+        return None
 
 
 def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
@@ -127,31 +129,3 @@ def _check(requirement: Requirement, versions: dict[str, str | None], missing: s
         # "5.23.0.dev0" lies outside ">=5.23" and outside "<5.23": only a probe can decide.
         return Outcome.UNDECIDED
     return Outcome.INSIDE if requirement.specifier.contains(version) else Outcome.OUTSIDE
-
-
-def _importable(name: str) -> bool:
-    """Whether a regular package of this name exists; a folder without ``__init__.py`` is none."""
-    import importlib.util
-
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a module in sys.modules without a spec
-        return True
-    return spec is not None and spec.origin is not None
-
-
-def _declared_version(name: str) -> str | None:
-    """The string that a package assigns to ``__version__``, read from its code without import."""
-    import dis
-    import importlib.util
-
-    try:
-        loader: Any = importlib.util.find_spec(name).loader  # type: ignore[union-attr]
-        code = [*dis.get_instructions(loader.get_code(name))]
-    except Exception:  # no spec, or a loader of another kind
-        return None
-    for value, store in pairwise(code):
-        literal = value.opname == "LOAD_CONST" and isinstance(value.argval, str)
-        if literal and (store.opname, store.argval) == ("STORE_NAME", "__version__"):
-            return str(value.argval)
-    return None

@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ class Target(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One replaced attribute: its target, its value before, and the value that we set."""
+    """One replaced attribute: its place, its value before, and the value that we set."""
 
+    place: Replacement
     target: Target
     before: Any
     after: Any
@@ -54,12 +55,11 @@ class Entry:
         return _unwrap(self.after)[0]
 
     def now(self) -> Any:
-        """The attribute's present value in its owner's namespace."""
-        return vars(self.target.owner).get(self.target.name, _ABSENT)
-
-    def in_place(self) -> bool:
-        """Whether the attribute's value is still ours."""
-        return self.now() is self.after
+        """The attribute's present value: after a reload of its module, that of the new code."""
+        try:
+            return resolve(self.place).raw
+        except Mismatch:
+            return vars(self.target.owner).get(self.target.name, _ABSENT)
 
     def write(self) -> None:
         owner, name, raw = self.target
@@ -70,7 +70,7 @@ class Entry:
     def restore(self) -> None:
         """Restore the original, except where other code has changed the attribute since."""
         owner, name, raw = self.target
-        if self.in_place():
+        if vars(owner).get(name) is self.after:
             if self.before is _ABSENT:
                 delattr(owner, name)
             else:
@@ -91,11 +91,7 @@ class Entry:
         return {id(raw), *map(id, closure), *map(id, namespaces)}
 
     def __str__(self) -> str:
-        owner = self.target.owner
-        name = owner.__name__
-        if isinstance(owner, type):
-            name = f"{owner.__module__}.{owner.__qualname__}"
-        return f"{name}.{self.target.name}"
+        return str(self.place)
 
 
 def resolve(replacement: Replacement) -> Target:
@@ -134,21 +130,7 @@ def prepare(replacement: Replacement) -> Entry:
         # pickle stores a reference by name: it must name this class, not the one inherited from.
         new.__module__ = target.owner.__module__
         new.__qualname__ = f"{target.owner.__qualname__}.{target.name}"
-    return Entry(target, before, rewrap(new))
-
-
-def reloaded(replacement: Replacement, entries: Iterable[Entry]) -> bool:
-    """Whether the module was executed again: the attribute has the same code in a new function.
-
-    A function that other code set there or wrapped around ours does not count.
-    """
-    try:
-        now = inspect.unwrap(resolve(replacement).function)
-        known = [inspect.unwrap(entry.original) for entry in entries]
-    except (Mismatch, ValueError):
-        return False
-    code = getattr(now, "__code__", None)
-    return all(now is not each for each in known) and any(code == each.__code__ for each in known)
+    return Entry(replacement, target, before, rewrap(new))
 
 
 def _rebind(old: Any, new: Any) -> None:

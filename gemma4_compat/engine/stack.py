@@ -11,7 +11,7 @@ from typing import Any
 from . import gate
 from .patch import Patch, Replacement
 from .references import holders
-from .slots import Entry, prepare, reloaded, resolve
+from .slots import Entry, prepare, resolve
 
 
 @dataclass(eq=False)
@@ -20,8 +20,6 @@ class Layer:
 
     patch: Patch
     entries: list[Entry] = field(default_factory=list)
-    #: replacements in a module that was reloaded since: objects still use its old classes
-    former: list[Entry] = field(default_factory=list)
     #: every replacement that was ever in place and is still referenced
     made: list[weakref.ref[Any]] = field(default_factory=list)
 
@@ -60,10 +58,6 @@ class Layer:
         if self.patch.release is not None:
             self.patch.release()
 
-    def take_off_former(self) -> None:
-        """Restore the originals in the old classes of modules that were reloaded since."""
-        _restore(self.former)
-
     def calls(self, other: Layer) -> bool:
         """Whether it replaced a replacement of the other layer, perhaps an inherited one."""
         theirs = {id(entry.replacement) for entry in other.entries}
@@ -73,11 +67,6 @@ class Layer:
         """Whether it must be removed before the other layer."""
         required = bool(self.entries) and other.patch.name in self.patch.requires
         return required or self.calls(other)
-
-    def in_place(self) -> bool:
-        """Whether its attributes still have the values that it set."""
-        ours = {id(entry.after) for entry in self.entries}
-        return all(id(entry.now()) in ours for entry in self.entries)
 
     def references(self) -> int:
         """How many references to its replacements, present or former, exist."""
@@ -123,25 +112,6 @@ class Stack:
 
         return self._peel([layer for layer in self._with(free, follows) if layer not in stuck])
 
-    def leave_reloaded(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Remove layers with a reloaded target from their other targets.
-
-        The probe must see the originals there, too.  Returns all removed layers.
-        """
-        left = []
-        for layer in layers:
-            pairs = list(zip(layer.replacements, layer.entries, strict=True))
-            kept = [entry for each, entry in pairs if not reloaded(each, layer.entries)]
-            if len(kept) < len(pairs):
-                layer.former += [entry for entry in layer.entries if entry not in kept]
-                layer.entries = kept
-                left.append(layer)
-        off = self.take_off(left)
-        for layer in left:
-            layer.former += layer.entries
-            layer.entries = []
-        return [*off, *(layer for layer in left if layer not in off)]
-
     def changed(self, layer: Layer) -> list[Entry]:
         """The layer's entries whose attributes other code changed afterwards."""
         entries = [entry for each in self.layers for entry in each.entries]
@@ -186,7 +156,8 @@ class Stack:
         return off
 
     def _is_on_top(self, layer: Layer) -> bool:
-        if not layer.entries or not layer.in_place():
+        ours = {id(entry.after) for entry in layer.entries}
+        if not ours or any(id(entry.now()) not in ours for entry in layer.entries):
             return False
         return not any(other.calls(layer) for other in self.layers if other is not layer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -53,7 +53,6 @@ def read(
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
     groups: Mapping[str, Iterable[str]] | None = None,
-    gone: Iterable[str] = (),
 ) -> Switches:
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
 
@@ -63,23 +62,15 @@ def read(
     Args:
         patches: the names of all patches, each with those that it requires.
         groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
-        gone: names of patches that earlier releases had.
     """
     environ = os.environ if environ is None else environ
     groups = {} if groups is None else groups
     names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
     strict_name = f"{prefix}_STRICT"
-    valid = {_plain(name): name for name in (prefix, strict_name, *names)}
-    former = {f"{prefix}_{name.upper()}" for name in gone}
     everything, strict = True, False
     switches: dict[str, Switch] = {}
     reasons: dict[str, str] = {}
     for variable in sorted(environ):
-        # Windows upper-cases variable names; elsewhere a lower-case name is a typo to warn about.
-        if variable.upper() != prefix and not variable.upper().startswith(f"{prefix}_"):
-            if meant := valid.get(_plain(variable)):
-                logger.warning("environment variable %s has no effect: write %s", variable, meant)
-            continue
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
             only = _only(value.removeprefix(_ONLY), variable, patches, groups, logger)
@@ -98,21 +89,28 @@ def read(
                 switches[names[variable]] = Switch.OFF
             elif value in _ON:
                 switches[names[variable]] = Switch.AUTO
-        elif variable in former:
-            logger.warning("environment variable %s has no effect: this patch is gone", variable)
-        else:
-            ends = {name.removeprefix(f"{prefix}_"): name for name in (strict_name, *names)}
-            near = get_close_matches(variable.upper().removeprefix(f"{prefix}_"), ends, n=1)
-            hint = (
-                f"did you mean {ends[near[0]]}?"
-                if near
-                else f"{prefix}=0 switches all patches off, {prefix}_PATCH=0 the one of that name"
-            )
+        elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
     reasons = {name: why for name, why in reasons.items() if name not in switches}
     return Switches(
         prefix, everything, strict, dict.fromkeys(reasons, Switch.OFF) | switches, reasons
     )
+
+
+def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:
+    """What was probably meant by a variable that is not one of ours; "" if it is another's.
+
+    Windows upper-cases the names of variables; elsewhere a lower-case name is a typo.
+    """
+    plain = {name.replace("_", ""): name for name in names}
+    if meant := plain.get(variable.upper().replace("_", "")):
+        return f"write {meant}"
+    if not variable.upper().startswith(f"{prefix}_"):
+        return ""
+    ends = {name.removeprefix(f"{prefix}_"): name for name in names}
+    if near := get_close_matches(variable.upper().removeprefix(f"{prefix}_"), ends, n=1):
+        return f"did you mean {ends[near[0]]}?"
+    return f"{prefix}=0 switches all patches off, {prefix}_PATCH=0 the one of that name"
 
 
 def _only(
@@ -135,10 +133,6 @@ def _only(
             found.add(name)
             wanted += patches[name]
     return found
-
-
-def _plain(variable: str) -> str:
-    return variable.upper().replace("_", "")
 
 
 def _boolean(
