@@ -12,10 +12,8 @@ from typing import Any, NoReturn
 
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ._libraries import missing_libraries
+from ._libraries import library_versions
 from ._terminal import shows_colour, waiting
-
-_GREEN, _RED = "32", "31"
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Command:
     def execute(self, options: argparse.Namespace) -> int:
         """Run the command and print what it returns; returns the exit code."""
         try:
-            if missing := missing_libraries(self.needs(options)):
-                names = ", ".join(missing)
-                raise InputError(f"needs {names}: pip install {' '.join(missing)}")
+            versions = library_versions()
+            if missing := [name for name in self.needs(options) if versions[name] is None]:
+                raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
             assert self.run is not None
             with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
                 result = self.run(options)
@@ -107,6 +105,6 @@ def _print(result: Result, options: argparse.Namespace) -> None:
         return
     text = str(result)
     if result.verdict and shows_colour():
-        colour = _GREEN if result.ok else _RED
-        text = text.replace(result.verdict, f"\033[{colour}m{result.verdict}\033[0m", 1)
+        green_or_red = 32 if result.ok else 31
+        text = text.replace(result.verdict, f"\033[{green_or_red}m{result.verdict}\033[0m", 1)
     print(text)

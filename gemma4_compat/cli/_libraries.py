@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ..engine.gate import installed_version
 from ..versions import WITH_TORCH
@@ -23,12 +23,6 @@ def library_versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     return versions
-
-
-def missing_libraries(names: Sequence[str]) -> list[str]:
-    """Those of these libraries that are not installed."""
-    versions = library_versions() if names else {}
-    return [name for name in names if versions[name] is None]
 
 
 @contextlib.contextmanager

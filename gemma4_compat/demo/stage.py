@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,17 @@ class Failure(Exception):
     """A story gave a wrong result without an exception; the message is for the table."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stage:
-    """The files of the demo, and functions that load models from them.
+    """The files of the demo, and functions that load models from them and compare them.
 
-    ``folder`` contains the checkpoint and the adapters; a story writes to ``scratch``.
+    ``folder`` contains the checkpoint and the adapters; a story writes to ``scratch``.  ``placed``
+    names the parameters that were offloaded from the split model.
     """
 
     folder: Path
     scratch: Path
+    placed: set[str] = field(default_factory=set)
 
     def load(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
         """The base model in 4 bits on one device."""
@@ -58,7 +60,9 @@ class Stage:
         if device() == "cpu":
             return self.split(towers_in_float=True)
         # ``skip`` makes every transformers version leave the same modules unquantised.
-        return self._load(device_map(), True, TOWERS, offload=True)
+        model = self._load(device_map(), True, TOWERS, offload=True)
+        self.placed = offloaded(model)
+        return model
 
     def from_pretrained(self, path: Path | None = None, **options: Any) -> Any:
         """The tiny checkpoint, or a saved one, in bfloat16 on one device."""
@@ -73,13 +77,12 @@ class Stage:
         """The model with these modules offloaded by ``dispatch_model``."""
         from accelerate import dispatch_model
 
-        return dispatch_model(
-            model,
-            device_map(modules),
-            main_device=device(),
-            offload_dir=str(self.scratch / "offload"),
-            **options,
+        offload_dir = str(self.scratch / "offload")
+        model = dispatch_model(
+            model, device_map(modules), main_device=device(), offload_dir=offload_dir, **options
         )
+        self.placed = offloaded(model)
+        return model
 
     def with_adapter(self, model: Any, name: str, **options: Any) -> Any:
         """The model with one of the adapters, from ``PeftModel.from_pretrained``."""
@@ -89,6 +92,30 @@ class Stage:
         model = PeftModel.from_pretrained(model, self.folder / name, **options)
         check_placement(model, placed)
         return model
+
+    def compare(self, actual: Any, expected: Any) -> None:
+        """Check for equal logits for text, image and sound, twice, and equal generated tokens.
+
+        What was offloaded from ``actual`` must still be.
+        """
+        import torch
+
+        check_placement(actual, self.placed)
+        prompts = inputs(actual)
+        worst = 0.0
+        for _ in range(_FORWARDS):
+            for kind, prompt in prompts.items():
+                logits, reference = _logits(actual, prompt), _logits(expected, prompt)
+                for whose, values in (("the reference's ", reference), ("", logits)):
+                    if not values.isfinite().all():
+                        raise Failure(f"{whose}{kind} logits are not finite")
+                worst = max(worst, (logits - reference).abs().max().item())
+        if worst:
+            raise Failure(f"wrong by {worst:.2g}")
+        for kind, prompt in prompts.items():
+            if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
+                raise Failure(f"{kind}: other tokens generated")
+        check_placement(actual, self.placed)
 
     def _load(
         self, device_map: dict[str, Any], nested: bool, skip: Sequence[str], offload: bool = False
@@ -116,9 +143,6 @@ def build(stage: Stage) -> None:
     build_adapter(stage.folder / "second", model, targets=INNER_TARGETS, rank=8, seed=1)
 
 
-# -- comparing ----------------------------------------------------------------------------------
-
-
 def offloaded(model: Any) -> set[str]:
     """The names of the base model's offloaded parameters, as they are without an adapter."""
     return {
@@ -137,28 +161,6 @@ def check_placement(model: Any, before: set[str]) -> None:
     empty = [name for name, parameter in adapters if parameter.is_meta]
     if empty:
         raise Failure(f"no values in {len(empty)} of {len(adapters)} adapter tensors")
-
-
-def compare(actual: Any, expected: Any) -> None:
-    """Check for equal logits for text, image and sound, twice, and equal generated tokens."""
-    import torch
-
-    placed = offloaded(actual)
-    prompts = inputs(actual)
-    worst = 0.0
-    for _ in range(_FORWARDS):
-        for kind, prompt in prompts.items():
-            logits, reference = _logits(actual, prompt), _logits(expected, prompt)
-            for whose, values in (("the reference's ", reference), ("", logits)):
-                if not values.isfinite().all():
-                    raise Failure(f"{whose}{kind} logits are not finite")
-            worst = max(worst, (logits - reference).abs().max().item())
-    if worst:
-        raise Failure(f"wrong by {worst:.2g}")
-    for kind, prompt in prompts.items():
-        if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
-            raise Failure(f"{kind}: other tokens generated")
-    check_placement(actual, placed)
 
 
 def inputs(model: Any) -> dict[str, dict[str, Any]]:

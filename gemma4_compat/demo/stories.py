@@ -11,16 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .stage import (
-    Failure,
-    Stage,
-    check_placement,
-    compare,
-    device,
-    device_map,
-    inputs,
-    offloaded,
-)
+from .stage import Failure, Stage, device, device_map, inputs
 
 
 @dataclass(frozen=True)
@@ -51,17 +42,17 @@ def story(title: str) -> Callable[[Callable[[Stage], None]], Callable[[Stage], N
 @story("load an adapter with broad targets")
 def broad_targets(stage: Stage) -> None:
     expected = stage.with_adapter(stage.load(), "named")
-    compare(stage.with_adapter(stage.load(), "broad"), expected)
+    stage.compare(stage.with_adapter(stage.load(), "broad"), expected)
 
 
 @story("offload the towers of a 4-bit model, double quant")
 def offload_double_quant(stage: Stage) -> None:
-    compare(stage.split(), stage.load())
+    stage.compare(stage.split(), stage.load())
 
 
 @story("offload the towers of a 4-bit model, single quant")
 def offload_single_quant(stage: Stage) -> None:
-    compare(stage.split(nested=False), stage.load(nested=False))
+    stage.compare(stage.split(nested=False), stage.load(nested=False))
 
 
 @story("use an image with the vision tower in 4 bits")
@@ -85,12 +76,12 @@ def quantised_vision(stage: Stage) -> None:
 @story("offload decoder layers with dispatch_model, without skip_keys")
 def dispatch_without_skip_keys(stage: Stage) -> None:
     layers = [f"model.language_model.layers.{index}" for index in (1, 2, 4)]
-    compare(stage.dispatched(stage.from_pretrained(), layers), stage.from_pretrained())
+    stage.compare(stage.dispatched(stage.from_pretrained(), layers), stage.from_pretrained())
 
 
 @story("load an adapter onto a split 4-bit model")
 def adapter_on_split(stage: Stage) -> None:
-    compare(stage.with_adapter(stage.split_by_map(), "named"), _on_one_device(stage))
+    stage.compare(stage.with_adapter(stage.split_by_map(), "named"), _on_one_device(stage))
 
 
 @story("the same, passing device_map and offload_dir to PEFT as well")
@@ -104,47 +95,41 @@ def adapter_with_device_map(stage: Stage) -> None:
         ephemeral_gpu_offload=True,
         torch_device="cpu" if device() == "cpu" else "cuda",
     )
-    compare(model, _on_one_device(stage))
+    stage.compare(model, _on_one_device(stage))
 
 
 @story("model.load_adapter, transformers' own, on a split 4-bit model")
 def native_load_adapter(stage: Stage) -> None:
     model = stage.split_by_map()
-    placed = offloaded(model)
     model.load_adapter(str(stage.folder / "named"))
-    check_placement(model, placed)
     expected = stage.load(towers_in_float=True)
     expected.load_adapter(str(stage.folder / "named"))
-    compare(model, expected)
+    stage.compare(model, expected)
 
 
 @story("all at once: 4-bit towers, offloaded, and an adapter with broad targets")
 def all_at_once(stage: Stage) -> None:
     model = stage.with_adapter(stage.split(), "broad")
-    compare(model, stage.with_adapter(stage.load(), "named"))
+    stage.compare(model, stage.with_adapter(stage.load(), "named"))
 
 
 @story("a second adapter on a split 4-bit model, switching between them")
 def second_adapter(stage: Stage) -> None:
     model = stage.with_adapter(stage.split_by_map(), "named")
-    placed = offloaded(model)
     model.load_adapter(str(stage.folder / "second"), adapter_name="second")
-    check_placement(model, placed)
     expected = _on_one_device(stage)
     expected.load_adapter(str(stage.folder / "second"), adapter_name="second")
     for name in ("second", "default"):
         model.set_adapter(name)
         expected.set_adapter(name)
-        compare(model, expected)
+        stage.compare(model, expected)
 
 
 @story("merge an adapter into a split 4-bit model")
 def merge(stage: Stage) -> None:
     model = stage.with_adapter(stage.split_by_map(), "named")
-    placed = offloaded(model)
     model = model.merge_and_unload()
-    check_placement(model, placed)
-    compare(model, _on_one_device(stage).merge_and_unload())
+    stage.compare(model, _on_one_device(stage).merge_and_unload())
 
 
 @story("dequantise a 4-bit model with an adapter, then merge")
@@ -153,17 +138,17 @@ def dequantize_and_merge(stage: Stage) -> None:
     model.dequantize()
     expected = stage.load()
     expected.dequantize()
-    compare(model.merge_and_unload(), stage.with_adapter(expected, "named").merge_and_unload())
+    stage.compare(
+        model.merge_and_unload(), stage.with_adapter(expected, "named").merge_and_unload()
+    )
 
 
 @story("save a split 4-bit model and load it again")
 def save_and_reload(stage: Stage) -> None:
     model = stage.split()
-    placed = offloaded(model)
     saved = stage.scratch / "saved"
     model.save_pretrained(saved)
-    check_placement(model, placed)
-    compare(model, stage.from_pretrained(saved))
+    stage.compare(model, stage.from_pretrained(saved))
 
 
 @story("generate with a static cache from a split 4-bit model, at the GPU's speed")

@@ -63,18 +63,19 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     Raises:
         ValueError: a requirement is not valid.
     """
-    versions: dict[str, str | None] = {}
-    missing: set[str] = set()
     requirements = [_with_floor(text, floors or {}) for text in affects]
-    outcomes = {_check(requirement, versions, missing) for requirement in requirements}
-    if Outcome.MISSING in outcomes:
+    outcomes = {requirement: _check(requirement) for requirement in requirements}
+    missing = {each.name for each, outcome in outcomes.items() if outcome is Outcome.MISSING}
+    found = dict.fromkeys(each.name for each in requirements if each.name not in missing)
+    versions = {name: installed_version(name) for name in found}
+    if missing:
         reason = f"{', '.join(sorted(missing))} not installed"
         return Evaluation(Outcome.MISSING, versions, reason)
     required = " and ".join(map(str, requirements))
     installed = ", ".join(f"{name} {v or '(unknown)'}" for name, v in versions.items())
     reason = f"affects {required}; installed: {installed}"
     for outcome in (Outcome.OUTSIDE, Outcome.UNDECIDED):
-        if outcome in outcomes:
+        if outcome in outcomes.values():
             return Evaluation(outcome, versions, reason)
     return Evaluation(Outcome.INSIDE, versions, reason)
 
@@ -94,8 +95,7 @@ def holds(requirement: str) -> bool:
     """Whether one requirement is met.  An unknown or pre-release version meets it."""
     from packaging.requirements import Requirement
 
-    outcome = _check(Requirement(requirement), {}, set())
-    return outcome in (Outcome.INSIDE, Outcome.UNDECIDED)
+    return _check(Requirement(requirement)) in (Outcome.INSIDE, Outcome.UNDECIDED)
 
 
 def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list[str]:
@@ -110,19 +110,15 @@ def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list
     return releases
 
 
-def _check(requirement: Requirement, versions: dict[str, str | None], missing: set[str]) -> Outcome:
+def _check(requirement: Requirement) -> Outcome:
     import importlib.metadata
 
     from packaging.version import InvalidVersion, Version
 
-    name = requirement.name
     try:
-        installed = versions[name] = installed_version(name)
+        version = Version(installed_version(requirement.name) or "")
     except importlib.metadata.PackageNotFoundError:
-        missing.add(name)
         return Outcome.MISSING
-    try:
-        version = Version(installed or "")
     except InvalidVersion:
         return Outcome.UNDECIDED
     if version.is_prerelease:

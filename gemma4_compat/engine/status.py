@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from html import escape
-from typing import Any, overload
+from typing import Any
 
 from ..errors import suggestion
 
@@ -71,19 +71,13 @@ class PatchStatus:
         return {**asdict(self), "state": self.state.value, "replaces": list(self.replaces)}
 
 
-class Status(Sequence[PatchStatus]):
-    """The states of all patches: a sequence that can also be indexed by name, and printed."""
+class Status:
+    """The states of all patches, to iterate over, to index by name or number, and to print."""
 
     def __init__(self, entries: Sequence[PatchStatus]) -> None:
         self._entries = tuple(entries)
 
-    @overload
-    def __getitem__(self, key: int | str) -> PatchStatus: ...
-
-    @overload
-    def __getitem__(self, key: slice) -> Sequence[PatchStatus]: ...
-
-    def __getitem__(self, key: int | str | slice) -> PatchStatus | Sequence[PatchStatus]:
+    def __getitem__(self, key: int | str) -> PatchStatus:
         if isinstance(key, str):
             for entry in self._entries:
                 if entry.name == key:

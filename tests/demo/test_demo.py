@@ -17,7 +17,6 @@ from gemma4_compat.demo.worker import one_line
 
 PRETEND_STORIES = """
 import os, time
-from gemma4_compat.demo.stage import Failure, compare
 
 WITH = os.environ.get("GEMMA4_COMPAT") != "0"
 
@@ -45,7 +44,7 @@ def hangs(stage):
 
 def adapter_forgotten(stage):
     expected = stage.with_adapter(stage.load(towers_in_float=True), "named")
-    compare(stage.load(towers_in_float=True), expected)
+    stage.compare(stage.load(towers_in_float=True), expected)
 """
 
 
