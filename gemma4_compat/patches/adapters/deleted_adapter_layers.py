@@ -11,7 +11,6 @@ The fix replaces PEFT's layers by the layers that they wrap when the last adapte
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -45,16 +44,12 @@ def layers_are_left() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
-def delete_adapter(original: Any) -> Any:
-    @wraps(original)
-    def delete_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if not self._hf_peft_config_loaded:
-            _unwrap(self)
-        return result
-
-    return delete_adapter
+@PATCH.around("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
+def delete_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if not self._hf_peft_config_loaded:
+        _unwrap(self)
+    return result
 
 
 def _unwrap(module: Any) -> None:

@@ -12,7 +12,6 @@ patch adds a warning with these names.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -51,17 +50,15 @@ def layers_can_be_asked() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
-def inject_adapter(original: Any) -> Any:
-    @wraps(original)
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, model, adapter_name, *args, **kwargs)
-        model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-        if model_type.startswith("gemma4"):
-            _warn(model, adapter_name)
-        return result
-
-    return inject_adapter
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(
+    original: Any, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, adapter_name, *args, **kwargs)
+    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+    if model_type.startswith("gemma4"):
+        _warn(model, adapter_name)
+    return result
 
 
 def _warn(model: Any, adapter_name: str) -> None:

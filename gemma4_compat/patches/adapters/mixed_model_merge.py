@@ -49,18 +49,14 @@ def weights_are_not_brought_in() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
-def unload_and_optionally_merge(original: Any) -> Any:
-    @wraps(original)
-    def _unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for layer in self.model.modules():
-                base = base_layer(layer)
-                if base is not layer and offload_hook(base) is not None and hasattr(layer, "merge"):
-                    stack.enter_context(shadowed(layer, merge=_merging(layer, base)))
-            return original(self, *args, **kwargs)
-
-    return _unload_and_optionally_merge
+@PATCH.around("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for layer in self.model.modules():
+            base = base_layer(layer)
+            if base is not layer and offload_hook(base) is not None and hasattr(layer, "merge"):
+                stack.enter_context(shadowed(layer, merge=_merging(layer, base)))
+        return original(self, *args, **kwargs)
 
 
 def _merging(layer: Any, base: Any) -> Any:

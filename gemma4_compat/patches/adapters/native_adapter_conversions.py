@@ -45,7 +45,7 @@ def conversions_are_kept_on_the_model() -> Finding:
     return broken()
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 @contextmanager
 def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:

@@ -44,7 +44,7 @@ def names_are_not_translated() -> Finding:
     return broken()
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 def load_adapter(model: Any, adapter_name: str) -> Any:
     return loading_with(model, lambda: _renamed(model, adapter_name))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -54,17 +53,13 @@ def merging_is_in_base_tuner() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
-def check_merge_allowed(original: Any) -> Any:
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
+def check_merge_allowed(original: Any, self: Any) -> Any:
     """PEFT calls this method before every merge, and nowhere else."""
 
-    @wraps(original)
-    def _check_merge_allowed(self: Any) -> Any:
-        allowed = original(self)
-        _warn(self.model)
-        return allowed
-
-    return _check_merge_allowed
+    allowed = original(self)
+    _warn(self.model)
+    return allowed
 
 
 def _warn(model: Any) -> None:

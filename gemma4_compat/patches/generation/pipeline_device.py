@@ -9,7 +9,6 @@ The fix makes the pipeline use the device that inputs belong on (``gemma4_compat
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -42,20 +41,16 @@ def reads_the_device_map() -> Finding:
     return fixed("a pipeline no longer reads the device map")
 
 
-@PATCH.replaces("transformers.pipelines.base", "Pipeline.__init__")
-def pipeline_init(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        device_map = getattr(model, "hf_device_map", None)
-        first = next(iter(device_map.values()), None) if device_map else None
-        device = _input_device(model) if first in ("cpu", "disk") else None
-        if device is None:
-            original(self, model, *args, **kwargs)
-            return
-        original(self, variant(model, hf_device_map={"": device}), *args, **kwargs)
-        self.model = model
-
-    return __init__
+@PATCH.around("transformers.pipelines.base", "Pipeline.__init__")
+def pipeline_init(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    device_map = getattr(model, "hf_device_map", None)
+    first = next(iter(device_map.values()), None) if device_map else None
+    device = _input_device(model) if first in ("cpu", "disk") else None
+    if device is None:
+        original(self, model, *args, **kwargs)
+        return
+    original(self, variant(model, hf_device_map={"": device}), *args, **kwargs)
+    self.model = model
 
 
 def _input_device(model: Any) -> Any | None:

@@ -11,7 +11,6 @@ releases, in which the tower inverts its mask under eager attention.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -45,30 +44,22 @@ def tower_refuses_sdpa() -> Finding:
     return broken()
 
 
-@PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
-def check_and_adjust_attn_implementation(original: Any) -> Any:
+@PATCH.around(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
+def check_and_adjust_attn_implementation(
+    original: Any, self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """transformers calls this method when it builds the model."""
 
-    @wraps(original)
-    def _check_and_adjust_attn_implementation(
-        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
-
-    return _check_and_adjust_attn_implementation
+    return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
 
 
-@PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
-def get_correct_attn_implementation(original: Any) -> Any:
+@PATCH.around(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
+def get_correct_attn_implementation(
+    original: Any, self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """``set_attn_implementation`` of the whole model calls this method."""
 
-    @wraps(original)
-    def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(self, _or_eager(self, requested_attention), *args, **kwargs)
-
-    return get_correct_attn_implementation
+    return original(self, _or_eager(self, requested_attention), *args, **kwargs)
 
 
 def _or_eager(model: Any, requested: str | None) -> str | None:

@@ -9,7 +9,6 @@ The fix uses the dtype of the activations, which is the dtype of unquantised wei
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -39,28 +38,20 @@ def bounds_of_a_weight() -> Finding:
     return fixed("clamp bounds no longer come from a weight's dtype")
 
 
-@PATCH.replaces(_MODULE, "Gemma4AudioFeedForward.forward")
-def feed_forward(original: Any) -> Any:
-    return _follow_activations(original, "ffw_layer_1.linear")
-
-
-@PATCH.replaces(_MODULE, "Gemma4AudioLightConv1d.forward")
-def light_conv(original: Any) -> Any:
-    return _follow_activations(original, "linear_start.linear")
-
-
-@PATCH.replaces(_MODULE, "Gemma4AudioAttention.forward")
-def attention(original: Any) -> Any:
-    return _follow_activations(original, "post.linear")
-
-
-def _follow_activations(original: Any, layer: str) -> Any:
+def _following_activations(layer: str) -> Any:
     """A forward that uses the activations' dtype where it reads ``layer.weight.dtype``."""
 
-    @wraps(original)
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_float(self.get_submodule(layer)):
             self = claiming(self, layer, hidden_states.dtype)
         return original(self, hidden_states, *args, **kwargs)
 
     return forward
+
+
+for _name, _layer in (
+    ("FeedForward", "ffw_layer_1.linear"),
+    ("LightConv1d", "linear_start.linear"),
+    ("Attention", "post.linear"),
+):
+    PATCH.around(_MODULE, f"Gemma4Audio{_name}.forward")(_following_activations(_layer))

@@ -9,7 +9,6 @@ inputs of ``Gemma4UnifiedMultimodalEmbedder`` keep their floating-point dtype.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -47,23 +46,17 @@ def casts_to_any_dtype() -> Finding:
     return broken()
 
 
-@PATCH.replaces(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
-def vision_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.patch_dense):
-            self = claiming(self, "patch_dense", self.pos_embedding.dtype)
-        return original(self, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
+def vision_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_float(self.patch_dense):
+        self = claiming(self, "patch_dense", self.pos_embedding.dtype)
+    return original(self, *args, **kwargs)
 
 
-@PATCH.replaces(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
-def multimodal_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.embedding_projection):
-            self = claiming(self, "embedding_projection", inputs_embeds.dtype)
-        return original(self, inputs_embeds, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
+def multimodal_embedder_forward(
+    original: Any, self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_float(self.embedding_projection):
+        self = claiming(self, "embedding_projection", inputs_embeds.dtype)
+    return original(self, inputs_embeds, *args, **kwargs)

@@ -11,7 +11,6 @@ The fix casts to the dtype of the position embeddings, which is the dtype of an 
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -44,12 +43,8 @@ def casts_to_any_dtype() -> Finding:
     return broken()
 
 
-@PATCH.replaces(_MODULE, "Gemma4VisionPatchEmbedder.forward")
-def patch_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.input_proj):
-            self = claiming(self, "input_proj", self.position_embedding_table.dtype)
-        return original(self, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4VisionPatchEmbedder.forward")
+def patch_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_float(self.input_proj):
+        self = claiming(self, "input_proj", self.position_embedding_table.dtype)
+    return original(self, *args, **kwargs)

@@ -79,20 +79,16 @@ def tensors_are_read_when_needed() -> Finding:
     return fixed("AlignDevicesHook no longer loads the tensors one by one")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        loader = _loader(self) if self.offload else None
-        # A forward may need only some rows of an embedding.
-        if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
-            attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
-        return module
-
-    return init_hook
+    module = original(self, module)
+    loader = _loader(self) if self.offload else None
+    # A forward may need only some rows of an embedding.
+    if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
+        attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
+    return module
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")

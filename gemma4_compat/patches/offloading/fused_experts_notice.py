@@ -12,7 +12,6 @@ skips, so the warning ends when a release quantises them.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -54,18 +53,14 @@ def quantizers_can_be_asked() -> Finding:
     return broken()
 
 
-@PATCH.replaces(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")
-def process_model_before_weight_loading(original: Any) -> Any:
-    @wraps(original)
-    def _process_model_before_weight_loading(
-        self: Any, model: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(self, model, *args, **kwargs)
-        if model.config.model_type.startswith("gemma4"):
-            _warn(self, model)
-        return result
-
-    return _process_model_before_weight_loading
+@PATCH.around(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, *args, **kwargs)
+    if model.config.model_type.startswith("gemma4"):
+        _warn(self, model)
+    return result
 
 
 def _warn(quantizer: Any, model: Any) -> None:

@@ -64,20 +64,17 @@ def whole_weight_is_loaded() -> Finding:
     return fixed("hooks no longer onload embeddings") if embedding.weight.is_meta else broken()
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     """accelerate does not call ``post_forward`` if the forward raises; a forward hook runs."""
+
     import torch
 
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        if self.offload and isinstance(module, torch.nn.Embedding):
-            if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
-                module.register_forward_hook(_PutBack(), always_call=True)
-        return module
-
-    return init_hook
+    module = original(self, module)
+    if self.offload and isinstance(module, torch.nn.Embedding):
+        if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(_PutBack(), always_call=True)
+    return module
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")

@@ -12,7 +12,6 @@ old state, which stays complete, for as long as the backward needs it.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -46,12 +45,8 @@ def hook_empties_the_state() -> Finding:
     return fixed("AlignDevicesHook no longer removes the scales alone")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload and type(module).__name__ == "Linear8bitLt":
-            empty(module)
-        return original(self, module, output)
-
-    return post_forward
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
+    if self.offload and type(module).__name__ == "Linear8bitLt":
+        empty(module)
+    return original(self, module, output)

@@ -11,7 +11,6 @@ The fix copies the loader's tensors to the host once.  Tied weights stay one ten
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -41,15 +40,13 @@ def loader_keeps_tensors_where_they_are() -> Finding:
     return broken() if kept is given else fixed("the loader makes its own dict")
 
 
-@PATCH.replaces("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
-def offloaded_weights_loader_init(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, state_dict: Any = None, *args: Any, **kwargs: Any) -> None:
-        if state_dict is not None:
-            state_dict = _on_host(state_dict)
-        original(self, state_dict, *args, **kwargs)
-
-    return __init__
+@PATCH.around("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
+def offloaded_weights_loader_init(
+    original: Any, self: Any, state_dict: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if state_dict is not None:
+        state_dict = _on_host(state_dict)
+    original(self, state_dict, *args, **kwargs)
 
 
 def _on_host(state_dict: Any) -> Any:

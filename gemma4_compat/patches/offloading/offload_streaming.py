@@ -51,15 +51,11 @@ def tensors_travel_one_by_one() -> Finding:
     return fixed("AlignDevicesHook no longer sets the tensors one by one")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        add(self, module)
-        return module
-
-    return init_hook
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
+    module = original(self, module)
+    add(self, module)
+    return module
 
 
 @PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
@@ -77,20 +73,16 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
     return pre_forward
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        part = part_of(self)
-        if part is None:
-            return original(self, module, output)
-        if not part.put_back(module):
-            output = original(self, module, output)
-            part.return_to(module)
-            return output
-        return original(View(self, offload=False), module, output)
-
-    return post_forward
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
+    part = part_of(self)
+    if part is None:
+        return original(self, module, output)
+    if not part.put_back(module):
+        output = original(self, module, output)
+        part.return_to(module)
+        return output
+    return original(View(self, offload=False), module, output)
 
 
 def page_locked(model: Any) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -57,33 +56,29 @@ def hooks_are_not_asked() -> Finding:
 
 
 # The class of torch, by the name that accelerate.hooks has for it: only its hooks need the patch.
-@PATCH.replaces("accelerate.hooks", "nn.Module.load_state_dict")
-def load_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def load_state_dict(
-        self: Any, state_dict: Any, strict: bool = True, assign: bool = False
-    ) -> Any:
-        offloaded = list(_offloaded(self, state_dict))
-        if not offloaded or _converts(self):
-            return original(self, state_dict, strict, assign)
-        for _, module, names in offloaded:
-            _refuse_quantised(module, names)
-        given = OrderedDict(state_dict)
-        if hasattr(state_dict, "_metadata"):
-            given._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        for _, module, names in offloaded:
-            for name, key in names.items():
-                tensor = _tensor(module, name)
-                if tensor.shape == given[key].shape:  # else torch reports it
-                    given[key] = tensor
-        result = original(self, given, strict, assign)
-        for _, module, names in offloaded:
-            values = {name: state_dict[key] for name, key in names.items()}
-            with onloaded(module, keep_changes=True):
-                original(module, values, False, assign)
-        return result
-
-    return load_state_dict
+@PATCH.around("accelerate.hooks", "nn.Module.load_state_dict")
+def load_state_dict(
+    original: Any, self: Any, state_dict: Any, strict: bool = True, assign: bool = False
+) -> Any:
+    offloaded = list(_offloaded(self, state_dict))
+    if not offloaded or _converts(self):
+        return original(self, state_dict, strict, assign)
+    for _, module, names in offloaded:
+        _refuse_quantised(module, names)
+    given = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        given._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    for _, module, names in offloaded:
+        for name, key in names.items():
+            tensor = _tensor(module, name)
+            if tensor.shape == given[key].shape:  # else torch reports it
+                given[key] = tensor
+    result = original(self, given, strict, assign)
+    for _, module, names in offloaded:
+        values = {name: state_dict[key] for name, key in names.items()}
+        with onloaded(module, keep_changes=True):
+            original(module, values, False, assign)
+    return result
 
 
 def _converts(model: Any) -> bool:

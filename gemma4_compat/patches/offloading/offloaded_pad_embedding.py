@@ -10,7 +10,6 @@ The fix gives the model this one row, read from where the weight is stored.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -41,18 +40,14 @@ def weight_is_read_outside_its_module() -> Finding:
     return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
 
 
-@PATCH.replaces("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
-def model_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        embedding = self.language_model.embed_tokens
-        if any(offload_hook(module) is not None for module in embedding.modules()):
-            # The lookup of the token ids leaves the weight on meta, if it was not there before.
-            rows = View(embedding, weight=_rows(embedding))
-            self = View(self, language_model=View(self.language_model, embed_tokens=rows))
-        return original(self, *args, **kwargs)
-
-    return forward
+@PATCH.around("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    embedding = self.language_model.embed_tokens
+    if any(offload_hook(module) is not None for module in embedding.modules()):
+        # The lookup of the token ids leaves the weight on meta, if it was not there before.
+        rows = View(embedding, weight=_rows(embedding))
+        self = View(self, language_model=View(self.language_model, embed_tokens=rows))
+    return original(self, *args, **kwargs)
 
 
 def _rows(embedding: Any) -> Any:

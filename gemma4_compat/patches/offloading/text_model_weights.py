@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -74,46 +73,43 @@ def text_model_has_no_renaming() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
-def load_pretrained_model(original: Any) -> Any:
-    @wraps(original)
-    def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Any,
-        load_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # expected_keys is passed only if an adapter is loaded.
-        given = (model, state_dict, checkpoint_files, load_config)
-        if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
-            return original(*given, *args, **kwargs)
-        from transformers.core_model_loading import WeightRenaming
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
+def load_pretrained_model(
+    original: Any,
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # expected_keys is passed only if an adapter is loaded.
+    given = (model, state_dict, checkpoint_files, load_config)
+    if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
+        return original(*given, *args, **kwargs)
+    from transformers.core_model_loading import WeightRenaming
 
-        names = set(tensor_names(state_dict, checkpoint_files))
-        if is_text_model(model):
-            own = "model." if hasattr(model, "model") else ""
-            _refuse_both(own, names)
-            _refuse_unknown_quantisation(load_config.hf_quantizer, names)
-            renaming = WeightRenaming(_INSIDE, own)
-        else:
-            parts = tuple(f"model.{name}." for name in text_parts(model))
-            text = [name for name in names if name.startswith(parts)]
-            if not text or any("language_model." in name for name in names):
-                return original(*given)
-            _refuse_other_sizes(model, text, state_dict, checkpoint_files)
-            inside = "|".join(re.escape(name) for name in text_parts(model))
-            renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
-        load_config = with_renaming(load_config, renaming)
-        result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # ``save_pretrained`` would reverse every conversion that stays in this list.
-        kept = vars(model).get("_weight_conversions")
-        if kept is not None:
-            model._weight_conversions = [rule for rule in kept if rule is not renaming]
-        return result
-
-    return _load_pretrained_model
+    names = set(tensor_names(state_dict, checkpoint_files))
+    if is_text_model(model):
+        own = "model." if hasattr(model, "model") else ""
+        _refuse_both(own, names)
+        _refuse_unknown_quantisation(load_config.hf_quantizer, names)
+        renaming = WeightRenaming(_INSIDE, own)
+    else:
+        parts = tuple(f"model.{name}." for name in text_parts(model))
+        text = [name for name in names if name.startswith(parts)]
+        if not text or any("language_model." in name for name in names):
+            return original(*given)
+        _refuse_other_sizes(model, text, state_dict, checkpoint_files)
+        inside = "|".join(re.escape(name) for name in text_parts(model))
+        renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
+    load_config = with_renaming(load_config, renaming)
+    result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    # ``save_pretrained`` would reverse every conversion that stays in this list.
+    kept = vars(model).get("_weight_conversions")
+    if kept is not None:
+        model._weight_conversions = [rule for rule in kept if rule is not renaming]
+    return result
 
 
 def _refuse_other_sizes(

@@ -13,7 +13,6 @@ update a parameter on meta.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -48,15 +47,13 @@ def offloaded_models_are_refused() -> Finding:
     return fixed("Accelerator.prepare_model no longer refuses offloaded models")
 
 
-@PATCH.replaces("accelerate.accelerator", "Accelerator.prepare_model")
-def accelerator_prepare_model(original: Any) -> Any:
-    @wraps(original)
-    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (getattr(model, "is_loaded_in_4bit", False) and is_dispatched(model)):
-            return original(self, model, *args, **kwargs)
-        if any(parameter.is_meta and parameter.requires_grad for parameter in model.parameters()):
-            return original(self, model, *args, **kwargs)
-        with executing_map(model):
-            return original(self, model, *args, **kwargs)
-
-    return prepare_model
+@PATCH.around("accelerate.accelerator", "Accelerator.prepare_model")
+def accelerator_prepare_model(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not (getattr(model, "is_loaded_in_4bit", False) and is_dispatched(model)):
+        return original(self, model, *args, **kwargs)
+    if any(parameter.is_meta and parameter.requires_grad for parameter in model.parameters()):
+        return original(self, model, *args, **kwargs)
+    with executing_map(model):
+        return original(self, model, *args, **kwargs)
