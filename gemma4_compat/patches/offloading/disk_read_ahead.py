@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -91,20 +91,18 @@ def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     return module
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(
+    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.offload and not torch.compiler.is_compiling():
-            layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
-            if layers is not None:
-                with suppress(Exception):
-                    layers.enter(self.weights_map.prefix)
-        return original(self, module, *args, **kwargs)
-
-    return pre_forward
+    if self.offload and not torch.compiler.is_compiling():
+        layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
+        if layers is not None:
+            with suppress(Exception):
+                layers.enter(self.weights_map.prefix)
+    return original(self, module, *args, **kwargs)
 
 
 def _loader(hook: Any) -> Any | None:

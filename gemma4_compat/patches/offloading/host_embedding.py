@@ -99,18 +99,14 @@ def align_devices_hook_pre_forward(original: Any) -> Any:
     return pre_forward
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload and isinstance(module, torch.nn.Embedding):
-            if _lookups_of(self).leave(module):
-                module = _without_weight(module)
-        return original(self, module, output)
-
-    return post_forward
+    if self.offload and isinstance(module, torch.nn.Embedding):
+        if _lookups_of(self).leave(module):
+            module = _without_weight(module)
+    return original(self, module, output)
 
 
 def page_locked(model: Any) -> int:

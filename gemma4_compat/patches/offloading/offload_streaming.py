@@ -19,7 +19,6 @@ tensors were replaced.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
@@ -58,19 +57,17 @@ def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     return module
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(
+    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        part = part_of(self)
-        if part is None or torch.compiler.is_compiling() or not part.place(self, module):
-            return original(self, module, *args, **kwargs)
-        self.tied_pointers_to_remove = set()
-        return original(View(self, offload=False), module, *args, **kwargs)
-
-    return pre_forward
+    part = part_of(self)
+    if part is None or torch.compiler.is_compiling() or not part.place(self, module):
+        return original(self, module, *args, **kwargs)
+    self.tied_pointers_to_remove = set()
+    return original(View(self, offload=False), module, *args, **kwargs)
 
 
 @PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
