@@ -119,6 +119,16 @@ def _can_hold(stored: Any | None, value: Any) -> bool:
     return stored is not None and (stored.shape, stored.dtype) == (value.shape, value.dtype)
 
 
+def hook_of_weight(embedding: Any) -> Any | None:
+    """The hook that offloads an embedding's weight, perhaps inside PEFT's wrappers, or ``None``."""
+    weight = embedding.weight
+    for module in embedding.modules():
+        hook = offload_hook(module)
+        if hook is not None and module._parameters.get("weight") is weight:
+            return hook
+    return None
+
+
 @contextmanager
 def executing_map(model: Any) -> Iterator[dict[str, Any]]:
     """Replace ``hf_device_map`` by a map of execution devices during the block.

@@ -19,8 +19,8 @@ whole forward of the adapter layer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -147,20 +147,13 @@ def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
-def move_adapter(original: Any, self: Any, adapter_name: str, device: Any = None) -> Any:
-    if device is not None:
-        return original(self, adapter_name, device)
-    with onloaded(self.get_base_layer()):
-        return original(self, adapter_name, device)
-
-
 @PATCH.around(
     "peft.tuners.unilora.layer",
     "UniLoraLayer._move_adapter_to_device_of_base_layer",
     when="peft>=0.20",
 )
 @PATCH.around("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
-def unilora_places_tensors(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """UniLoRA also has tensors that are not parameters."""
 
     with onloaded(self.get_base_layer()):
@@ -171,16 +164,19 @@ def unilora_places_tensors(original: Any, self: Any, *args: Any, **kwargs: Any) 
 def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
     """FRoD decomposes the weights of all target layers in host memory before injection."""
 
+    import torch
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
     prepared = _maybe_include_all_linear_layers(prepared, self.model)
-    targets = (
-        module
-        for name, module in self.model.named_modules()
-        if self._check_target_module_exists(prepared, name)
-    )
-    with _weights_on_host(targets):
+    with ExitStack() as stack:
+        for name, module in self.model.named_modules():
+            weight = module._parameters.get("weight")
+            if type(weight) is torch.nn.Parameter and weight.is_meta:
+                if self._check_target_module_exists(prepared, name):
+                    value = offloaded_value(module, "weight")
+                    if value is not None:
+                        stack.enter_context(shadowed(module, weight=value))
         return original(self, config, adapter_name)
 
 
@@ -194,26 +190,6 @@ def onload_layer(original: Any, layer: Any) -> Iterator[None]:
     """
     with onloaded(base_layer(layer), keep_changes=True), original(layer):
         yield
-
-
-@contextmanager
-def _weights_on_host(modules: Iterable[Any]) -> Iterator[None]:
-    """Give modules their offloaded weights, in host memory, for the length of the block."""
-    import torch
-
-    resting = []
-    try:
-        for module in modules:
-            weight = module._parameters.get("weight")
-            if type(weight) is torch.nn.Parameter and weight.is_meta:
-                value = offloaded_value(module, "weight")
-                if value is not None:
-                    resting.append((module, weight))
-                    module._parameters["weight"] = torch.nn.Parameter(value, requires_grad=False)
-        yield
-    finally:
-        for module, weight in resting:
-            module._parameters["weight"] = weight
 
 
 def _takes_share(config: Any) -> bool:

@@ -28,7 +28,7 @@ from .._text_model import (
     is_text_model,
     name_here,
     name_there,
-    tensor_names,
+    tensor_shapes,
     text_parts,
     with_renaming,
 )
@@ -114,7 +114,7 @@ def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
     def load_pretrained_model(
         *args: Any, state_dict: Any, checkpoint_files: Any, **kwargs: Any
     ) -> Any:
-        names = _other_names(model, tensor_names(state_dict, checkpoint_files))
+        names = _other_names(model, tensor_shapes(state_dict, checkpoint_files))
         kwargs |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
         if not names:
             return load(*args, **kwargs)

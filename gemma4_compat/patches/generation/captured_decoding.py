@@ -81,10 +81,7 @@ def valid_auto_compile_criteria(
 ) -> Any:
     _call.decoder = None
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
-    if compiled or not _is_eager(self, generation_config):
-        return compiled
-    if not _has_static_cache(model_kwargs):
-        _advise(self)
+    if compiled or not (_is_eager(self, generation_config) and _has_static_cache(model_kwargs)):
         return compiled
     _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
     return True
@@ -179,19 +176,6 @@ def _has_static_cache(model_kwargs: Any) -> bool:
 
     cache = model_kwargs.get("past_key_values")
     return type(cache) is StaticCache and not cache.offloading
-
-
-def _advise(model: Any) -> None:
-    """Log once per model that a static cache would be faster."""
-    if not logger.isEnabledFor(logging.INFO) or decoding_of(model).advised:
-        return
-    decoding_of(model).advised = True
-    if obstacle_of(model) is None:
-        logger.info(
-            '%s decodes eagerly.  generate(cache_implementation="static") captures its decode '
-            "steps as CUDA graphs, which are several times as fast.",
-            type(model).__name__,
-        )
 
 
 def _warn_once(model: Any, why: str) -> None:

@@ -63,18 +63,18 @@ def load_state_dict(
     offloaded = list(_offloaded(self, state_dict))
     if not offloaded or _converts(self):
         return original(self, state_dict, strict, assign)
-    for _, module, names in offloaded:
+    for module, names in offloaded:
         _refuse_quantised(module, names)
     given = OrderedDict(state_dict)
     if hasattr(state_dict, "_metadata"):
         given._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    for _, module, names in offloaded:
+    for module, names in offloaded:
         for name, key in names.items():
             tensor = _tensor(module, name)
             if tensor.shape == given[key].shape:  # else torch reports it
                 given[key] = tensor
     result = original(self, given, strict, assign)
-    for _, module, names in offloaded:
+    for module, names in offloaded:
         values = {name: state_dict[key] for name, key in names.items()}
         with onloaded(module, keep_changes=True):
             original(module, values, False, assign)
@@ -86,7 +86,7 @@ def _converts(model: Any) -> bool:
     return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
-def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[str, Any, dict[str, str]]]:
+def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[Any, dict[str, str]]]:
     """Offloaded modules, and the keys of the values for their tensors."""
     for path, module in model.named_modules():
         hook = offload_hook(module)
@@ -103,7 +103,7 @@ def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[str, Any, dict[str
                     continue
                 names[full] = f"{prefix}{full}"
         if names:
-            yield path, module, names
+            yield module, names
 
 
 def _tensor(module: Any, name: str) -> Any:

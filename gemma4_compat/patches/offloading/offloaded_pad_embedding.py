@@ -16,6 +16,7 @@ from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
 from .._code import code_of
 from .._module_view import View
+from .._offload import hook_of_weight
 
 PATCH = Patch(
     name="offloaded_pad_embedding",
@@ -45,19 +46,10 @@ def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = self.language_model.embed_tokens
     if any(offload_hook(module) is not None for module in embedding.modules()):
         # The lookup of the token ids leaves the weight on meta, if it was not there before.
-        rows = View(embedding, weight=_rows(embedding))
+        hook = hook_of_weight(embedding)
+        rows = View(embedding, weight=embedding.weight if hook is None else _Rows(hook))
         self = View(self, language_model=View(self.language_model, embed_tokens=rows))
     return original(self, *args, **kwargs)
-
-
-def _rows(embedding: Any) -> Any:
-    """The weight of an embedding, perhaps in PEFT's wrappers; its stored rows if offloaded."""
-    weight = embedding.weight
-    for module in embedding.modules():
-        hook = offload_hook(module)
-        if hook is not None and module._parameters.get("weight") is weight:
-            return _Rows(hook)
-    return weight
 
 
 class _Rows:

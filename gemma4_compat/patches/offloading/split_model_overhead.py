@@ -16,7 +16,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from functools import cache, partial, update_wrapper, wraps
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from ...engine import Finding, Kind, Patch, broken, fixed
 from .._code import code_of
@@ -62,8 +62,6 @@ def add_hook_to_module(original: Any) -> Any:
             module.forward = update_wrapper(partial(forward, module, hooked), module._old_forward)
         return module
 
-    methods_are_known = _Known(AlignDevicesHook, "pre_forward", "post_forward")
-
     def idle(hook: Any) -> bool:
         if type(hook) is not AlignDevicesHook:
             return False
@@ -71,7 +69,8 @@ def add_hook_to_module(original: Any) -> Any:
             return False
         # The hook's methods may have been replaced on the instance.
         own = hook.__dict__
-        return not ("pre_forward" in own or "post_forward" in own) and bool(methods_are_known)
+        methods = AlignDevicesHook.pre_forward, AlignDevicesHook.post_forward
+        return not ("pre_forward" in own or "post_forward" in own) and all(map(_is_known, methods))
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
         hook = module._hf_hook  # read it again, because it may have been replaced
@@ -103,34 +102,19 @@ def add_hook_to_module(original: Any) -> Any:
     return add_hook_to_module
 
 
-class _Known:
-    """True if the methods of a class are accelerate's own, or replacements by this package.
-
-    It keeps only weak references to the methods, because other code may restore its own later.
-    """
-
-    def __init__(self, owner: type, *names: str) -> None:
-        self.owner, self.names = owner, names
-        self.checked: list[Any] = []
-        self.answer = False
-
-    def __bool__(self) -> bool:
-        owner = self.owner
-        for name, method in self.checked:
-            if getattr(owner, name) is not method():
-                break
-        else:
-            if self.checked:
-                return self.answer
-        methods = [getattr(owner, name) for name in self.names]
-        self.checked = [
-            (name, ref(method)) for name, method in zip(self.names, methods, strict=True)
-        ]
-        self.answer = all(_is_known(method) for method in methods)
-        return self.answer
+#: Weak, because other code may restore methods of its own later.
+_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def _is_known(function: Any) -> bool:
+def _is_known(method: Any) -> bool:
+    """Whether a method is accelerate's own, or a replacement by this package."""
+    answer = _known.get(method)
+    if answer is None:
+        answer = _known[method] = _is_ours(method)
+    return answer
+
+
+def _is_ours(function: Any) -> bool:
     known = (__name__.partition(".")[0], "accelerate", "torch")
     while function is not None:
         # ``functools.wraps`` copies the name of the module, but not the globals.

@@ -28,8 +28,7 @@ from .._code import code_of
 from .._text_model import (
     is_gemma4,
     is_text_model,
-    tensor_names,
-    tensor_shape,
+    tensor_shapes,
     text_parts,
     with_renaming,
 )
@@ -89,7 +88,7 @@ def load_pretrained_model(
         return original(*given, *args, **kwargs)
     from transformers.core_model_loading import WeightRenaming
 
-    names = set(tensor_names(state_dict, checkpoint_files))
+    names = tensor_shapes(state_dict, checkpoint_files)
     if is_text_model(model):
         own = "model." if hasattr(model, "model") else ""
         _refuse_both(own, names)
@@ -100,7 +99,7 @@ def load_pretrained_model(
         text = [name for name in names if name.startswith(parts)]
         if not text or any("language_model." in name for name in names):
             return original(*given)
-        _refuse_other_sizes(model, text, state_dict, checkpoint_files)
+        _refuse_other_sizes(model, text, names)
         inside = "|".join(re.escape(name) for name in text_parts(model))
         renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
     load_config = with_renaming(load_config, renaming)
@@ -112,14 +111,12 @@ def load_pretrained_model(
     return result
 
 
-def _refuse_other_sizes(
-    model: Any, names: list[str], state_dict: Any, checkpoint_files: Any
-) -> None:
+def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise ``ValueError`` if the model's text part is not the text model of the checkpoint."""
     config = model.config.get_text_config()
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     embedding = model.get_input_embeddings().weight.shape
-    found = tensor_shape("model.embed_tokens.weight", state_dict, checkpoint_files)
+    found = shapes.get("model.embed_tokens.weight")
     if len(layers) != config.num_hidden_layers or found not in (None, tuple(embedding)):
         raise ValueError(
             f"the checkpoint is a text model's, and {type(model).__name__} got a config with a "
