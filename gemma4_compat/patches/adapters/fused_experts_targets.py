@@ -45,7 +45,7 @@ def layers_can_be_asked() -> Finding:
     if not hasattr(BaseTunerLayer, "adapter_layer_names"):
         return drifted("BaseTunerLayer has no adapter_layer_names")
     code = code_of(BaseTuner.inject_adapter)
-    if code is not None and mentions(code, "xperts"):
+    if mentions(code, "xperts"):
         return fixed("BaseTuner.inject_adapter handles experts itself")
     return broken()
 

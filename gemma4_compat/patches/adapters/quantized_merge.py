@@ -48,7 +48,7 @@ def merging_is_in_base_tuner() -> Finding:
     if not all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter")):
         return drifted("BaseTuner has no _check_merge_allowed")
     code = code_of(BaseTuner._check_merge_allowed)
-    if code is not None and mentions(code, "quanti"):
+    if mentions(code, "quanti"):
         return fixed("BaseTuner._check_merge_allowed handles quantised weights itself")
     return broken()
 

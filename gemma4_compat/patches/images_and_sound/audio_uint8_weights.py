@@ -13,6 +13,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._claimed_dtype import claiming, is_float
+from .._code import code_of
 
 PATCH = Patch(
     name="audio_uint8_weights",
@@ -28,12 +29,9 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def bounds_of_a_weight() -> Finding:
     """Check whether the clamp bounds come from a weight."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioFeedForward
 
-    forward = inspect.unwrap(Gemma4AudioFeedForward.forward)
-    if "weight" in forward.__code__.co_names:
+    if "weight" in code_of(Gemma4AudioFeedForward.forward).co_names:
         return broken()
     return fixed("clamp bounds no longer come from a weight's dtype")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._claimed_dtype import claiming, is_float
+from .._code import code_of
 
 PATCH = Patch(
     name="unified_uint8_inputs",
@@ -34,14 +35,11 @@ _MODULE = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
-    import inspect
-
     from transformers.models.gemma4_unified.modeling_gemma4_unified import (
         Gemma4UnifiedVisionEmbedder,
     )
 
-    forward = inspect.unwrap(Gemma4UnifiedVisionEmbedder.forward)
-    if "is_floating_point" in forward.__code__.co_names:
+    if "is_floating_point" in code_of(Gemma4UnifiedVisionEmbedder.forward).co_names:
         return fixed("inputs are no longer cast to an integer dtype")
     return broken()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._claimed_dtype import claiming, is_float
+from .._code import code_of
 
 PATCH = Patch(
     name="vision_uint8_pixels",
@@ -33,12 +34,9 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionPatchEmbedder
 
-    forward = inspect.unwrap(Gemma4VisionPatchEmbedder.forward)
-    if "is_floating_point" in forward.__code__.co_names:
+    if "is_floating_point" in code_of(Gemma4VisionPatchEmbedder.forward).co_names:
         return fixed("pixels are no longer cast to an integer dtype")
     return broken()
 

@@ -15,6 +15,7 @@ import logging
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...model.parts import fused_experts
 from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
@@ -64,16 +65,9 @@ def process_model_before_weight_loading(
 
 
 def _warn(quantizer: Any, model: Any) -> None:
-    experts = {
-        f"{name}.{own}": parameter
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Experts")
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point() and parameter.dim() == 3
-    }
     skipped = {
-        name: parameter
-        for name, parameter in experts.items()
+        name: model.get_parameter(name)
+        for name in fused_experts(dict(model.named_modules()))
         if not quantizer.param_needs_quantization(model, name)
     }
     if not skipped:
