@@ -6,6 +6,7 @@ Both have the same text modules: ``model.layers.0`` of ``Gemma4ForCausalLM`` is
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,14 @@ def name_there(model: Any, name: str) -> str:
 def with_renaming(load_config: Any, *renamings: Any) -> Any:
     """A copy of transformers' ``LoadStateDictConfig`` with more renamings."""
     return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), *renamings])
+
+
+def multimodal_renaming(model: Any) -> Any:
+    """transformers' renaming of the text model's names for the multimodal ``model``."""
+    from transformers.core_model_loading import WeightRenaming
+
+    parts = "|".join(map(re.escape, text_parts(model)))
+    return WeightRenaming(rf"^model\.(?=(?:{parts})\.)", _MULTIMODAL)
 
 
 def text_parts(model: Any) -> list[str]:

@@ -26,10 +26,10 @@ from .._shadow import shadowed
 from .._text_model import (
     is_gemma4,
     is_text_model,
+    multimodal_renaming,
     name_here,
     name_there,
     tensor_shapes,
-    text_parts,
     with_renaming,
 )
 
@@ -158,7 +158,7 @@ def _renaming(model: Any) -> Any:
 
     if is_text_model(model):
         return WeightRenaming(r"^model\.language_model\.", "model.")
-    return WeightRenaming(rf"^model\.(?={'|'.join(text_parts(model))})", "model.language_model.")
+    return multimodal_renaming(model)
 
 
 def _refuse_other_values(base: Any, config: Any) -> None:

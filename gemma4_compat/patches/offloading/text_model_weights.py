@@ -19,7 +19,6 @@ config, unless the caller passes one; if the text model has other sizes, the fix
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -28,6 +27,7 @@ from .._code import code_of
 from .._text_model import (
     is_gemma4,
     is_text_model,
+    multimodal_renaming,
     tensor_shapes,
     text_parts,
     with_renaming,
@@ -100,8 +100,7 @@ def load_pretrained_model(
         if not text or any("language_model." in name for name in names):
             return original(*given)
         _refuse_other_sizes(model, text, names)
-        inside = "|".join(re.escape(name) for name in text_parts(model))
-        renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
+        renaming = multimodal_renaming(model)
     load_config = with_renaming(load_config, renaming)
     result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     # ``save_pretrained`` would reverse every conversion that stays in this list.
