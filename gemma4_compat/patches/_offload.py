@@ -105,7 +105,8 @@ def _keep(hook: Any, module: Any) -> None:
         if statistics is not None:  # the row statistics of an 8-bit weight
             values[name.replace("weight", "SCB")] = statistics.cpu()
     stored: dict[str, Any] = {name: host_tensor(hook.weights_map, name) for name in values}
-    if any(not _can_hold(stored[name], value) for name, value in values.items()):
+    kinds = {name: (t.shape, t.dtype) for name, t in stored.items() if t is not None}
+    if any(kinds.get(name) != (value.shape, value.dtype) for name, value in values.items()):
         hook.weights_map = values
         return
     with torch.no_grad():
@@ -113,10 +114,6 @@ def _keep(hook: Any, module: Any) -> None:
             if not stored[name].is_set_to(value):  # another view of the same memory is a change
                 shared = stored[name].data_ptr() == value.data_ptr()
                 stored[name].copy_(value.clone() if shared else value)
-
-
-def _can_hold(stored: Any | None, value: Any) -> bool:
-    return stored is not None and (stored.shape, stored.dtype) == (value.shape, value.dtype)
 
 
 def hook_of_weight(embedding: Any) -> Any | None:

@@ -61,7 +61,8 @@ def load_state_dict(
     original: Any, self: Any, state_dict: Any, strict: bool = True, assign: bool = False
 ) -> Any:
     offloaded = list(_offloaded(self, state_dict))
-    if not offloaded or _converts(self):
+    # torch warns if hooks of a user's change the values while they are loaded.
+    if not offloaded or any(module._load_state_dict_pre_hooks for module in self.modules()):
         return original(self, state_dict, strict, assign)
     for module, names in offloaded:
         _refuse_quantised(module, names)
@@ -79,11 +80,6 @@ def load_state_dict(
         with onloaded(module, keep_changes=True):
             original(module, values, False, assign)
     return result
-
-
-def _converts(model: Any) -> bool:
-    """Whether hooks of a user's change the values while they are loaded; torch then warns."""
-    return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
 def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[Any, dict[str, str]]]:

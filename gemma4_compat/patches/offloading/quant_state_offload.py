@@ -89,7 +89,8 @@ def params4bit_to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     host = vars(state).get(_HOST)
     if device.type == "meta":
-        state = state if host is None and _lost(state) else _for_meta(host or _as_host(state))
+        if host is not None or not _lost(state):
+            state = _for_meta(host or _copied_to(state, "cpu"))
     elif host is not None and (_is_of_meta(state, host) or _is_stale(state, self)):
         state = _copied_to(host, device)
         setattr(state, _HOST, host)
@@ -119,11 +120,6 @@ def init_or_detach_hook(original: Any, self: Any, module: Any) -> Any:
     module = original(self, module)
     _share_state_with_modules(self, module)
     return module
-
-
-def _as_host(state: Any) -> Any:
-    """A host copy of a state that was never offloaded; the state itself does not change."""
-    return _copied_to(state, "cpu")
 
 
 def _for_meta(host: Any) -> Any:
