@@ -16,7 +16,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from functools import cache, partial, update_wrapper, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from ...engine import Finding, Kind, Patch, broken, fixed
 from .._code import code_of
@@ -69,8 +69,17 @@ def add_hook_to_module(original: Any) -> Any:
             return False
         # The hook's methods may have been replaced on the instance.
         own = hook.__dict__
-        methods = AlignDevicesHook.pre_forward, AlignDevicesHook.post_forward
-        return not ("pre_forward" in own or "post_forward" in own) and all(map(_is_known, methods))
+        return not ("pre_forward" in own or "post_forward" in own) and methods_are_known()
+
+    # Weak references, because other code may restore methods of its own later.
+    checked: tuple[Any, Any, bool] = (lambda: None, lambda: None, False)
+
+    def methods_are_known() -> bool:
+        nonlocal checked
+        pre, post = AlignDevicesHook.pre_forward, AlignDevicesHook.post_forward
+        if checked[0]() is not pre or checked[1]() is not post:
+            checked = ref(pre), ref(post), _is_known(pre) and _is_known(post)
+        return checked[2]
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
         hook = module._hf_hook  # read it again, because it may have been replaced
@@ -102,19 +111,8 @@ def add_hook_to_module(original: Any) -> Any:
     return add_hook_to_module
 
 
-#: Weak, because other code may restore methods of its own later.
-_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-
-
-def _is_known(method: Any) -> bool:
+def _is_known(function: Any) -> bool:
     """Whether a method is accelerate's own, or a replacement by this package."""
-    answer = _known.get(method)
-    if answer is None:
-        answer = _known[method] = _is_ours(method)
-    return answer
-
-
-def _is_ours(function: Any) -> bool:
     known = (__name__.partition(".")[0], "accelerate", "torch")
     while function is not None:
         # ``functools.wraps`` copies the name of the module, but not the globals.
