@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import execution_device
 from .._code import code_of, mentions
 from .._offload import onloaded
@@ -46,8 +46,6 @@ def wrapper_reads_the_parameter() -> Finding:
     """Look whether PEFT's wrapper knows quantised parameters."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    if not all(name in vars(ParamWrapper) for name in ("get_param", "_activate_lora")):
-        return drifted("ParamWrapper has no get_param")
     if mentions(code_of(ParamWrapper.get_param), "quant_state"):
         return fixed("ParamWrapper adapts quantised parameters itself")
     return broken()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from .._snapshot import address
 
 PATCH = Patch(
@@ -34,9 +34,7 @@ def loader_keeps_tensors_where_they_are() -> Finding:
     from accelerate.utils.offload import OffloadedWeightsLoader
 
     given: dict[str, Any] = {}
-    kept = getattr(OffloadedWeightsLoader(state_dict=given), "state_dict", None)
-    if kept is None:
-        return drifted("OffloadedWeightsLoader has no state_dict")
+    kept = OffloadedWeightsLoader(state_dict=given).state_dict
     return broken() if kept is given else fixed("the loader makes its own dict")
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from .._code import code_of
 from .._text_model import (
     is_gemma4,
@@ -60,12 +60,9 @@ def text_model_has_no_renaming() -> Finding:
     """Look for the model in the tables.  The public function would fill a cache."""
     from transformers import conversion_mapping as tables
 
-    build = getattr(tables, "_build_checkpoint_conversion_mapping", None)
-    if build is None:
-        return drifted("transformers has no _build_checkpoint_conversion_mapping")
     filled = tables._checkpoint_conversion_mapping_cache or ()
     names = {*tables._MODEL_TO_CONVERSION_PATTERN, *filled}
-    for const in code_of(build).co_consts:
+    for const in code_of(tables._build_checkpoint_conversion_mapping).co_consts:
         names.update(const if isinstance(const, tuple) else (const,))
     if known := {"gemma4_text", "Gemma4ForCausalLM"} & names:
         return fixed(f"transformers has weight conversions for {min(known)}")
