@@ -45,6 +45,6 @@ def mask_is_made_without_the_token_types() -> Finding:
     return probe(Gemma4ForConditionalGeneration)
 
 
-PATCH.replaces(_MODEL, "Gemma4ForConditionalGeneration.prepare_inputs_for_generation")(
+PATCH.around(_MODEL, "Gemma4ForConditionalGeneration.prepare_inputs_for_generation")(
     with_image_mask
 )
