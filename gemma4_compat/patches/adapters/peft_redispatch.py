@@ -130,7 +130,6 @@ def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.mixed.model", "MixedModel.set_adapter")
 def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
-
     import warnings
 
     model = args[0] if args else kwargs["model"]
@@ -155,7 +154,6 @@ def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
 def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """UniLoRA also has tensors that are not parameters."""
-
     with onloaded(self.get_base_layer()):
         return original(self, *args, **kwargs)
 
@@ -163,7 +161,6 @@ def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
 def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
     """FRoD decomposes the weights of all target layers in host memory before injection."""
-
     import torch
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 

@@ -56,7 +56,6 @@ def merging_is_in_base_tuner() -> Finding:
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
 def check_merge_allowed(original: Any, self: Any) -> Any:
     """PEFT calls this method before every merge, and nowhere else."""
-
     allowed = original(self)
     _warn(self.model)
     return allowed

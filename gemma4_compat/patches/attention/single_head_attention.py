@@ -53,7 +53,6 @@ def keys_are_views() -> Finding:
 @PATCH.around(_MODULE, "repeat_kv")
 def repeat_kv(original: Any, hidden_states: Any, n_rep: int) -> Any:
     """``sdpa_attention_forward`` calls it for keys and for values."""
-
     repeated = original(hidden_states, n_rep)
     _, heads, length, _ = hidden_states.shape
     single = hidden_states.is_cuda and heads == 1 and n_rep > 1

@@ -101,7 +101,6 @@ def prepare_static_cache(
     original: Any, self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Lend the memory of an earlier call's cache, which has graphs, to the new cache."""
-
     from transformers.cache_utils import StaticCache
 
     cache = original(self, cache_implementation, batch_size, *args, **kwargs)
@@ -116,7 +115,6 @@ def prepare_static_cache(
 @PATCH.around("transformers.cache_utils", "StaticLayer.lazy_initialization")
 def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Use the lent memory if it fits the first keys and values of the layer."""
-
     if not use_lent(self, *args, **kwargs):
         return original(self, *args, **kwargs)
     return None

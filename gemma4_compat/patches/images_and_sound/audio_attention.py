@@ -49,7 +49,6 @@ def check_and_adjust_attn_implementation(
     original: Any, self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
 ) -> Any:
     """transformers calls this method when it builds the model."""
-
     return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
 
 
@@ -58,7 +57,6 @@ def get_correct_attn_implementation(
     original: Any, self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> Any:
     """``set_attn_implementation`` of the whole model calls this method."""
-
     return original(self, _or_eager(self, requested_attention), *args, **kwargs)
 
 

@@ -67,7 +67,6 @@ def whole_weight_is_loaded() -> Finding:
 @PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
 def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     """accelerate does not call ``post_forward`` if the forward raises; a forward hook runs."""
-
     import torch
 
     module = original(self, module)

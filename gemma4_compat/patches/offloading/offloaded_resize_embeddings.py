@@ -51,7 +51,6 @@ def resize_ignores_offloading() -> Finding:
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.resize_token_embeddings")
 def resize_token_embeddings(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Embeddings and head stay onloaded until they are tied again."""
-
     with _onloaded_embeddings(self, keep_changes=True):
         return original(self, *args, **kwargs)
 
@@ -67,7 +66,6 @@ def get_resized_embeddings(
     original: Any, self: Any, old_embeddings: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Only this method resizes the per-layer embeddings."""
-
     with onloaded(old_embeddings, keep_changes=True):
         return original(self, old_embeddings, *args, **kwargs)
 

@@ -67,7 +67,6 @@ class _Shared(UserDict[Any, Any]):
 )
 def layer_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """All decoder layers of Gemma 4, its variants and Gemma 3n inherit this method."""
-
     if isinstance(kwargs.get("shared_kv_states"), (dict, _Shared)):
         kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
     return original(self, *args, **kwargs)
@@ -80,6 +79,5 @@ def layer_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def layer_call_by_position(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Older releases pass it by position, as the only dictionary among the arguments."""
-
     args = tuple(_Shared(arg) if isinstance(arg, dict) else arg for arg in args)
     return original(self, *args, **kwargs)
