@@ -56,6 +56,11 @@ def drifted(reason: str) -> Finding:
     return Finding(Verdict.DRIFTED, reason)
 
 
+def fixed_if(gone: Any, reason: str) -> Finding:
+    """``fixed(reason)`` if the bug is gone, else ``broken()``."""
+    return fixed(reason) if gone else broken()
+
+
 @dataclass(frozen=True)
 class Replacement:
     """One attribute to replace.

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 
 PATCH = Patch(
     name="dequantized_merge",
@@ -42,9 +42,7 @@ _MISSING = {"fan_in_fan_out": False, "is_target_conv_1d_layer": False, "sample_a
 @PATCH.probe
 def dequantize_leaves_layers() -> Finding:
     """Check that ``dequantize`` calls ``_dequantize`` and does not handle adapters."""
-    from transformers.quantizers.base import HfQuantizer
-
-    code = code_of(HfQuantizer.dequantize)
+    code = code_at("transformers.quantizers.base", "HfQuantizer.dequantize")
     if "_dequantize" not in code.co_names:
         return drifted("HfQuantizer.dequantize no longer calls _dequantize")
     if mentions(code, "peft") or mentions(code, "base_layer"):

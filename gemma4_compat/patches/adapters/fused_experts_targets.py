@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...model.parts import experts_without_adapter, target_parameters
 from .._code import code_of, mentions
 
@@ -45,9 +45,7 @@ def layers_can_be_asked() -> Finding:
     if not hasattr(BaseTunerLayer, "adapter_layer_names"):
         return drifted("BaseTunerLayer has no adapter_layer_names")
     code = code_of(BaseTuner.inject_adapter)
-    if mentions(code, "xperts"):
-        return fixed("BaseTuner.inject_adapter handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "BaseTuner.inject_adapter handles experts itself")
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
-from .._code import code_of
+from .._code import code_at
 from .._offload import onloaded
 
 PATCH = Patch(
@@ -36,9 +36,7 @@ PATCH = Patch(
 @PATCH.probe
 def state_dict_is_taken_as_it_is() -> Finding:
     """Check whether PEFT handles accelerate's hooks when it saves."""
-    from peft.utils.save_and_load import get_peft_model_state_dict
-
-    code = code_of(get_peft_model_state_dict)
+    code = code_at("peft.utils.save_and_load", "get_peft_model_state_dict")
     known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"}
     if known.intersection(code.co_names):
         return fixed("get_peft_model_state_dict handles offloaded weights")

@@ -26,7 +26,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
 from .._adapter_layer import onload_in_forward
-from .._code import code_of
+from .._code import code_at
 from .._offload import is_dispatched, onloaded
 from .._shadow import hidden
 
@@ -50,9 +50,7 @@ PATCH = Patch(
 @PATCH.probe
 def copy_is_deep() -> Finding:
     """Check the code for a plain deep copy; running it would have side effects on classes."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    code = code_of(ModulesToSaveWrapper.update)
+    code = code_at("peft.utils.other", "ModulesToSaveWrapper.update")
     if "deepcopy" not in code.co_names:
         return drifted("ModulesToSaveWrapper.update makes no deep copy")
     if {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names):

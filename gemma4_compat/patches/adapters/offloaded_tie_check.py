@@ -13,9 +13,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._shadow import shadowed
 
 PATCH = Patch(
@@ -36,12 +36,8 @@ PATCH = Patch(
 @PATCH.probe
 def pointers_are_compared() -> Finding:
     """Check whether PEFT compares data pointers."""
-    from peft.tuners.tuners_utils import BaseTuner
-
-    code = code_of(BaseTuner._unload_and_optionally_merge)
-    if mentions(code, "data_ptr"):
-        return broken()
-    return fixed("merging does not compare data pointers")
+    code = code_at("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+    return fixed_if(not mentions(code, "data_ptr"), "merging does not compare data pointers")
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import execution_device
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._offload import onloaded
 from .._packed_experts import Packed, is_packed, quantised, updates
 
@@ -44,9 +44,7 @@ _LAYER = "peft.tuners.lora.layer"
 @PATCH.probe
 def wrapper_reads_the_parameter() -> Finding:
     """Look whether PEFT's wrapper knows quantised parameters."""
-    from peft.tuners.lora.layer import ParamWrapper
-
-    if mentions(code_of(ParamWrapper.get_param), "quant_state"):
+    if mentions(code_at("peft.tuners.lora.layer", "ParamWrapper.get_param"), "quant_state"):
         return fixed("ParamWrapper adapts quantised parameters itself")
     return broken()
 

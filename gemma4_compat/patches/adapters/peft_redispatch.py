@@ -27,7 +27,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
 from .._adapter_layer import base_layer, onload_in_forward
-from .._code import code_of
+from .._code import code_at
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
 
@@ -65,9 +65,7 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 @PATCH.probe
 def load_adapter_dispatches() -> Finding:
     """Check whether load_adapter calls dispatch_model."""
-    from peft.peft_model import PeftModel
-
-    code = code_of(PeftModel.load_adapter)
+    code = code_at("peft.peft_model", "PeftModel.load_adapter")
     if "dispatch_model" in code.co_names:
         return broken()
     return fixed("PeftModel.load_adapter no longer dispatches the base model")

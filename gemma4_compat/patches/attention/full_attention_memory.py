@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 
 PATCH = Patch(
@@ -37,9 +37,7 @@ _LARGEST_HEAD = 256
 def head_size_is_not_asked() -> Finding:
     """Look whether transformers considers the head size."""
     code = code_of(sys.modules[_MODULE].use_gqa_in_sdpa)
-    if _LARGEST_HEAD in code.co_consts:
-        return fixed("transformers passes no large heads in groups")
-    return broken()
+    return fixed_if(_LARGEST_HEAD in code.co_consts, "transformers passes no large heads in groups")
 
 
 @PATCH.around(_MODULE, "use_gqa_in_sdpa")

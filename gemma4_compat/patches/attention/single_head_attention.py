@@ -15,7 +15,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -45,9 +45,7 @@ _BLOCK = 32
 def keys_are_views() -> Finding:
     """Look whether transformers copies the keys itself.  PyTorch is examined at the first call."""
     code = code_of(sys.modules[_MODULE].repeat_kv)
-    if mentions(code, "contiguous"):
-        return fixed("transformers copies the keys itself")
-    return broken()
+    return fixed_if(mentions(code, "contiguous"), "transformers copies the keys itself")
 
 
 @PATCH.around(_MODULE, "repeat_kv")

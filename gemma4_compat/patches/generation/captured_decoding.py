@@ -30,7 +30,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from .._cache_memory import use_lent
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,11 @@ _call = threading.local()  # .decoder: the Decoder of the current call of genera
 @PATCH.probe
 def a_step_is_called_through_get_compiled_call() -> Finding:
     """Check that ``_sample`` uses the two methods that choose how a step is called."""
-    from transformers.generation.utils import GenerationMixin
-
-    names = code_of(GenerationMixin._sample).co_names
+    names = code_at("transformers.generation.utils", "GenerationMixin._sample").co_names
     missing = {"get_compiled_call", "_valid_auto_compile_criteria"} - set(names)
     if missing:
         return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
-    code = code_of(GenerationMixin._valid_auto_compile_criteria)
+    code = code_at("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
     if not (mentions(code, "hf_quantizer") or mentions(code, "hf_device_map")):
         return fixed("transformers compiles the steps of quantised and split models")
     return broken()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._offload import executing_map
 
 PATCH = Patch(
@@ -33,9 +33,7 @@ PATCH = Patch(
 @PATCH.probe
 def reads_the_device_map() -> Finding:
     """Look whether a pipeline still reads the device map."""
-    from transformers.pipelines.base import Pipeline
-
-    code = code_of(Pipeline.__init__)
+    code = code_at("transformers.pipelines.base", "Pipeline.__init__")
     if mentions(code, "hf_device_map"):
         return broken()
     return fixed("a pipeline no longer reads the device map")

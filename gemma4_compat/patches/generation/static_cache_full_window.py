@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="static_cache_full_window",
@@ -34,9 +34,7 @@ PATCH = Patch(
 @PATCH.probe
 def full_window_needs_an_index() -> Finding:
     """Check whether the code of ``update`` creates a tensor."""
-    from transformers.cache_utils import StaticSlidingWindowLayer
-
-    code = code_of(StaticSlidingWindowLayer.update)
+    code = code_at("transformers.cache_utils", "StaticSlidingWindowLayer.update")
     if not {"roll", "cumulative_length_int", "max_cache_len"} <= set(code.co_names):
         return drifted("StaticSlidingWindowLayer.update no longer rolls its keys")
     if "tensor" not in code.co_names:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ def tower_refuses_sdpa() -> Finding:
     """Check whether the tower declares support for sdpa."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
 
-    if Gemma4AudioModel._supports_sdpa:
-        return fixed("the audio tower supports sdpa")
-    return broken()
+    return fixed_if(Gemma4AudioModel._supports_sdpa, "the audio tower supports sdpa")
 
 
 @PATCH.around(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ...engine import Finding, Kind, Patch, broken, fixed
 from ...model.files import read_header
 from ...model.parts import layer_of
-from .._code import code_of
+from .._code import code_at
 from .._not_copied import NotCopied, attached
 
 PATCH = Patch(
@@ -69,11 +69,9 @@ def tensors_are_read_when_needed() -> Finding:
     """Look whether the hook still loads the tensors one by one."""
     import sys
 
-    from accelerate.hooks import AlignDevicesHook
-
     if not sys.platform.startswith("linux"):
         return fixed("this system is not Linux")
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer loads the tensors one by one")

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...engine.gate import holds
 from .._code import code_of, mentions
 from .._offload import onloaded
@@ -82,9 +82,7 @@ def quantizer_skips_experts() -> Finding:
     if "param_needs_quantization" not in vars(Bnb4BitHfQuantizer):
         return drifted("Bnb4BitHfQuantizer has no param_needs_quantization")
     code = code_of(Bnb4BitHfQuantizer.param_needs_quantization)
-    if mentions(code, "xperts"):
-        return fixed("the 4-bit quantizer handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "the 4-bit quantizer handles experts itself")
 
 
 # -- loading ------------------------------------------------------------------------------------

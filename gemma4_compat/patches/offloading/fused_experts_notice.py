@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...model.parts import fused_experts
 from .._code import code_of, mentions
 
@@ -49,9 +49,7 @@ def quantizers_can_be_asked() -> Finding:
     if "param_needs_quantization" not in vars(Bnb8BitHfQuantizer):
         return drifted("Bnb8BitHfQuantizer has no param_needs_quantization")
     code = code_of(Bnb8BitHfQuantizer.param_needs_quantization)
-    if mentions(code, "xperts"):
-        return fixed("the 8-bit quantizer handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "the 8-bit quantizer handles experts itself")
 
 
 @PATCH.around(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")

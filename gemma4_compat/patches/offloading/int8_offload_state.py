@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._int8_state import empty
 
 PATCH = Patch(
@@ -37,9 +37,7 @@ PATCH = Patch(
 @PATCH.probe
 def hook_empties_the_state() -> Finding:
     """Look what the hook removes from the state of a layer."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.post_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.post_forward")
     if "SCB" in code.co_names and "CB" not in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer removes the scales alone")

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._module_view import View
 from .._streaming import add, part_of, streamed_layers
 
@@ -42,9 +42,7 @@ PATCH = Patch(
 @PATCH.probe
 def tensors_travel_one_by_one() -> Finding:
     """Look whether the hook still sets the tensors one by one."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer sets the tensors one by one")

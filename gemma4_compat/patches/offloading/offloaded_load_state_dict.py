@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from .._offload import onloaded
 
@@ -50,9 +50,7 @@ def hooks_are_not_asked() -> Finding:
     hook = AlignDevicesHook("cpu", offload=True, weights_map={"weight": old})
     add_hook_to_module(layer, hook)
     layer.load_state_dict({"weight": new}, assign=True)
-    if torch.equal(hook.weights_map["weight"], new):
-        return fixed("load_state_dict asks the hooks")
-    return broken()
+    return fixed_if(torch.equal(hook.weights_map["weight"], new), "load_state_dict asks the hooks")
 
 
 # The class of torch, by the name that accelerate.hooks has for it: only its hooks need the patch.

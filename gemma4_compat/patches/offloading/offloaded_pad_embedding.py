@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._code import code_of
+from .._code import code_at
 from .._module_view import View
 from .._offload import hook_of_weight
 
@@ -33,9 +33,7 @@ PATCH = Patch(
 @PATCH.probe
 def weight_is_read_outside_its_module() -> Finding:
     """Look whether the model's forward still reads the embedding's weight."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
-
-    code = code_of(Gemma4Model.forward)
+    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
     if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
         return broken()
     return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")

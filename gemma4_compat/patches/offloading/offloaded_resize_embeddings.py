@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._offload import offload, onload, onloaded
 
 PATCH = Patch(
@@ -40,9 +40,7 @@ PATCH = Patch(
 @PATCH.probe
 def resize_ignores_offloading() -> Finding:
     """Look whether the resize still leaves the hook as it is."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    code = code_of(PreTrainedModel._resize_token_embeddings)
+    code = code_at("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
     if "weights_map" in code.co_names:
         return fixed("resize_token_embeddings changes what the hook loads")
     return broken()

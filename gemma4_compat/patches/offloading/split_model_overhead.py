@@ -19,7 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="split_model_overhead",
@@ -40,9 +40,7 @@ _PLAIN = (type(None), bool, int, float, str)
 @PATCH.probe
 def inputs_are_always_sent() -> Finding:
     """Look whether the hook still calls ``send_to_device``."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "send_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook.pre_forward does not call send_to_device")

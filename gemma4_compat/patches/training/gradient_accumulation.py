@@ -33,7 +33,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 from .._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,8 @@ _now = threading.local()
 @PATCH.probe
 def trainer_asks_the_model() -> Finding:
     """Check whether Trainer reads the model's flag; the model class may not be imported yet."""
-    from transformers.trainer import Trainer
-
-    names = code_of(Trainer.__init__).co_names
-    if _FLAG not in (*names, *code_of(Trainer.__init__).co_consts):
+    names = code_at("transformers.trainer", "Trainer.__init__").co_names
+    if _FLAG not in (*names, *code_at("transformers.trainer", "Trainer.__init__").co_consts):
         return fixed("Trainer does not read accepts_loss_kwargs of models")
     if f"model_{_FLAG}" not in names:
         return drifted("Trainer does not store accepts_loss_kwargs as model_accepts_loss_kwargs")

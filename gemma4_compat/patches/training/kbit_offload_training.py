@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._offload import executing_map, is_dispatched
 
 PATCH = Patch(
@@ -39,9 +39,7 @@ PATCH = Patch(
 @PATCH.probe
 def offloaded_models_are_refused() -> Finding:
     """Search the code for the text of the exception."""
-    from accelerate.accelerator import Accelerator
-
-    code = code_of(Accelerator.prepare_model)
+    code = code_at("accelerate.accelerator", "Accelerator.prepare_model")
     if any("CPU or disk offload" in text for text in code.co_consts if isinstance(text, str)):
         return broken()
     return fixed("Accelerator.prepare_model no longer refuses offloaded models")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="kv_sharing_without_cache",
@@ -41,9 +41,7 @@ _ARGUMENT = "shared_without_cache"
 @PATCH.probe
 def shared_keys_are_on_the_cache() -> Finding:
     """Check where the attention reads shared keys and values."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
-
-    code = code_of(Gemma4TextAttention.forward)
+    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4TextAttention.forward")
     if "shared_kv_states" in code.co_varnames:
         return fixed("shared keys and values are passed from layer to layer")
     if "shared_layers" in code.co_names:
