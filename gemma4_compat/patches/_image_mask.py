@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from inspect import signature
 from typing import Any
 
-from ..engine import Finding, broken, fixed
+from ..engine import Finding, Patch, broken, fixed
 
 
-def probe(model_class: Any) -> Finding:
+def mend(patch: Patch, module: str, name: str) -> None:
+    """Register the probe and the replacement for a model's class."""
+    patch.around(module, f"{name}.prepare_inputs_for_generation")(_with_image_mask)
+
+    @patch.probe
+    def mask_is_made_without_the_token_types() -> Finding:
+        """Run the installed method on a tiny static cache."""
+        return _probe(getattr(sys.modules[module], name))
+
+
+def _probe(model_class: Any) -> Finding:
     """Prepare two new tokens after two cached ones, and check the token types of the mask."""
     import torch
     from transformers.cache_utils import PreTrainedConfig, StaticCache
@@ -40,7 +51,7 @@ def probe(model_class: Any) -> Finding:
     return broken()
 
 
-def with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``prepare_inputs_for_generation`` with the mask rebuilt from the returned token types."""
     import torch
     from transformers.cache_utils import Cache

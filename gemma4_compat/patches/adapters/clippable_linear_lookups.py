@@ -48,13 +48,8 @@ PATCH.around("peft.tuners.tuners_utils", "check_target_module_exists")(matching_
 
 
 @PATCH.around("peft.tuners.lora.eva", "get_eva_state_dict")
-def get_eva_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    with resolving(model):
-        return original(model, *args, **kwargs)
-
-
 @PATCH.around("peft.tuners.lora.loraga", "preprocess_loraga", when="peft>=0.19")
-def preprocess_loraga(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def initialise(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     with resolving(model):
         return original(model, *args, **kwargs)
 

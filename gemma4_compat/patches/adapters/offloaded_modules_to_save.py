@@ -75,14 +75,9 @@ def modules_to_save_wrapper_update(
 
 
 @PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.update_layer")
-def trainable_tokens_update_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    onload_in_forward(self)
-    with onloaded(self.get_base_layer()):
-        return original(self, *args, **kwargs)
-
-
 @PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.get_merged_weights")
-def trainable_tokens_get_merged_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def trainable_tokens_read_the_weight(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    onload_in_forward(self)
     with onloaded(self.get_base_layer()):
         return original(self, *args, **kwargs)
 

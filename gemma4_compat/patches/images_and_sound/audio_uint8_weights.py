@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
 from .._code import code_of
 
 PATCH = Patch(
@@ -40,9 +40,8 @@ def _following_activations(layer: str) -> Any:
     """A forward that uses the activations' dtype where it reads ``layer.weight.dtype``."""
 
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.get_submodule(layer)):
-            self = claiming(self, layer, hidden_states.dtype)
-        return original(self, hidden_states, *args, **kwargs)
+        following = claiming(self, layer, hidden_states.dtype)
+        return original(following, hidden_states, *args, **kwargs)
 
     return forward
 

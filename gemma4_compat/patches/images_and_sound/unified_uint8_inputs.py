@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
 from .._code import code_of
 
 PATCH = Patch(
@@ -46,15 +46,13 @@ def casts_to_any_dtype() -> Finding:
 
 @PATCH.around(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
 def vision_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_float(self.patch_dense):
-        self = claiming(self, "patch_dense", self.pos_embedding.dtype)
-    return original(self, *args, **kwargs)
+    claimed = claiming(self, "patch_dense", self.pos_embedding.dtype)
+    return original(claimed, *args, **kwargs)
 
 
 @PATCH.around(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
 def multimodal_embedder_forward(
     original: Any, self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not is_float(self.embedding_projection):
-        self = claiming(self, "embedding_projection", inputs_embeds.dtype)
-    return original(self, inputs_embeds, *args, **kwargs)
+    claimed = claiming(self, "embedding_projection", inputs_embeds.dtype)
+    return original(claimed, inputs_embeds, *args, **kwargs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
 from .._code import code_of
 
 PATCH = Patch(
@@ -43,6 +43,5 @@ def casts_to_any_dtype() -> Finding:
 
 @PATCH.around(_MODULE, "Gemma4VisionPatchEmbedder.forward")
 def patch_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_float(self.input_proj):
-        self = claiming(self, "input_proj", self.position_embedding_table.dtype)
-    return original(self, *args, **kwargs)
+    claimed = claiming(self, "input_proj", self.position_embedding_table.dtype)
+    return original(claimed, *args, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import code_at
-from .._offload import executing_map, is_dispatched
+from .._offload import executing_map
 
 PATCH = Patch(
     name="kbit_offload_training",
@@ -49,9 +49,9 @@ def offloaded_models_are_refused() -> Finding:
 def accelerator_prepare_model(
     original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not (getattr(model, "is_loaded_in_4bit", False) and is_dispatched(model)):
-        return original(self, model, *args, **kwargs)
-    if any(parameter.is_meta and parameter.requires_grad for parameter in model.parameters()):
+    if not getattr(model, "is_loaded_in_4bit", False) or any(
+        parameter.is_meta and parameter.requires_grad for parameter in model.parameters()
+    ):
         return original(self, model, *args, **kwargs)
     with executing_map(model):
         return original(self, model, *args, **kwargs)
