@@ -248,8 +248,10 @@ def is_ours(function):
 
 def fits(entry):
     """Whether the replacement has the original's signature, and accepts its calls."""
+    from gemma4_compat.engine.signatures import own_signature
+
     shown = inspect.signature(entry.replacement)
-    taken = inspect.signature(entry.replacement, follow_wrapped=False)
+    taken = own_signature(entry.replacement)
     expected = inspect.signature(entry.original)
     if shown != expected:
         return False

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from .signatures import calling
+
 Factory = Callable[[Callable[..., Any]], Callable[..., Any]]
 _SLUG = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -52,6 +54,11 @@ def fixed(reason: str) -> Finding:
 def drifted(reason: str) -> Finding:
     """The target is not as the patch expects: do not apply the patch, and warn."""
     return Finding(Verdict.DRIFTED, reason)
+
+
+def fixed_if(gone: Any, reason: str) -> Finding:
+    """``fixed(reason)`` if the bug is gone, else ``broken()``."""
+    return fixed(reason) if gone else broken()
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,20 @@ class Patch:
         def register(factory: Factory) -> Factory:
             self.replacements.append(Replacement(module, attribute, factory, when))
             return factory
+
+        return register
+
+    def around(
+        self, module: str, attribute: str, *, when: str | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Have the decorated function called instead of ``module.attribute``.
+
+        It gets the original, then the arguments of the call.
+        """
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.replaces(module, attribute, when=when)(calling(function))
+            return function
 
         return register
 

@@ -1,12 +1,37 @@
-"""Checks whether one function accepts all calls of another."""
+"""Functions in place of others, and whether one accepts all calls of another."""
 
 from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def calling(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A factory of closures that call ``function`` with the original and their own arguments."""
+
+    def factory(original: Any) -> Any:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return call
+
+    return factory
+
+
+def own_signature(new: Any) -> inspect.Signature:
+    """What a replacement accepts, without ``functools.wraps``."""
+    if new.__globals__ is globals():  # made by ``calling``
+        signature = inspect.signature(inspect.getclosurevars(new).nonlocals["function"])
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
+    bare.__kwdefaults__ = new.__kwdefaults__
+    return inspect.signature(bare)
 
 
 def takes_all_calls_of(original: Any, new: Any) -> bool:
@@ -14,9 +39,7 @@ def takes_all_calls_of(original: Any, new: Any) -> bool:
 
     Arguments that another library's wrapper takes as ``*args`` cannot be checked.
     """
-    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
-    bare.__kwdefaults__ = new.__kwdefaults__
-    ours = inspect.signature(bare)  # its own signature, without ``functools.wraps``
+    ours = own_signature(new)
     every = inspect.signature(original).parameters.values()
     named = [p for p in every if p.kind not in (_ARGS, _KWARGS)]
     names = [p.name for p in named]

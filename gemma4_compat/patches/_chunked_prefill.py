@@ -34,7 +34,7 @@ class _Encoded:
 def mend(patch: Patch, module: str, model: str, kinds: tuple[str, ...]) -> None:
     """Register the probe and the replacements for a model's class, such as ``Gemma4``."""
     for kind in kinds:
-        patch.replaces(module, f"{model}Model.get_{kind}_features")(_unless_encoded)
+        patch.around(module, f"{model}Model.get_{kind}_features")(_unless_encoded)
     name = f"{model}ForConditionalGeneration"
     patch.replaces(module, f"{name}._prefill")(_prefill_of(kinds, module, name))
 
@@ -77,17 +77,12 @@ def _probe(model_class: Any, kind: str) -> Finding:
     return fixed("every chunk is a first forward") if all(passed) else broken()
 
 
-def _unless_encoded(original: Any) -> Any:
+def _unless_encoded(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``get_image_features`` that returns the features that it gets."""
-
-    @wraps(original)
-    def get_features(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, _Encoded):
-                return value
-        return original(self, *args, **kwargs)
-
-    return get_features
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, _Encoded):
+            return value
+    return original(self, *args, **kwargs)
 
 
 def _prefill_of(kinds: tuple[str, ...], module: str, name: str) -> Any:

@@ -11,11 +11,6 @@ from typing import Any
 from ._module_view import View
 
 
-def is_float(layer: Any) -> bool:
-    """Whether the layer's weight has a floating-point dtype, so that it is not quantised."""
-    return bool(layer.weight.dtype.is_floating_point)
-
-
 class _Weight:
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -25,8 +20,10 @@ def claiming(module: Any, layer: str, dtype: Any) -> Any:
     """A stand-in for ``module`` in which ``layer.weight.dtype`` is ``dtype``.
 
     Pass it as ``self`` to the module's forward.  ``layer`` is a dotted name in ``module``; the
-    layer itself computes as before.
+    layer itself computes as before.  If its weight is not quantised, this is ``module`` itself.
     """
+    if module.get_submodule(layer).weight.dtype.is_floating_point:
+        return module
     child, _, rest = layer.partition(".")
     inner = getattr(module, child)
     view = claiming(inner, rest, dtype) if rest else View(inner, weight=_Weight(dtype))

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
 from types import MappingProxyType
 from typing import Any
 
@@ -38,28 +37,23 @@ def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
         searched.reset(token)
 
 
-def matching_inner(original: Any) -> Any:
-    """The replacement of ``check_target_module_exists`` in each patch that resolves targets.
+def matching_inner(original: Any, config: Any, key: str) -> Any:
+    """Called instead of ``check_target_module_exists`` by each patch that resolves targets.
 
     Applying it twice is the same as applying it once.
     """
-
-    @wraps(original)
-    def check_target_module_exists(config: Any, key: str) -> Any:
-        wrapped = searched.get()
-        # LN tuning multiplies the output of any module, so it targets the wrapper itself.
-        if not wrapped or config.peft_type == "LN_TUNING":
-            return original(config, key)
-        if key in wrapped:
-            return False
-        match = original(config, key)
-        outer = key.removesuffix(".linear")
-        # For an excluded module the result is falsy, but neither False nor None.
-        if match in (False, None) and outer != key and outer in wrapped:
-            return original(config, outer)
-        return match
-
-    return check_target_module_exists
+    wrapped = searched.get()
+    # LN tuning multiplies the output of any module, so it targets the wrapper itself.
+    if not wrapped or config.peft_type == "LN_TUNING":
+        return original(config, key)
+    if key in wrapped:
+        return False
+    match = original(config, key)
+    outer = key.removesuffix(".linear")
+    # For an excluded module the result is falsy, but neither False nor None.
+    if match in (False, None) and outer != key and outer in wrapped:
+        return original(config, outer)
+    return match
 
 
 def wrappers(model: Any, but: tuple[type, ...] = ()) -> Wrappers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -15,6 +17,11 @@ def code_of(function: Any) -> CodeType:
     """
     code: CodeType = inspect.unwrap(function).__code__
     return code
+
+
+def code_at(module: str, attribute: str) -> CodeType:
+    """The code of a function in a library, such as ``Class.method``; raises as ``code_of``."""
+    return code_of(attrgetter(attribute)(import_module(module)))
 
 
 def mentions(code: CodeType, text: str) -> bool:

@@ -79,7 +79,6 @@ class Decoding(NotCopied):
         self.versions: list[Version] = []
         self.memories: list[Memory] = []
         self.warned: set[str] = set()  # the reasons of past warnings
-        self.advised = False
         _all.add(self)
 
     def forget(self) -> None:

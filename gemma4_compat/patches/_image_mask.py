@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from functools import wraps
+import sys
 from inspect import signature
 from typing import Any
 
-from ..engine import Finding, broken, fixed
+from ..engine import Finding, Patch, broken, fixed
 
 
-def probe(model_class: Any) -> Finding:
+def mend(patch: Patch, module: str, name: str) -> None:
+    """Register the probe and the replacement for a model's class."""
+    patch.around(module, f"{name}.prepare_inputs_for_generation")(_with_image_mask)
+
+    @patch.probe
+    def mask_is_made_without_the_token_types() -> Finding:
+        """Run the installed method on a tiny static cache."""
+        return _probe(getattr(sys.modules[module], name))
+
+
+def _probe(model_class: Any) -> Finding:
     """Prepare two new tokens after two cached ones, and check the token types of the mask."""
     import torch
     from transformers.cache_utils import PreTrainedConfig, StaticCache
@@ -41,47 +51,41 @@ def probe(model_class: Any) -> Finding:
     return broken()
 
 
-def with_image_mask(original: Any) -> Any:
+def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """``prepare_inputs_for_generation`` with the mask rebuilt from the returned token types."""
     import torch
     from transformers.cache_utils import Cache
 
-    parameters = signature(original)
-
-    @wraps(original)
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = original(self, *args, **kwargs)
-        types = inputs.get("mm_token_type_ids")
-        if types is None or not isinstance(inputs.get("attention_mask"), dict):
-            return inputs
-        bound = parameters.bind(self, *args, **kwargs).arguments
-        given = {**bound, **bound.get("kwargs", {})}
-        padding = given.get("attention_mask")
-        is_masked_by_caller = isinstance(padding, dict) or getattr(padding, "ndim", 2) != 2
-        if is_masked_by_caller or not has_bidirectional_images(self.config, types):
-            return inputs
-        tokens = inputs.get("inputs_embeds")
-        tokens = inputs["input_ids"] if tokens is None else tokens
-        masks = {}
-        # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
-        # is made with a cache that has layers of one kind only.
-        for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
-            masks[name] = self.create_masks_for_generate(
-                config=self.config,
-                # create_masks_for_generate reads only its shape, dtype and device
-                inputs_embeds=torch.empty(
-                    (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
-                ),
-                attention_mask=padding,
-                past_key_values=Cache(layers=layers),
-                position_ids=inputs.get("position_ids"),
-                mm_token_type_ids=types.to(tokens.device),
-                is_first_iteration=given.get("is_first_iteration", False),
-            )[name]
-        inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
+    inputs = original(self, *args, **kwargs)
+    types = inputs.get("mm_token_type_ids")
+    if types is None or not isinstance(inputs.get("attention_mask"), dict):
         return inputs
-
-    return prepare_inputs_for_generation
+    bound = signature(original).bind(self, *args, **kwargs).arguments
+    given = {**bound, **bound.get("kwargs", {})}
+    padding = given.get("attention_mask")
+    is_masked_by_caller = isinstance(padding, dict) or getattr(padding, "ndim", 2) != 2
+    if is_masked_by_caller or not has_bidirectional_images(self.config, types):
+        return inputs
+    tokens = inputs.get("inputs_embeds")
+    tokens = inputs["input_ids"] if tokens is None else tokens
+    masks = {}
+    # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
+    # is made with a cache that has layers of one kind only.
+    for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
+        masks[name] = self.create_masks_for_generate(
+            config=self.config,
+            # create_masks_for_generate reads only its shape, dtype and device
+            inputs_embeds=torch.empty(
+                (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
+            ),
+            attention_mask=padding,
+            past_key_values=Cache(layers=layers),
+            position_ids=inputs.get("position_ids"),
+            mm_token_type_ids=types.to(tokens.device),
+            is_first_iteration=given.get("is_first_iteration", False),
+        )[name]
+    inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
+    return inputs
 
 
 def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:

@@ -13,24 +13,21 @@ from ._text_model import with_renaming
 LOAD_ADAPTER = ("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
 
 
-def loading_in(block: Callable[[Any, str], AbstractContextManager[Any]]) -> Callable[[Any], Any]:
-    """A replacement of ``LOAD_ADAPTER`` that runs it in ``block(model, adapter_name)``."""
+def loading_in(block: Callable[[Any, str], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """A function around ``LOAD_ADAPTER`` that runs it in ``block(model, adapter_name)``."""
 
-    def replacement(original: Any) -> Any:
-        @wraps(original)
-        def load_adapter(
-            self: Any,
-            peft_model_id: Any = None,
-            adapter_name: Any = None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            with block(self, adapter_name or "default"):
-                return original(self, peft_model_id, adapter_name, *args, **kwargs)
+    def load_adapter(
+        original: Any,
+        self: Any,
+        peft_model_id: Any = None,
+        adapter_name: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with block(self, adapter_name or "default"):
+            return original(self, peft_model_id, adapter_name, *args, **kwargs)
 
-        return load_adapter
-
-    return replacement
+    return load_adapter
 
 
 @contextmanager

@@ -105,7 +105,8 @@ def _keep(hook: Any, module: Any) -> None:
         if statistics is not None:  # the row statistics of an 8-bit weight
             values[name.replace("weight", "SCB")] = statistics.cpu()
     stored: dict[str, Any] = {name: host_tensor(hook.weights_map, name) for name in values}
-    if any(not _can_hold(stored[name], value) for name, value in values.items()):
+    kinds = {name: (t.shape, t.dtype) for name, t in stored.items() if t is not None}
+    if any(kinds.get(name) != (value.shape, value.dtype) for name, value in values.items()):
         hook.weights_map = values
         return
     with torch.no_grad():
@@ -115,8 +116,14 @@ def _keep(hook: Any, module: Any) -> None:
                 stored[name].copy_(value.clone() if shared else value)
 
 
-def _can_hold(stored: Any | None, value: Any) -> bool:
-    return stored is not None and (stored.shape, stored.dtype) == (value.shape, value.dtype)
+def hook_of_weight(embedding: Any) -> Any | None:
+    """The hook that offloads an embedding's weight, perhaps inside PEFT's wrappers, or ``None``."""
+    weight = embedding.weight
+    for module in embedding.modules():
+        hook = offload_hook(module)
+        if hook is not None and module._parameters.get("weight") is weight:
+            return hook
+    return None
 
 
 @contextmanager

@@ -93,19 +93,15 @@ class Packed:
 
     def whole(self) -> Any:
         """All experts, dequantised."""
-        state = self._state(self._maxima(slice(None)))
-        return self._dequantised(self._bytes(), state, self.shape)
+        return self._dequantised(slice(None), self.shape)
 
     def one(self, index: int) -> Any:
         """One expert, dequantised."""
-        state = self._state(self._maxima(slice(index, index + 1)))
-        return self._dequantised(self._bytes()[index], state, self.shape[1:])
+        return self._dequantised(slice(index, index + 1), self.shape[1:])
 
     def several(self, indices: Any) -> Any:
         """The experts of these indices, dequantised; nothing is read back from the device."""
-        state = self._state(self._maxima(indices))
-        packed = _rows(self._bytes(), indices)
-        return self._dequantised(packed, state, (len(indices), *self.shape[1:]))
+        return self._dequantised(indices, (len(indices), *self.shape[1:]))
 
     def chosen(self, indices: Any, state: Any) -> Packed:
         """A copy of the experts of these indices, in 4 bits; ``state`` is their quant state."""
@@ -176,18 +172,20 @@ class Packed:
             maxima = _chosen(whole, chosen).reshape(-1)
         return (maxima + state.offset).float()
 
-    def _dequantised(self, packed: Any, state: Any, shape: Any) -> Any:
-        """The values of these bytes.
+    def _dequantised(self, chosen: Any, shape: Any) -> Any:
+        """The values of these experts (indices or a slice).
 
         bitsandbytes' kernel for the CPU is wrong if the blocks do not begin with the rows.  Here
         each row is a block.
         """
         from bitsandbytes.functional import dequantize_4bit
 
-        state.shape = (math.prod(shape) // state.blocksize, state.blocksize)
-        return dequantize_4bit(packed.reshape(-1, 1), state).view(shape).to(self.dtype)
+        blocksize = self.state.blocksize
+        state = self._state(self._maxima(chosen), (math.prod(shape) // blocksize, blocksize))
+        packed = _chosen(self._bytes(), chosen).reshape(-1, 1)
+        return dequantize_4bit(packed, state).view(shape).to(self.dtype)
 
-    def _state(self, maxima: Any, shape: Any = None) -> Any:
+    def _state(self, maxima: Any, shape: Any) -> Any:
         from bitsandbytes.functional import QuantState
 
         return QuantState(
@@ -269,7 +267,6 @@ def forward(
     inputs = hidden_states.to(dtype), top_k_index, top_k_weights
     chosen = upstream.chosen(module)
     trains = hidden_states.requires_grad or top_k_weights.requires_grad
-    run = _whole
     if (
         chosen is not None
         and not changed
@@ -282,9 +279,12 @@ def forward(
         in_rows = all(each.rows_are_blocks() for each in packed.values())
         if gates and len(hidden_states) == 1 and in_rows:
             return _one_token(module, packed, *inputs).to(hidden_states.dtype)
-        if 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]:
-            run = _routed
-    return run(upstream, chosen, module, packed, changed, inputs).to(hidden_states.dtype)
+        # The loop over the experts, "eager", needs to know their numbers.
+        few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
+        if few and chosen != "eager":
+            routed_to = {name: _Routed(each) for name, each in packed.items()}
+            return upstream.batched(View(module, **routed_to), *inputs).to(hidden_states.dtype)
+    return _whole(upstream, chosen, module, packed, changed, inputs).to(hidden_states.dtype)
 
 
 def _one_token(
@@ -303,16 +303,6 @@ def _one_token(
     matrix, state = packed["down_proj"].side_by_side(indices)
     inner = inner.to(inputs.dtype).view(1, -1)
     return matmul_4bit(inner, matrix.t(), quant_state=state)
-
-
-def _routed(
-    upstream: Upstream, chosen: str | None, module: Any, packed: Any, updates: Any, inputs: Any
-) -> Any:
-    """The output, from only the experts that the tokens are routed to."""
-    stand_in = View(module, **{name: _Routed(each) for name, each in packed.items()})
-    # The loop over the experts needs to know their numbers.
-    function = upstream.forward if chosen == "eager" else upstream.batched
-    return function(stand_in, *inputs)
 
 
 def _whole(
@@ -353,13 +343,13 @@ def _say_looped(dtype: str) -> None:
 
 
 class _Routed:
-    """Stands in for a fused tensor; dequantises what it is indexed with."""
+    """Stands in for a fused tensor; dequantises the experts that it is indexed with."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
 
     def __getitem__(self, index: Any) -> Any:
-        return self._packed.several(index) if index.dim() else self._packed.one(int(index))
+        return self._packed.several(index)
 
 
 class _OneByOne:

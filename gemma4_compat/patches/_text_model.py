@@ -6,7 +6,7 @@ Both have the same text modules: ``model.layers.0`` of ``Gemma4ForCausalLM`` is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -56,34 +56,30 @@ def with_renaming(load_config: Any, *renamings: Any) -> Any:
     return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), *renamings])
 
 
+def multimodal_renaming(model: Any) -> Any:
+    """transformers' renaming of the text model's names for the multimodal ``model``."""
+    from transformers.core_model_loading import WeightRenaming
+
+    parts = "|".join(map(re.escape, text_parts(model)))
+    return WeightRenaming(rf"^model\.(?=(?:{parts})\.)", _MULTIMODAL)
+
+
 def text_parts(model: Any) -> list[str]:
     """The names of the text model's modules that the multimodal ``model`` lacks beside it."""
     inside = model.model.language_model
     return [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
 
 
-def tensor_names(state_dict: Any, checkpoint_files: Any) -> Iterator[str]:
-    """The names of the tensors to load; without those in pickles, which only a full read gives."""
+def tensor_shapes(state_dict: Any, checkpoint_files: Any) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors to load; without those in pickles, which need a read."""
     if state_dict is not None:
-        yield from state_dict
-        return
+        return {name: tuple(getattr(value, "shape", ())) for name, value in state_dict.items()}
     from safetensors import safe_open
 
+    shapes = {}
     for file in checkpoint_files or ():
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                yield from opened.keys()
-
-
-def tensor_shape(name: str, state_dict: Any, checkpoint_files: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor to load; ``None`` if it is not there, or in a pickle."""
-    if state_dict is not None:
-        return tuple(state_dict[name].shape) if name in state_dict else None
-    from safetensors import safe_open
-
-    for file in checkpoint_files or ():
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                if name in opened.keys():  # noqa: SIM118
-                    return tuple(opened.get_slice(name).get_shape())
-    return None
+                for name in opened.keys():  # noqa: SIM118
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from ..model.hooks import offload_hook
+from ._offload import hook_of_weight
 
 #: About how many elements of the embedding weight are hashed at a time.
 _ELEMENTS = 16 * 2**20
@@ -148,9 +148,5 @@ def _hash(rows: Any) -> Any:
 
 def _weight(model: Any) -> Any:
     """The weight of the token embeddings; if it is offloaded, the weight that its hook stores."""
-    weight = model.embed_tokens.weight
-    for module in model.embed_tokens.modules():  # it may be inside PEFT's wrappers
-        hook = offload_hook(module)
-        if hook is not None and module._parameters.get("weight") is weight:
-            return hook.weights_map["weight"]
-    return weight
+    hook = hook_of_weight(model.embed_tokens)
+    return model.embed_tokens.weight if hook is None else hook.weights_map["weight"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -49,57 +48,43 @@ def wrapper_is_unknown() -> Finding:
     return broken()
 
 
-PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
+PATCH.around("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.__init__")
-def tuner_init(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        # Some tuners (VeRA, RandLora, ...) search their targets before injection, to size tensors.
-        with resolving(model):
-            original(self, model, *args, **kwargs)
-
-    return __init__
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner.__init__")
+def tuner_init(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    # Some tuners (VeRA, RandLora, ...) search their targets before injection, to size tensors.
+    with resolving(model):
+        original(self, model, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
-def inject_adapter(original: Any) -> Any:
-    @wraps(original)
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        with resolving(model, self.peft_config[adapter_name]) as wrapped:
-            if wrapped and kwargs.get("state_dict"):  # defines the targets instead of the config
-                kwargs["state_dict"] = inner_keys(kwargs["state_dict"], wrapped)
-            return original(self, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(
+    original: Any, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    with resolving(model, self.peft_config[adapter_name]) as wrapped:
+        if wrapped and kwargs.get("state_dict"):  # defines the targets instead of the config
+            kwargs["state_dict"] = inner_keys(kwargs["state_dict"], wrapped)
+        return original(self, model, adapter_name, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "inspect_matched_modules")
-def inspect_matched_modules(original: Any) -> Any:
-    @wraps(original)
-    def inspect_matched_modules(tuner: Any, adapter_name: str = "default") -> Any:
-        with resolving(tuner.model, tuner.peft_config[adapter_name]):
-            return original(tuner, adapter_name)
-
-    return inspect_matched_modules
+@PATCH.around("peft.tuners.tuners_utils", "inspect_matched_modules")
+def inspect_matched_modules(original: Any, tuner: Any, adapter_name: str = "default") -> Any:
+    with resolving(tuner.model, tuner.peft_config[adapter_name]):
+        return original(tuner, adapter_name)
 
 
-@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
-def set_peft_model_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def set_peft_model_state_dict(
-        model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        wrapped = wrappers(model)
-        if wrapped:
-            peft_model_state_dict = inner_keys(peft_model_state_dict, wrapped)
-        return original(model, peft_model_state_dict, *args, **kwargs)
-
-    return set_peft_model_state_dict
+@PATCH.around("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(
+    original: Any, model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
+    wrapped = wrappers(model)
+    if wrapped:
+        peft_model_state_dict = inner_keys(peft_model_state_dict, wrapped)
+    return original(model, peft_model_state_dict, *args, **kwargs)
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 def load_adapter(model: Any, adapter_name: str) -> Any:
     wrapped = wrappers(model)

@@ -11,7 +11,6 @@ separate patch, so that an upstream change to one of these methods disables only
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -45,39 +44,24 @@ def lookup_is_by_name() -> Finding:
     return fixed("EVA no longer matches targets itself")
 
 
-PATCH.replaces("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
+PATCH.around("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)
 
 
-@PATCH.replaces("peft.tuners.lora.eva", "get_eva_state_dict")
-def get_eva_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def get_eva_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with resolving(model):
-            return original(model, *args, **kwargs)
-
-    return get_eva_state_dict
+@PATCH.around("peft.tuners.lora.eva", "get_eva_state_dict")
+@PATCH.around("peft.tuners.lora.loraga", "preprocess_loraga", when="peft>=0.19")
+def initialise(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    with resolving(model):
+        return original(model, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.lora.loraga", "preprocess_loraga", when="peft>=0.19")
-def preprocess_loraga(original: Any) -> Any:
-    @wraps(original)
-    def preprocess_loraga(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with resolving(model):
-            return original(model, *args, **kwargs)
-
-    return preprocess_loraga
-
-
-@PATCH.replaces("peft.tuners.lily.model", "LilyModel._post_injection_hook", when="peft>=0.19")
-def lily_sharing(original: Any) -> Any:
-    @wraps(original)
-    def _post_injection_hook(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        targets = config.target_modules
-        if isinstance(targets, str) or not wrappers(model):
-            return original(self, model, config, *args, **kwargs)
-        # Lily shares matrices between layers whose names end in the same target.
-        names = {*targets, *(f"{target}.linear" for target in targets)}
-        with shadowed(config, target_modules=names):
-            return original(self, model, config, *args, **kwargs)
-
-    return _post_injection_hook
+@PATCH.around("peft.tuners.lily.model", "LilyModel._post_injection_hook", when="peft>=0.19")
+def lily_sharing(
+    original: Any, self: Any, model: Any, config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    targets = config.target_modules
+    if isinstance(targets, str) or not wrappers(model):
+        return original(self, model, config, *args, **kwargs)
+    # Lily shares matrices between layers whose names end in the same target.
+    names = {*targets, *(f"{target}.linear" for target in targets)}
+    with shadowed(config, target_modules=names):
+        return original(self, model, config, *args, **kwargs)

@@ -11,11 +11,10 @@ The fix replaces PEFT's layers by the layers that they wrap when the last adapte
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of, mentions
+from ...engine import Finding, Patch, drifted, fixed_if
+from .._code import code_at, mentions
 
 PATCH = Patch(
     name="deleted_adapter_layers",
@@ -35,26 +34,18 @@ PATCH = Patch(
 @PATCH.probe
 def layers_are_left() -> Finding:
     """Look whether the method restores the wrapped layers."""
-    from transformers.integrations.peft import PeftAdapterMixin
-
-    code = code_of(PeftAdapterMixin.delete_adapter)
+    code = code_at("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
     if "_hf_peft_config_loaded" not in code.co_names:
         return drifted("delete_adapter does not set _hf_peft_config_loaded")
-    if mentions(code, "base_layer"):
-        return fixed("delete_adapter restores the layers itself")
-    return broken()
+    return fixed_if(mentions(code, "base_layer"), "delete_adapter restores the layers itself")
 
 
-@PATCH.replaces("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
-def delete_adapter(original: Any) -> Any:
-    @wraps(original)
-    def delete_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if not self._hf_peft_config_loaded:
-            _unwrap(self)
-        return result
-
-    return delete_adapter
+@PATCH.around("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
+def delete_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if not self._hf_peft_config_loaded:
+        _unwrap(self)
+    return result
 
 
 def _unwrap(module: Any) -> None:

@@ -15,11 +15,10 @@ newer PEFT releases have one class for both, with a quantisation backend; the fi
 from __future__ import annotations
 
 import sys
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 
 PATCH = Patch(
     name="dequantized_merge",
@@ -43,9 +42,7 @@ _MISSING = {"fan_in_fan_out": False, "is_target_conv_1d_layer": False, "sample_a
 @PATCH.probe
 def dequantize_leaves_layers() -> Finding:
     """Check that ``dequantize`` calls ``_dequantize`` and does not handle adapters."""
-    from transformers.quantizers.base import HfQuantizer
-
-    code = code_of(HfQuantizer.dequantize)
+    code = code_at("transformers.quantizers.base", "HfQuantizer.dequantize")
     if "_dequantize" not in code.co_names:
         return drifted("HfQuantizer.dequantize no longer calls _dequantize")
     if mentions(code, "peft") or mentions(code, "base_layer"):
@@ -53,23 +50,19 @@ def dequantize_leaves_layers() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.quantizers.base", "HfQuantizer.dequantize")
-def dequantize(original: Any) -> Any:
-    @wraps(original)
-    def dequantize(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        quantized = [name for name, module in model.named_modules() if _is_quantized(module)]
-        model = original(self, model, *args, **kwargs)
-        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
-            vars(model).pop(flag, None)
-        for layer in list(model.modules()):
-            if "base_layer" in layer._modules and hasattr(layer, "get_base_layer"):
-                _make_plain(layer)
-        if hasattr(model, "peft_config"):  # only the adapters are trainable
-            for name in quantized:
-                model.get_submodule(name).requires_grad_(False)
-        return model
-
-    return dequantize
+@PATCH.around("transformers.quantizers.base", "HfQuantizer.dequantize")
+def dequantize(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    quantized = [name for name, module in model.named_modules() if _is_quantized(module)]
+    model = original(self, model, *args, **kwargs)
+    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        vars(model).pop(flag, None)
+    for layer in list(model.modules()):
+        if "base_layer" in layer._modules and hasattr(layer, "get_base_layer"):
+            _make_plain(layer)
+    if hasattr(model, "peft_config"):  # only the adapters are trainable
+        for name in quantized:
+            model.get_submodule(name).requires_grad_(False)
+    return model
 
 
 def _is_quantized(module: Any) -> bool:

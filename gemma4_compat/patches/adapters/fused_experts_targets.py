@@ -12,10 +12,9 @@ patch adds a warning with these names.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...model.parts import experts_without_adapter, target_parameters
 from .._code import code_of, mentions
 
@@ -46,22 +45,18 @@ def layers_can_be_asked() -> Finding:
     if not hasattr(BaseTunerLayer, "adapter_layer_names"):
         return drifted("BaseTunerLayer has no adapter_layer_names")
     code = code_of(BaseTuner.inject_adapter)
-    if code is not None and mentions(code, "xperts"):
-        return fixed("BaseTuner.inject_adapter handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "BaseTuner.inject_adapter handles experts itself")
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
-def inject_adapter(original: Any) -> Any:
-    @wraps(original)
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, model, adapter_name, *args, **kwargs)
-        model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-        if model_type.startswith("gemma4"):
-            _warn(model, adapter_name)
-        return result
-
-    return inject_adapter
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(
+    original: Any, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, adapter_name, *args, **kwargs)
+    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+    if model_type.startswith("gemma4"):
+        _warn(model, adapter_name)
+    return result
 
 
 def _warn(model: Any, adapter_name: str) -> None:

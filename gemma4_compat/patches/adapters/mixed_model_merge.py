@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from .._adapter_layer import base_layer
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._offload import onloaded
 from .._shadow import shadowed
 
@@ -41,26 +41,18 @@ PATCH = Patch(
 @PATCH.probe
 def weights_are_not_brought_in() -> Finding:
     """Check whether MixedModel onloads weights as PEFT's other models do."""
-    from peft.tuners.mixed.model import MixedModel
-
-    code = code_of(MixedModel._unload_and_optionally_merge)
-    if mentions(code, "onload_layer"):
-        return fixed("MixedModel onloads offloaded weights itself")
-    return broken()
+    code = code_at("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+    return fixed_if(mentions(code, "onload_layer"), "MixedModel onloads offloaded weights itself")
 
 
-@PATCH.replaces("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
-def unload_and_optionally_merge(original: Any) -> Any:
-    @wraps(original)
-    def _unload_and_optionally_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for layer in self.model.modules():
-                base = base_layer(layer)
-                if base is not layer and offload_hook(base) is not None and hasattr(layer, "merge"):
-                    stack.enter_context(shadowed(layer, merge=_merging(layer, base)))
-            return original(self, *args, **kwargs)
-
-    return _unload_and_optionally_merge
+@PATCH.around("peft.tuners.mixed.model", "MixedModel._unload_and_optionally_merge")
+def unload_and_optionally_merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for layer in self.model.modules():
+            base = base_layer(layer)
+            if base is not layer and offload_hook(base) is not None and hasattr(layer, "merge"):
+                stack.enter_context(shadowed(layer, merge=_merging(layer, base)))
+        return original(self, *args, **kwargs)
 
 
 def _merging(layer: Any, base: Any) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 from .._native_names import LOAD_ADAPTER, loading_in
 
@@ -40,12 +40,10 @@ def conversions_are_kept_on_the_model() -> Finding:
     from transformers import core_model_loading
 
     code = code_of(core_model_loading.convert_and_load_state_dict_in_model)
-    if _CONVERSIONS not in code.co_names:
-        return fixed(f"loading no longer sets {_CONVERSIONS}")
-    return broken()
+    return fixed_if(_CONVERSIONS not in code.co_names, f"loading no longer sets {_CONVERSIONS}")
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 @contextmanager
 def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:

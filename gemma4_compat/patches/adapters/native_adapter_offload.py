@@ -42,7 +42,7 @@ def load_adapter_reads_device_map() -> Finding:
     return fixed("load_adapter no longer loads by hf_device_map")
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 def load_adapter(model: Any, adapter_name: str) -> Any:
     return executing_map(model)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(
@@ -36,15 +36,13 @@ PATCH = Patch(
 @PATCH.probe
 def names_are_not_translated() -> Finding:
     """Check whether load_adapter gets the names of the tensors from PEFT's wrappers."""
-    from transformers.integrations.peft import PeftAdapterMixin
-
-    code = code_of(PeftAdapterMixin.load_adapter)
+    code = code_at("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
     if mentions(code, "adapter_state_dict_load_map"):
         return fixed("load_adapter renames the tensors of modules_to_save")
     return broken()
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 def load_adapter(model: Any, adapter_name: str) -> Any:
     return loading_with(model, lambda: _renamed(model, adapter_name))

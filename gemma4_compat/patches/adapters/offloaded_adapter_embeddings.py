@@ -11,12 +11,11 @@ weight of the adapter file.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
-from .._code import code_of
+from .._code import code_at
 from .._offload import onloaded
 
 PATCH = Patch(
@@ -37,43 +36,33 @@ PATCH = Patch(
 @PATCH.probe
 def state_dict_is_taken_as_it_is() -> Finding:
     """Check whether PEFT handles accelerate's hooks when it saves."""
-    from peft.utils.save_and_load import get_peft_model_state_dict
-
-    code = code_of(get_peft_model_state_dict)
+    code = code_at("peft.utils.save_and_load", "get_peft_model_state_dict")
     known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"}
     if known.intersection(code.co_names):
         return fixed("get_peft_model_state_dict handles offloaded weights")
     return broken()
 
 
-@PATCH.replaces("peft.utils.save_and_load", "get_peft_model_state_dict")
-def get_peft_model_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def get_peft_model_state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
-        state_dict = original(model, *args, **kwargs)
-        for name, tensor in state_dict.items():
-            if getattr(tensor, "is_meta", False):
-                value = offloaded_value(model, name)
-                if value is not None:
-                    state_dict[name] = value
-        return state_dict
-
-    return get_peft_model_state_dict
+@PATCH.around("peft.utils.save_and_load", "get_peft_model_state_dict")
+def get_peft_model_state_dict(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    state_dict = original(model, *args, **kwargs)
+    for name, tensor in state_dict.items():
+        if getattr(tensor, "is_meta", False):
+            value = offloaded_value(model, name)
+            if value is not None:
+                state_dict[name] = value
+    return state_dict
 
 
-@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
-def set_peft_model_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def set_peft_model_state_dict(
-        model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        brought = {name.rpartition(".")[0] for name in peft_model_state_dict}
-        offloaded = [
-            module
-            for name, module in model.named_modules()
-            if name in brought and offload_hook(module) is not None
-        ]
-        with onloaded(*offloaded, keep_changes=True):
-            return original(model, peft_model_state_dict, *args, **kwargs)
-
-    return set_peft_model_state_dict
+@PATCH.around("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(
+    original: Any, model: Any, peft_model_state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
+    brought = {name.rpartition(".")[0] for name in peft_model_state_dict}
+    offloaded = [
+        module
+        for name, module in model.named_modules()
+        if name in brought and offload_hook(module) is not None
+    ]
+    with onloaded(*offloaded, keep_changes=True):
+        return original(model, peft_model_state_dict, *args, **kwargs)

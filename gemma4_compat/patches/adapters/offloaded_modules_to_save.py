@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
 from .._adapter_layer import onload_in_forward
-from .._code import code_of
+from .._code import code_at
 from .._offload import is_dispatched, onloaded
 from .._shadow import hidden
 
@@ -51,9 +50,7 @@ PATCH = Patch(
 @PATCH.probe
 def copy_is_deep() -> Finding:
     """Check the code for a plain deep copy; running it would have side effects on classes."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    code = code_of(ModulesToSaveWrapper.update)
+    code = code_at("peft.utils.other", "ModulesToSaveWrapper.update")
     if "deepcopy" not in code.co_names:
         return drifted("ModulesToSaveWrapper.update makes no deep copy")
     if {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names):
@@ -61,75 +58,54 @@ def copy_is_deep() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.utils.other", "ModulesToSaveWrapper.update")
-def modules_to_save_wrapper_update(original: Any) -> Any:
-    @wraps(original)
-    def update(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        modules = dict(self.original_module.named_modules())
-        offloaded = [name for name, module in modules.items() if offload_hook(module) is not None]
-        known = set(self.modules_to_save)
-        if not offloaded:
-            return original(self, adapter_name, *args, **kwargs)
-        with onloaded(*(modules[name] for name in offloaded)), _without_hooks(modules.values()):
-            result = original(self, adapter_name, *args, **kwargs)
-        for new in set(self.modules_to_save) - known:
-            _hook_copy(self.modules_to_save[new], modules)
-        return result
-
-    return update
+@PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")
+def modules_to_save_wrapper_update(
+    original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    modules = dict(self.original_module.named_modules())
+    offloaded = [name for name, module in modules.items() if offload_hook(module) is not None]
+    known = set(self.modules_to_save)
+    if not offloaded:
+        return original(self, adapter_name, *args, **kwargs)
+    with onloaded(*(modules[name] for name in offloaded)), _without_hooks(modules.values()):
+        result = original(self, adapter_name, *args, **kwargs)
+    for new in set(self.modules_to_save) - known:
+        _hook_copy(self.modules_to_save[new], modules)
+    return result
 
 
-@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.update_layer")
-def trainable_tokens_update_layer(original: Any) -> Any:
-    @wraps(original)
-    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        onload_in_forward(self)
-        with onloaded(self.get_base_layer()):
-            return original(self, *args, **kwargs)
-
-    return update_layer
+@PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.update_layer")
+@PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.get_merged_weights")
+def trainable_tokens_read_the_weight(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    onload_in_forward(self)
+    with onloaded(self.get_base_layer()):
+        return original(self, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.get_merged_weights")
-def trainable_tokens_get_merged_weights(original: Any) -> Any:
-    @wraps(original)
-    def get_merged_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with onloaded(self.get_base_layer()):
-            return original(self, *args, **kwargs)
-
-    return get_merged_weights
+@PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.merge")
+@PATCH.around("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.unmerge")
+def trainable_tokens_merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with onloaded(self.get_base_layer(), keep_changes=True):
+        return original(self, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.merge")
-@PATCH.replaces("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer.unmerge")
-def trainable_tokens_merge(original: Any) -> Any:
-    @wraps(original)
-    def merge_or_unmerge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with onloaded(self.get_base_layer(), keep_changes=True):
-            return original(self, *args, **kwargs)
-
-    return merge_or_unmerge
-
-
-@PATCH.replaces("peft.tuners.trainable_tokens.model", "TrainableTokensModel.inject_adapter")
-def trainable_tokens_inject_adapter(original: Any) -> Any:
+@PATCH.around("peft.tuners.trainable_tokens.model", "TrainableTokensModel.inject_adapter")
+def trainable_tokens_inject_adapter(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
-    @wraps(original)
-    def inject_adapter(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        tied = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, TrainableTokensLayer) and module.tied_adapter is not None
-        }
-        result = original(self, model, *args, **kwargs)
-        if is_dispatched(model):
-            for name, layer in tied.items():
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, layer)
-        return result
-
-    return inject_adapter
+    tied = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TrainableTokensLayer) and module.tied_adapter is not None
+    }
+    result = original(self, model, *args, **kwargs)
+    if is_dispatched(model):
+        for name, layer in tied.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, layer)
+    return result
 
 
 @contextmanager

@@ -11,12 +11,11 @@ The fix compares the values if one of the two is offloaded.
 from __future__ import annotations
 
 import warnings
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._shadow import shadowed
 
 PATCH = Patch(
@@ -37,36 +36,28 @@ PATCH = Patch(
 @PATCH.probe
 def pointers_are_compared() -> Finding:
     """Check whether PEFT compares data pointers."""
-    from peft.tuners.tuners_utils import BaseTuner
-
-    code = code_of(BaseTuner._unload_and_optionally_merge)
-    if mentions(code, "data_ptr"):
-        return broken()
-    return fixed("merging does not compare data pointers")
+    code = code_at("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+    return fixed_if(not mentions(code, "data_ptr"), "merging does not compare data pointers")
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
-def unload_and_optionally_merge(original: Any) -> Any:
-    @wraps(original)
-    def _unload_and_optionally_merge(
-        self: Any, merge: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        model = self.model
-        if not (merge and _has_offloaded_end(model)):
-            return original(self, merge, *args, **kwargs)
-        # Without output embeddings, PEFT skips its own comparison.
-        with shadowed(model, get_output_embeddings=lambda: None):
-            result = original(self, merge, *args, **kwargs)
-        if getattr(model.config, "tie_word_embeddings", False) and not _ends_are_equal(model):
-            model.config.tie_word_embeddings = False
-            warnings.warn(
-                "Input and output embeddings are no longer tied after merging. Setting "
-                "`tie_word_embeddings=False` in the model config.",
-                stacklevel=2,
-            )
-        return result
-
-    return _unload_and_optionally_merge
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner._unload_and_optionally_merge")
+def unload_and_optionally_merge(
+    original: Any, self: Any, merge: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    model = self.model
+    if not (merge and _has_offloaded_end(model)):
+        return original(self, merge, *args, **kwargs)
+    # Without output embeddings, PEFT skips its own comparison.
+    with shadowed(model, get_output_embeddings=lambda: None):
+        result = original(self, merge, *args, **kwargs)
+    if getattr(model.config, "tie_word_embeddings", False) and not _ends_are_equal(model):
+        model.config.tie_word_embeddings = False
+        warnings.warn(
+            "Input and output embeddings are no longer tied after merging. Setting "
+            "`tie_word_embeddings=False` in the model config.",
+            stacklevel=3,
+        )
+    return result
 
 
 def _ends(model: Any) -> list[Any]:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import execution_device
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._offload import onloaded
 from .._packed_experts import Packed, is_packed, quantised, updates
 
@@ -45,76 +44,56 @@ _LAYER = "peft.tuners.lora.layer"
 @PATCH.probe
 def wrapper_reads_the_parameter() -> Finding:
     """Look whether PEFT's wrapper knows quantised parameters."""
-    from peft.tuners.lora.layer import ParamWrapper
-
-    if not all(name in vars(ParamWrapper) for name in ("get_param", "_activate_lora")):
-        return drifted("ParamWrapper has no get_param")
-    if mentions(code_of(ParamWrapper.get_param), "quant_state"):
+    if mentions(code_at("peft.tuners.lora.layer", "ParamWrapper.get_param"), "quant_state"):
         return fixed("ParamWrapper adapts quantised parameters itself")
     return broken()
 
 
-@PATCH.replaces(_LAYER, "ParamWrapper.get_param")
-def get_param(original: Any) -> Any:
-    @wraps(original)
-    def get_param(self: Any) -> Any:
-        parameter = _packed(self)
-        return original(self) if parameter is None else _stand_in(self, parameter)
-
-    return get_param
+@PATCH.around(_LAYER, "ParamWrapper.get_param")
+def get_param(original: Any, self: Any) -> Any:
+    parameter = _packed(self)
+    return original(self) if parameter is None else _stand_in(self, parameter)
 
 
-@PATCH.replaces(_LAYER, "ParamWrapper._activate_lora")
-def activate_lora(original: Any) -> Any:
-    @wraps(original)
-    @contextmanager
-    def _activate_lora(self: Any, active_adapters: Any) -> Iterator[None]:
-        adapters = [name for name in active_adapters or () if name in self.lora_A]
-        if not adapters or _packed(self) is None:
-            with original(self, active_adapters):
-                yield
-            return
-        outer = getattr(updates, "of", {})
-        key = id(self.get_base_layer()), self.parameter_name
-        updates.of = {**outer, key: _update(self, adapters)}
-        try:
+@PATCH.around(_LAYER, "ParamWrapper._activate_lora")
+@contextmanager
+def activate_lora(original: Any, self: Any, active_adapters: Any) -> Iterator[None]:
+    adapters = [name for name in active_adapters or () if name in self.lora_A]
+    if not adapters or _packed(self) is None:
+        with original(self, active_adapters):
             yield
-        finally:
-            updates.of = outer
-
-    return _activate_lora
-
-
-@PATCH.replaces(_LAYER, "ParamWrapper.merge")
-def merge(original: Any) -> Any:
-    @wraps(original)
-    def merge(self: Any, safe_merge: bool = False, adapter_names: Any = None) -> Any:
-        if _packed(self) is None:
-            return original(self, safe_merge, adapter_names)
-        from peft.tuners.tuners_utils import check_adapters_to_merge
-
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name in self.lora_A:
-                _add(self, name, 1, safe_merge)
-                self.merged_adapters.append(name)
-        return None
-
-    return merge
+        return
+    outer = getattr(updates, "of", {})
+    key = id(self.get_base_layer()), self.parameter_name
+    updates.of = {**outer, key: _update(self, adapters)}
+    try:
+        yield
+    finally:
+        updates.of = outer
 
 
-@PATCH.replaces(_LAYER, "ParamWrapper.unmerge")
-def unmerge(original: Any) -> Any:
-    @wraps(original)
-    def unmerge(self: Any) -> Any:
-        if _packed(self) is None or not self.merged:
-            return original(self)
-        while self.merged_adapters:
-            name = self.merged_adapters.pop()
-            if name in self.lora_A:
-                _add(self, name, -1)
-        return None
+@PATCH.around(_LAYER, "ParamWrapper.merge")
+def merge(original: Any, self: Any, safe_merge: bool = False, adapter_names: Any = None) -> Any:
+    if _packed(self) is None:
+        return original(self, safe_merge, adapter_names)
+    from peft.tuners.tuners_utils import check_adapters_to_merge
 
-    return unmerge
+    for name in check_adapters_to_merge(self, adapter_names):
+        if name in self.lora_A:
+            _add(self, name, 1, safe_merge)
+            self.merged_adapters.append(name)
+    return None
+
+
+@PATCH.around(_LAYER, "ParamWrapper.unmerge")
+def unmerge(original: Any, self: Any) -> Any:
+    if _packed(self) is None or not self.merged:
+        return original(self)
+    while self.merged_adapters:
+        name = self.merged_adapters.pop()
+        if name in self.lora_A:
+            _add(self, name, -1)
+    return None
 
 
 def _packed(wrapper: Any) -> Any | None:

@@ -19,15 +19,15 @@ whole forward of the adapter layer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
 from .._adapter_layer import base_layer, onload_in_forward
-from .._code import code_of
+from .._code import code_at
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
 from .._shadow import shadowed
 
@@ -65,205 +65,132 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 @PATCH.probe
 def load_adapter_dispatches() -> Finding:
     """Check whether load_adapter calls dispatch_model."""
-    from peft.peft_model import PeftModel
-
-    code = code_of(PeftModel.load_adapter)
+    code = code_at("peft.peft_model", "PeftModel.load_adapter")
     if "dispatch_model" in code.co_names:
         return broken()
     return fixed("PeftModel.load_adapter no longer dispatches the base model")
 
 
-@PATCH.replaces("peft.peft_model", "PeftModel.from_pretrained")
-def peft_from_pretrained(original: Any) -> Any:
-    return _in_place(original)
+@PATCH.around("peft.peft_model", "PeftModel.from_pretrained")
+@PATCH.around("peft.mixed_model", "PeftMixedModel.from_pretrained")
+def from_pretrained(
+    original: Any, cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_dispatched(model):
+        return original(cls, model, model_id, *args, **kwargs)
+    kwargs = _without_placement("from_pretrained", kwargs)
+    with executing_map(model):
+        return original(cls, model, model_id, *args, **kwargs)
 
 
-@PATCH.replaces("peft.mixed_model", "PeftMixedModel.from_pretrained")
-def mixed_from_pretrained(original: Any) -> Any:
-    return _in_place(original)
+@PATCH.around("peft.peft_model", "PeftModel.load_adapter")
+def peft_load_adapter(original: Any, self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_dispatched(self):
+        _warn_of_placement(
+            "load_adapter", kwargs,
+            "PEFT places a model only if it already has a device map.",
+        )  # fmt: skip
+        return original(self, model_id, *args, **kwargs)
+    with executing_map(self) as devices:
+        kwargs = _without_placement("load_adapter", kwargs)
+        if len(args) < 3 and kwargs.get("torch_device") is None:
+            kwargs["torch_device"] = _main_device(devices)
+        return original(self, model_id, *args, **kwargs)
 
 
-@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
-def peft_load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatched(self):
-            _warn_of_placement(
-                "load_adapter", kwargs,
-                "PEFT places a model only if it already has a device map.",
-            )  # fmt: skip
-            return original(self, model_id, *args, **kwargs)
-        with executing_map(self) as devices:
-            kwargs = _without_placement("load_adapter", kwargs)
-            if len(args) < 3 and kwargs.get("torch_device") is None:
-                kwargs["torch_device"] = _main_device(devices)
-            return original(self, model_id, *args, **kwargs)
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
+def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    create = self._create_and_replace
 
-    return load_adapter
-
-
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner.inject_adapter")
-def inject_adapter(original: Any) -> Any:
-    @wraps(original)
-    def inject_adapter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        create = self._create_and_replace
-
-        @wraps(create)
-        def create_and_replace(
-            config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            base = base_layer(target)
-            hook, keep = onload(base), False
-            try:
-                result = create(config, adapter_name, target, *args, **kwargs)
-                # PiSSA, OLoRA, KaSA and others change the base weight.
-                keep = _takes_share(config) or (hook is not None and has_changed(base, hook))
-            finally:
-                if hook is not None:
-                    offload(base, hook, keep_changes=keep)
-            return result
-
-        with shadowed(self, _create_and_replace=create_and_replace):
-            result = original(self, *args, **kwargs)
-        for layer in self.model.modules():
-            onload_in_forward(layer)
+    @wraps(create)
+    def create_and_replace(
+        config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        base = base_layer(target)
+        hook, keep = onload(base), False
+        try:
+            result = create(config, adapter_name, target, *args, **kwargs)
+            # PiSSA, OLoRA, KaSA and others change the base weight.
+            keep = _takes_share(config) or (hook is not None and has_changed(base, hook))
+        finally:
+            if hook is not None:
+                offload(base, hook, keep_changes=keep)
         return result
 
-    return inject_adapter
+    with shadowed(self, _create_and_replace=create_and_replace):
+        result = original(self, *args, **kwargs)
+    for layer in self.model.modules():
+        onload_in_forward(layer)
+    return result
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "set_adapter")
-@PATCH.replaces("peft.tuners.mixed.model", "MixedModel.set_adapter")
-def set_adapter(original: Any) -> Any:
+@PATCH.around("peft.tuners.tuners_utils", "set_adapter")
+@PATCH.around("peft.tuners.mixed.model", "MixedModel.set_adapter")
+def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
     import warnings
 
-    @wraps(original)
-    def set_adapter(*args: Any, **kwargs: Any) -> Any:
-        model = args[0] if args else kwargs["model"]
-        for layer in model.modules():
-            base = base_layer(layer)
-            if base is not layer and getattr(layer, "merged", False) and offload_hook(base):
-                warnings.warn(
-                    "Adapter cannot be set when the model is merged. Unmerging the model first.",
-                    stacklevel=2,
-                )
-                with onloaded(base, keep_changes=True):
-                    layer.unmerge()
-        return original(*args, **kwargs)
-
-    return set_adapter
+    model = args[0] if args else kwargs["model"]
+    for layer in model.modules():
+        base = base_layer(layer)
+        if base is not layer and getattr(layer, "merged", False) and offload_hook(base):
+            warnings.warn(
+                "Adapter cannot be set when the model is merged. Unmerging the model first.",
+                stacklevel=3,
+            )
+            with onloaded(base, keep_changes=True):
+                layer.unmerge()
+    return original(*args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
-def move_adapter(original: Any) -> Any:
-    @wraps(original)
-    def _move_adapter_to_device_of_base_layer(
-        self: Any, adapter_name: str, device: Any = None
-    ) -> Any:
-        if device is not None:
-            return original(self, adapter_name, device)
-        with onloaded(self.get_base_layer()):
-            return original(self, adapter_name, device)
-
-    return _move_adapter_to_device_of_base_layer
-
-
-@PATCH.replaces(
+@PATCH.around("peft.tuners.tuners_utils", "BaseTunerLayer._move_adapter_to_device_of_base_layer")
+@PATCH.around(
     "peft.tuners.unilora.layer",
     "UniLoraLayer._move_adapter_to_device_of_base_layer",
     when="peft>=0.20",
 )
-@PATCH.replaces("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
-def unilora_places_tensors(original: Any) -> Any:
+@PATCH.around("peft.tuners.unilora.layer", "UniLoraLayer.update_scaling", when="peft>=0.20")
+def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """UniLoRA also has tensors that are not parameters."""
-
-    @wraps(original)
-    def place(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with onloaded(self.get_base_layer()):
-            return original(self, *args, **kwargs)
-
-    return place
+    with onloaded(self.get_base_layer()):
+        return original(self, *args, **kwargs)
 
 
-@PATCH.replaces("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
-def frod_init_projections(original: Any) -> Any:
+@PATCH.around("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
+def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
     """FRoD decomposes the weights of all target layers in host memory before injection."""
+    import torch
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
-    @wraps(original)
-    def _init_frod_projections(self: Any, config: Any, adapter_name: str) -> Any:
-        prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
-        prepared = _maybe_include_all_linear_layers(prepared, self.model)
-        targets = (
-            module
-            for name, module in self.model.named_modules()
-            if self._check_target_module_exists(prepared, name)
-        )
-        with _weights_on_host(targets):
-            return original(self, config, adapter_name)
-
-    return _init_frod_projections
+    prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
+    prepared = _maybe_include_all_linear_layers(prepared, self.model)
+    with ExitStack() as stack:
+        for name, module in self.model.named_modules():
+            weight = module._parameters.get("weight")
+            if type(weight) is torch.nn.Parameter and weight.is_meta:
+                if self._check_target_module_exists(prepared, name):
+                    value = offloaded_value(module, "weight")
+                    if value is not None:
+                        stack.enter_context(shadowed(module, weight=value))
+        return original(self, config, adapter_name)
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "onload_layer")
-def onload_layer(original: Any) -> Any:
+@PATCH.around("peft.tuners.tuners_utils", "onload_layer")
+@contextmanager
+def onload_layer(original: Any, layer: Any) -> Iterator[None]:
     """PEFT onloads weights for merging, but misses some hooks and loses some changes.
 
     It misses a hook inside ``SequentialHook``, and does not store the change for a module that is
     tied to the layer.  PEFT's own dispatch creates neither situation.
     """
-
-    @contextmanager
-    def onloaded_layer(layer: Any) -> Iterator[None]:
-        with onloaded(base_layer(layer), keep_changes=True), original(layer):
-            yield
-
-    @wraps(original)
-    def onload_layer(layer: Any) -> Any:
-        return onloaded_layer(layer)
-
-    return onload_layer
-
-
-@contextmanager
-def _weights_on_host(modules: Iterable[Any]) -> Iterator[None]:
-    """Give modules their offloaded weights, in host memory, for the length of the block."""
-    import torch
-
-    resting = []
-    try:
-        for module in modules:
-            weight = module._parameters.get("weight")
-            if type(weight) is torch.nn.Parameter and weight.is_meta:
-                value = offloaded_value(module, "weight")
-                if value is not None:
-                    resting.append((module, weight))
-                    module._parameters["weight"] = torch.nn.Parameter(value, requires_grad=False)
+    with onloaded(base_layer(layer), keep_changes=True), original(layer):
         yield
-    finally:
-        for module, weight in resting:
-            module._parameters["weight"] = weight
 
 
 def _takes_share(config: Any) -> bool:
     """Whether LoRA's initialisation changes the base weight, even a quantised one."""
     method = getattr(config, "init_lora_weights", None)
     return isinstance(method, str) and method.lower() not in ("gaussian", "eva")
-
-
-def _in_place(original: Any) -> Any:
-    """Wrap a ``from_pretrained(cls, model, model_id, ...)`` of PEFT."""
-
-    @wraps(original)
-    def from_pretrained(cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_dispatched(model):
-            return original(cls, model, model_id, *args, **kwargs)
-        kwargs = _without_placement("from_pretrained", kwargs)
-        with executing_map(model):
-            return original(cls, model, model_id, *args, **kwargs)
-
-    return from_pretrained
 
 
 def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:

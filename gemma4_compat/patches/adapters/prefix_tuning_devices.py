@@ -11,7 +11,6 @@ The fix uses the execution devices of the decoder layers.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -54,21 +53,17 @@ def no_device_but_cpu_and_disk() -> Finding:
     return drifted(f"the devices of a model on the CPU are {devices}")
 
 
-@PATCH.replaces("peft.peft_model", "map_cache_to_layer_device_map")
-def map_cache_to_layer_device_map(original: Any) -> Any:
-    @wraps(original)
-    def map_cache_to_layer_device_map(model: Any, cache: Any) -> None:
-        layers = _decoder_layers(model)
-        if layers is None or not hasattr(cache, "layers"):
-            original(model, cache)
-            return
-        # KV-sharing layers come last, and have no entry in the cache.
-        for layer, kept in zip(layers, cache.layers, strict=False):
-            if kept.keys is not None:
-                device = _computes_on(layer, model)
-                kept.keys, kept.values = kept.keys.to(device), kept.values.to(device)
-
-    return map_cache_to_layer_device_map
+@PATCH.around("peft.peft_model", "map_cache_to_layer_device_map")
+def map_cache_to_layer_device_map(original: Any, model: Any, cache: Any) -> None:
+    layers = _decoder_layers(model)
+    if layers is None or not hasattr(cache, "layers"):
+        original(model, cache)
+        return
+    # KV-sharing layers come last, and have no entry in the cache.
+    for layer, kept in zip(layers, cache.layers, strict=False):
+        if kept.keys is not None:
+            device = _computes_on(layer, model)
+            kept.keys, kept.values = kept.keys.to(device), kept.values.to(device)
 
 
 def _decoder_layers(model: Any) -> Any | None:

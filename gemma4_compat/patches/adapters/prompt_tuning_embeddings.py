@@ -12,7 +12,6 @@ CPT are initialised from tokens of the vocabulary, and get the per-layer embeddi
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -54,32 +53,26 @@ def embeddings_are_searched() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.forward")
-@PATCH.replaces("peft.peft_model", "PeftModelForCausalLM.generate")
-@PATCH.replaces("peft.peft_model", "PeftModelForFeatureExtraction.forward")
-def with_virtual_tokens(original: Any) -> Any:
-    @wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.active_peft_config.is_prompt_learning:
-            return original(self, *args, **kwargs)
-        token = VIRTUAL.set(_virtual_tokens(self))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            VIRTUAL.reset(token)
-
-    return call
+@PATCH.around("peft.peft_model", "PeftModelForCausalLM.forward")
+@PATCH.around("peft.peft_model", "PeftModelForCausalLM.generate")
+@PATCH.around("peft.peft_model", "PeftModelForFeatureExtraction.forward")
+def with_virtual_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not self.active_peft_config.is_prompt_learning:
+        return original(self, *args, **kwargs)
+    token = VIRTUAL.set(_virtual_tokens(self))
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        VIRTUAL.reset(token)
 
 
-@PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
-def get_per_layer_inputs(original: Any) -> Any:
-    @wraps(original)
-    def get_per_layer_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if input_ids is None and virtual_tokens(self):
-            input_ids = token_ids(self, args[0] if args else kwargs["inputs_embeds"])
-        return original(self, input_ids, *args, **kwargs)
-
-    return get_per_layer_inputs
+@PATCH.around(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
+def get_per_layer_inputs(
+    original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if input_ids is None and virtual_tokens(self):
+        input_ids = token_ids(self, args[0] if args else kwargs["inputs_embeds"])
+    return original(self, input_ids, *args, **kwargs)
 
 
 def _virtual_tokens(peft_model: Any) -> tuple[Any, list[int]] | None:

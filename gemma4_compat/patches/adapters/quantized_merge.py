@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -49,22 +48,17 @@ def merging_is_in_base_tuner() -> Finding:
     if not all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter")):
         return drifted("BaseTuner has no _check_merge_allowed")
     code = code_of(BaseTuner._check_merge_allowed)
-    if code is not None and mentions(code, "quanti"):
+    if mentions(code, "quanti"):
         return fixed("BaseTuner._check_merge_allowed handles quantised weights itself")
     return broken()
 
 
-@PATCH.replaces("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
-def check_merge_allowed(original: Any) -> Any:
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
+def check_merge_allowed(original: Any, self: Any) -> Any:
     """PEFT calls this method before every merge, and nowhere else."""
-
-    @wraps(original)
-    def _check_merge_allowed(self: Any) -> Any:
-        allowed = original(self)
-        _warn(self.model)
-        return allowed
-
-    return _check_merge_allowed
+    allowed = original(self)
+    _warn(self.model)
+    return allowed
 
 
 def _warn(model: Any) -> None:

@@ -26,10 +26,10 @@ from .._shadow import shadowed
 from .._text_model import (
     is_gemma4,
     is_text_model,
+    multimodal_renaming,
     name_here,
     name_there,
-    tensor_names,
-    text_parts,
+    tensor_shapes,
     with_renaming,
 )
 
@@ -67,46 +67,41 @@ def names_are_taken_as_they_are() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.utils.save_and_load", "set_peft_model_state_dict")
-def set_peft_model_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def set_peft_model_state_dict(
-        model: Any,
-        peft_model_state_dict: Any,
-        adapter_name: str = "default",
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        names = _other_names(base, peft_model_state_dict)
-        if not names:
-            return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
-        _refuse_other_values(base, model.peft_config[adapter_name])
-        state = {names.get(name, name): value for name, value in peft_model_state_dict.items()}
-        before = _values(model, adapter_name)
-        result = original(model, state, adapter_name, *args, **kwargs)
-        try:
-            _tell_left_out(base, result.unexpected_keys)
-        except RefusedAdapter:
-            for parameter, value in before:
-                parameter.data.copy_(value)
-            raise
-        return result
-
-    return set_peft_model_state_dict
+@PATCH.around("peft.utils.save_and_load", "set_peft_model_state_dict")
+def set_peft_model_state_dict(
+    original: Any,
+    model: Any,
+    peft_model_state_dict: Any,
+    adapter_name: str = "default",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = _other_names(base, peft_model_state_dict)
+    if not names:
+        return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
+    _refuse_other_values(base, model.peft_config[adapter_name])
+    state = {names.get(name, name): value for name, value in peft_model_state_dict.items()}
+    before = _values(model, adapter_name)
+    result = original(model, state, adapter_name, *args, **kwargs)
+    try:
+        _tell_left_out(base, result.unexpected_keys)
+    except RefusedAdapter:
+        for parameter, value in before:
+            parameter.data.copy_(value)
+        raise
+    return result
 
 
-@PATCH.replaces("peft.peft_model", "PeftModel.load_adapter")
-def peft_load_adapter(original: Any) -> Any:
-    @wraps(original)
-    def load_adapter(self: Any, model_id: Any, adapter_name: Any, *args: Any, **kwargs: Any) -> Any:
-        with _removed_if_refused(self, adapter_name):
-            return original(self, model_id, adapter_name, *args, **kwargs)
-
-    return load_adapter
+@PATCH.around("peft.peft_model", "PeftModel.load_adapter")
+def peft_load_adapter(
+    original: Any, self: Any, model_id: Any, adapter_name: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with _removed_if_refused(self, adapter_name):
+        return original(self, model_id, adapter_name, *args, **kwargs)
 
 
-@PATCH.replaces(*LOAD_ADAPTER)
+@PATCH.around(*LOAD_ADAPTER)
 @loading_in
 @contextmanager
 def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
@@ -119,7 +114,7 @@ def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
     def load_pretrained_model(
         *args: Any, state_dict: Any, checkpoint_files: Any, **kwargs: Any
     ) -> Any:
-        names = _other_names(model, tensor_names(state_dict, checkpoint_files))
+        names = _other_names(model, tensor_shapes(state_dict, checkpoint_files))
         kwargs |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
         if not names:
             return load(*args, **kwargs)
@@ -163,7 +158,7 @@ def _renaming(model: Any) -> Any:
 
     if is_text_model(model):
         return WeightRenaming(r"^model\.language_model\.", "model.")
-    return WeightRenaming(rf"^model\.(?={'|'.join(text_parts(model))})", "model.language_model.")
+    return multimodal_renaming(model)
 
 
 def _refuse_other_values(base: Any, config: Any) -> None:

@@ -12,10 +12,9 @@ computes the attention: 96 MiB for 4,096 tokens, and in a sixth of the time.
 from __future__ import annotations
 
 import sys
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 
 PATCH = Patch(
@@ -38,18 +37,14 @@ _LARGEST_HEAD = 256
 def head_size_is_not_asked() -> Finding:
     """Look whether transformers considers the head size."""
     code = code_of(sys.modules[_MODULE].use_gqa_in_sdpa)
-    if _LARGEST_HEAD in code.co_consts:
-        return fixed("transformers passes no large heads in groups")
-    return broken()
+    return fixed_if(_LARGEST_HEAD in code.co_consts, "transformers passes no large heads in groups")
 
 
-@PATCH.replaces(_MODULE, "use_gqa_in_sdpa")
-def use_gqa_in_sdpa(original: Any) -> Any:
-    @wraps(original)
-    def use_gqa_in_sdpa(attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> bool:
-        # On meta the same code estimates the memory of a GPU.
-        if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
-            return False
-        return bool(original(attention_mask, key, *args, **kwargs))
-
-    return use_gqa_in_sdpa
+@PATCH.around(_MODULE, "use_gqa_in_sdpa")
+def use_gqa_in_sdpa(
+    original: Any, attention_mask: Any, key: Any, *args: Any, **kwargs: Any
+) -> bool:
+    # On meta the same code estimates the memory of a GPU.
+    if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
+        return False
+    return bool(original(attention_mask, key, *args, **kwargs))

@@ -12,10 +12,10 @@ of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example dec
 from __future__ import annotations
 
 import sys
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -45,25 +45,18 @@ _BLOCK = 32
 def keys_are_views() -> Finding:
     """Look whether transformers copies the keys itself.  PyTorch is examined at the first call."""
     code = code_of(sys.modules[_MODULE].repeat_kv)
-    if mentions(code, "contiguous"):
-        return fixed("transformers copies the keys itself")
-    return broken()
+    return fixed_if(mentions(code, "contiguous"), "transformers copies the keys itself")
 
 
-@PATCH.replaces(_MODULE, "repeat_kv")
-def repeat_kv(original: Any) -> Any:
+@PATCH.around(_MODULE, "repeat_kv")
+def repeat_kv(original: Any, hidden_states: Any, n_rep: int) -> Any:
     """``sdpa_attention_forward`` calls it for keys and for values."""
-
-    @wraps(original)
-    def repeat_kv(hidden_states: Any, n_rep: int) -> Any:
-        repeated = original(hidden_states, n_rep)
-        _, heads, length, _ = hidden_states.shape
-        single = hidden_states.is_cuda and heads == 1 and n_rep > 1
-        if single and length % _BLOCK == 1 and _is_misread(hidden_states):
-            return repeated.contiguous()
-        return repeated
-
-    return repeat_kv
+    repeated = original(hidden_states, n_rep)
+    _, heads, length, _ = hidden_states.shape
+    single = hidden_states.is_cuda and heads == 1 and n_rep > 1
+    if single and length % _BLOCK == 1 and _is_misread(hidden_states):
+        return repeated.contiguous()
+    return repeated
 
 
 def _is_misread(keys: Any) -> bool:

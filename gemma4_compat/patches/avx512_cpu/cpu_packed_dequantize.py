@@ -13,7 +13,6 @@ The fix dequantises an unpacked copy of such a weight.  The layer itself stays p
 from __future__ import annotations
 
 import copy
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -46,19 +45,17 @@ def dequantize_ignores_packing() -> Finding:
     return broken()
 
 
-@PATCH.replaces("bitsandbytes.functional", "dequantize_4bit")
-def dequantize_4bit(original: Any) -> Any:
+@PATCH.around("bitsandbytes.functional", "dequantize_4bit")
+def dequantize_4bit(
+    original: Any, A: Any, quant_state: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     from bitsandbytes import functional
 
-    @wraps(original)
-    def dequantize_4bit(A: Any, quant_state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if getattr(quant_state, _PACKED, False):
-            # Unpacking changes the quant state in place, so it gets a copy.
-            A, quant_state = functional._convert_weight_packed_for_cpu_inverse(
-                A, copy.copy(quant_state)
-            )
-            if quant_state.absmax.dim() == 2:  # cpu_packed_state has not restored it
-                quant_state.absmax = quant_state.absmax.T.reshape(-1).float()
-        return original(A, quant_state, *args, **kwargs)
-
-    return dequantize_4bit
+    if getattr(quant_state, _PACKED, False):
+        # Unpacking changes the quant state in place, so it gets a copy.
+        A, quant_state = functional._convert_weight_packed_for_cpu_inverse(
+            A, copy.copy(quant_state)
+        )
+        if quant_state.absmax.dim() == 2:  # cpu_packed_state has not restored it
+            quant_state.absmax = quant_state.absmax.T.reshape(-1).float()
+    return original(A, quant_state, *args, **kwargs)

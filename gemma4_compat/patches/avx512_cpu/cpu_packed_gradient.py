@@ -15,7 +15,6 @@ exact unpacking of ``cpu_packed_state``.  The next forward in eval mode packs th
 from __future__ import annotations
 
 from copy import copy
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -51,24 +50,20 @@ def packed_weights_stay_packed() -> Finding:
     return broken()
 
 
-@PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
-def linear_4bit_forward(original: Any) -> Any:
+@PATCH.around("bitsandbytes.nn.modules", "Linear4bit.forward")
+def linear_4bit_forward(original: Any, self: Any, x: Any) -> Any:
     import torch
     from bitsandbytes import functional
 
-    @wraps(original)
-    def forward(self: Any, x: Any) -> Any:
-        state = getattr(self.weight, "quant_state", None)
-        if getattr(state, "packing_format_for_cpu", False):
-            unpack = functional._convert_weight_packed_for_cpu_inverse
-            if self.training:
-                self.weight.data, self.weight.quant_state = unpack(self.weight.data, state)
-            elif x.requires_grad and torch.is_grad_enabled():
-                # The layer stays packed: other threads may run it without gradients.
-                data, state = unpack(self.weight.data, copy(state))
-                weight = torch.Tensor._make_subclass(type(self.weight), data, False)
-                vars(weight).update(vars(self.weight), quant_state=state)
-                return original(View(self, weight=weight), x)
-        return original(self, x)
-
-    return forward
+    state = getattr(self.weight, "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        unpack = functional._convert_weight_packed_for_cpu_inverse
+        if self.training:
+            self.weight.data, self.weight.quant_state = unpack(self.weight.data, state)
+        elif x.requires_grad and torch.is_grad_enabled():
+            # The layer stays packed: other threads may run it without gradients.
+            data, state = unpack(self.weight.data, copy(state))
+            weight = torch.Tensor._make_subclass(type(self.weight), data, False)
+            vars(weight).update(vars(self.weight), quant_state=state)
+            return original(View(self, weight=weight), x)
+    return original(self, x)

@@ -14,7 +14,7 @@ is unpacked.  The packed weight itself is a permutation, which unpacking reverse
 from __future__ import annotations
 
 import logging
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -58,40 +58,32 @@ def unpacking_is_lossy() -> Finding:
     return fixed("unpacking restores the quant state") if same else broken()
 
 
-@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu")
-def convert_weight_packed_for_cpu(original: Any) -> Any:
+@PATCH.around("bitsandbytes.functional", "_convert_weight_packed_for_cpu")
+def convert_weight_packed_for_cpu(
+    original: Any, qweight: Any, quant_state: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def _convert_weight_packed_for_cpu(
-        qweight: Any, quant_state: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile cannot always trace the code below
-            return original(qweight, quant_state, *args, **kwargs)
-        before = dict(vars(quant_state))
-        packed, quant_state = original(qweight, quant_state, *args, **kwargs)
-        setattr(quant_state, _UNPACKED, before)
-        return packed, quant_state
-
-    return _convert_weight_packed_for_cpu
+    if torch.compiler.is_compiling():  # torch.compile cannot always trace the code below
+        return original(qweight, quant_state, *args, **kwargs)
+    before = dict(vars(quant_state))
+    packed, quant_state = original(qweight, quant_state, *args, **kwargs)
+    setattr(quant_state, _UNPACKED, before)
+    return packed, quant_state
 
 
-@PATCH.replaces("bitsandbytes.functional", "_convert_weight_packed_for_cpu_inverse")
-def convert_weight_packed_for_cpu_inverse(original: Any) -> Any:
-    @wraps(original)
-    def _convert_weight_packed_for_cpu_inverse(
-        packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        before = vars(quant_state).pop(_UNPACKED, None)
-        qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
-        if before is None:
-            _warn_approximate()
-        else:
-            vars(quant_state).clear()
-            vars(quant_state).update(before)
-        return qweight, quant_state
-
-    return _convert_weight_packed_for_cpu_inverse
+@PATCH.around("bitsandbytes.functional", "_convert_weight_packed_for_cpu_inverse")
+def convert_weight_packed_for_cpu_inverse(
+    original: Any, packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any
+) -> Any:
+    before = vars(quant_state).pop(_UNPACKED, None)
+    qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
+    if before is None:
+        _warn_approximate()
+    else:
+        vars(quant_state).clear()
+        vars(quant_state).update(before)
+    return qweight, quant_state
 
 
 @cache

@@ -12,7 +12,6 @@ layer runs without the lock.
 from __future__ import annotations
 
 from copy import copy
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -53,34 +52,30 @@ def packing_takes_no_lock() -> Finding:
     return broken()
 
 
-@PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit.forward")
-def linear_4bit_forward(original: Any) -> Any:
+@PATCH.around("bitsandbytes.nn.modules", "Linear4bit.forward")
+def linear_4bit_forward(original: Any, self: Any, x: Any) -> Any:
     import torch
     from bitsandbytes.nn import modules
 
-    @wraps(original)
-    def forward(self: Any, x: Any) -> Any:
-        state = getattr(self.weight, "quant_state", None)
-        if (
-            state is None
-            or hasattr(state, _PACKED)
-            or self.training
-            or x.requires_grad
-            or x.device.type != "cpu"
-            or not self.support_avx512bf16_for_cpu
-            or torch.compiler.is_compiling()
-        ):
-            return original(self, x)
-        with _packing.now:
-            state = self.weight.quant_state
-            if not getattr(state, "packing_format_for_cpu", False):
-                # A copy: the graph of an earlier forward has the state, and the weight as it is.
-                packed = modules._convert_weight_packed_for_cpu(self.weight.data, copy(state))
-                self.weight.data, self.weight.quant_state = packed
-                if vars(self).get("quant_state") is state:
-                    self.quant_state = self.weight.quant_state
-            output = original(self, x)
-            setattr(self.weight.quant_state, _PACKED, True)
-            return output
-
-    return forward
+    state = getattr(self.weight, "quant_state", None)
+    if (
+        state is None
+        or hasattr(state, _PACKED)
+        or self.training
+        or x.requires_grad
+        or x.device.type != "cpu"
+        or not self.support_avx512bf16_for_cpu
+        or torch.compiler.is_compiling()
+    ):
+        return original(self, x)
+    with _packing.now:
+        state = self.weight.quant_state
+        if not getattr(state, "packing_format_for_cpu", False):
+            # A copy: the graph of an earlier forward has the state, and the weight as it is.
+            packed = modules._convert_weight_packed_for_cpu(self.weight.data, copy(state))
+            self.weight.data, self.weight.quant_state = packed
+            if vars(self).get("quant_state") is state:
+                self.quant_state = self.weight.quant_state
+        output = original(self, x)
+        setattr(self.weight.quant_state, _PACKED, True)
+        return output

@@ -10,7 +10,6 @@ The fix makes such inputs contiguous.  It changes nothing if upstream already do
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -36,10 +35,6 @@ def cpu_has_the_kernel() -> Finding:
     return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
 
 
-@PATCH.replaces("bitsandbytes.functional", "gemv_4bit")
-def gemv_4bit(original: Any) -> Any:
-    @wraps(original)
-    def gemv_4bit(A: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(A.contiguous() if A.device.type == "cpu" else A, *args, **kwargs)
-
-    return gemv_4bit
+@PATCH.around("bitsandbytes.functional", "gemv_4bit")
+def gemv_4bit(original: Any, A: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(A.contiguous() if A.device.type == "cpu" else A, *args, **kwargs)

@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from .._cache_memory import use_lent
-from .._code import code_of, mentions
+from .._code import code_at, mentions
 from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
@@ -61,13 +60,11 @@ _call = threading.local()  # .decoder: the Decoder of the current call of genera
 @PATCH.probe
 def a_step_is_called_through_get_compiled_call() -> Finding:
     """Check that ``_sample`` uses the two methods that choose how a step is called."""
-    from transformers.generation.utils import GenerationMixin
-
-    names = code_of(GenerationMixin._sample).co_names
+    names = code_at("transformers.generation.utils", "GenerationMixin._sample").co_names
     missing = {"get_compiled_call", "_valid_auto_compile_criteria"} - set(names)
     if missing:
         return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
-    code = code_of(GenerationMixin._valid_auto_compile_criteria)
+    code = code_at("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
     if not (mentions(code, "hf_quantizer") or mentions(code, "hf_device_map")):
         return fixed("transformers compiles the steps of quantised and split models")
     return broken()
@@ -76,69 +73,49 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
 PATCH.taken_back(forget)
 
 
-@PATCH.replaces(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
-def valid_auto_compile_criteria(original: Any) -> Any:
-    @wraps(original)
-    def _valid_auto_compile_criteria(
-        self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        _call.decoder = None
-        compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
-        if compiled or not _is_eager(self, generation_config):
-            return compiled
-        if not _has_static_cache(model_kwargs):
-            _advise(self)
-            return compiled
-        _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
-        return True
-
-    return _valid_auto_compile_criteria
+@PATCH.around(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
+def valid_auto_compile_criteria(
+    original: Any, self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    _call.decoder = None
+    compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
+    if compiled or not (_is_eager(self, generation_config) and _has_static_cache(model_kwargs)):
+        return compiled
+    _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
+    return True
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
-def get_compiled_call(original: Any) -> Any:
-    @wraps(original)
-    def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decoder = getattr(_call, "decoder", None)
-        if decoder is None or decoder.model is not self:
-            return original(self, *args, **kwargs)
-        _call.decoder = None
-        return decoder
-
-    return get_compiled_call
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
+def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    decoder = getattr(_call, "decoder", None)
+    if decoder is None or decoder.model is not self:
+        return original(self, *args, **kwargs)
+    _call.decoder = None
+    return decoder
 
 
-@PATCH.replaces(_GENERATION, "GenerationMixin._prepare_static_cache")
-def prepare_static_cache(original: Any) -> Any:
+@PATCH.around(_GENERATION, "GenerationMixin._prepare_static_cache")
+def prepare_static_cache(
+    original: Any, self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Lend the memory of an earlier call's cache, which has graphs, to the new cache."""
     from transformers.cache_utils import StaticCache
 
-    @wraps(original)
-    def _prepare_static_cache(
-        self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        cache = original(self, cache_implementation, batch_size, *args, **kwargs)
-        if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
-            try:
-                decoding_of(self).lend(cache, batch_size)
-            except Exception as error:
-                _warn_once(self, f"{type(error).__name__}: {error}")
-        return cache
-
-    return _prepare_static_cache
+    cache = original(self, cache_implementation, batch_size, *args, **kwargs)
+    if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
+        try:
+            decoding_of(self).lend(cache, batch_size)
+        except Exception as error:
+            _warn_once(self, f"{type(error).__name__}: {error}")
+    return cache
 
 
-@PATCH.replaces("transformers.cache_utils", "StaticLayer.lazy_initialization")
-def static_layer_lazy_initialization(original: Any) -> Any:
+@PATCH.around("transformers.cache_utils", "StaticLayer.lazy_initialization")
+def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Use the lent memory if it fits the first keys and values of the layer."""
-
-    @wraps(original)
-    def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not use_lent(self, *args, **kwargs):
-            return original(self, *args, **kwargs)
-        return None
-
-    return lazy_initialization
+    if not use_lent(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+    return None
 
 
 def how_it_decodes(model: Any) -> str | None:
@@ -195,19 +172,6 @@ def _has_static_cache(model_kwargs: Any) -> bool:
 
     cache = model_kwargs.get("past_key_values")
     return type(cache) is StaticCache and not cache.offloading
-
-
-def _advise(model: Any) -> None:
-    """Log once per model that a static cache would be faster."""
-    if not logger.isEnabledFor(logging.INFO) or decoding_of(model).advised:
-        return
-    decoding_of(model).advised = True
-    if obstacle_of(model) is None:
-        logger.info(
-            '%s decodes eagerly.  generate(cache_implementation="static") captures its decode '
-            "steps as CUDA graphs, which are several times as fast.",
-            type(model).__name__,
-        )
 
 
 def _warn_once(model: Any, why: str) -> None:

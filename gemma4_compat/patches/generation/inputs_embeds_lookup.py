@@ -18,7 +18,6 @@ their per-layer embeddings.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -57,13 +56,11 @@ def compares_all_rows_at_once() -> Finding:
     return fixed("Gemma4TextModel.get_per_layer_inputs no longer searches the embedding")
 
 
-@PATCH.replaces(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
-def get_per_layer_inputs(original: Any) -> Any:
-    @wraps(original)
-    def get_per_layer_inputs(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if input_ids is not None or not self.hidden_size_per_layer_input:
-            return original(self, input_ids, *args, **kwargs)
-        inputs_embeds = args[0] if args else kwargs["inputs_embeds"]
-        return original(self, token_ids(self, inputs_embeds), inputs_embeds)
-
-    return get_per_layer_inputs
+@PATCH.around(_MODELING, "Gemma4TextModel.get_per_layer_inputs")
+def get_per_layer_inputs(
+    original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if input_ids is not None or not self.hidden_size_per_layer_input:
+        return original(self, input_ids, *args, **kwargs)
+    inputs_embeds = args[0] if args else kwargs["inputs_embeds"]
+    return original(self, token_ids(self, inputs_embeds), inputs_embeds)

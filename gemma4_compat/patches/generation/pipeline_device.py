@@ -4,17 +4,16 @@ If the first module is offloaded, this value is "disk", which is no device, or "
 module's weights are stored but nothing is computed.  The inputs then stay on the CPU, and all
 logits are copied to the CPU in each step.
 
-The fix makes the pipeline use the device that inputs belong on (``gemma4_compat.input_device``).
+While the pipeline is made, the fix replaces the map by one of execution devices.
 """
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of, mentions
-from .._shadow import variant
+from .._code import code_at, mentions
+from .._offload import executing_map
 
 PATCH = Patch(
     name="pipeline_device",
@@ -25,7 +24,7 @@ PATCH = Patch(
     affects=("transformers", "accelerate"),
     changes=(
         "If the device map of its model begins with an offloaded module, a pipeline sends its "
-        "inputs to the execution device of the token embeddings."
+        "inputs to the execution device of this module."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -34,34 +33,13 @@ PATCH = Patch(
 @PATCH.probe
 def reads_the_device_map() -> Finding:
     """Look whether a pipeline still reads the device map."""
-    from transformers.pipelines.base import Pipeline
-
-    code = code_of(Pipeline.__init__)
+    code = code_at("transformers.pipelines.base", "Pipeline.__init__")
     if mentions(code, "hf_device_map"):
         return broken()
     return fixed("a pipeline no longer reads the device map")
 
 
-@PATCH.replaces("transformers.pipelines.base", "Pipeline.__init__")
-def pipeline_init(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        device_map = getattr(model, "hf_device_map", None)
-        first = next(iter(device_map.values()), None) if device_map else None
-        device = _input_device(model) if first in ("cpu", "disk") else None
-        if device is None:
-            original(self, model, *args, **kwargs)
-            return
-        original(self, variant(model, hf_device_map={"": device}), *args, **kwargs)
-        self.model = model
-
-    return __init__
-
-
-def _input_device(model: Any) -> Any | None:
-    from ...model.hooks import input_device
-
-    try:
-        return input_device(model)
-    except (TypeError, ValueError):
-        return None  # no token embeddings, or they have no values
+@PATCH.around("transformers.pipelines.base", "Pipeline.__init__")
+def pipeline_init(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    with executing_map(model):
+        original(self, model, *args, **kwargs)

@@ -15,7 +15,6 @@ models still get full layers.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -56,47 +55,40 @@ def all_layers_are_dropped() -> Finding:
     return drifted(f"a cache of one sliding layer has the layers {layers}")
 
 
-@PATCH.replaces(_CACHES, "DynamicCache.__init__")
-def dynamic_cache(original: Any) -> Any:
-    @wraps(original)
-    def __init__(
-        self: Any, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        original(self, ddp_cache_data, _with_all_layers(config), *args, **kwargs)
-
-    return __init__
-
-
-@PATCH.replaces(_CACHES, "StaticCache.__init__", when="transformers<5.10.1")
-def static_cache(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, _with_all_layers(config), *args, **kwargs)
-
-    return __init__
+@PATCH.around(_CACHES, "DynamicCache.__init__")
+def dynamic_cache(
+    original: Any,
+    self: Any,
+    ddp_cache_data: Any = None,
+    config: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    original(self, ddp_cache_data, _with_all_layers(config), *args, **kwargs)
 
 
-@PATCH.replaces(
+@PATCH.around(_CACHES, "StaticCache.__init__", when="transformers<5.10.1")
+def static_cache(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, _with_all_layers(config), *args, **kwargs)
+
+
+@PATCH.around(
     "transformers.generation.utils",
     "GenerationMixin._prepare_cache_for_generation",
     when="transformers>=5.12",
 )
-def prepare_cache_for_generation(original: Any) -> Any:
+def prepare_cache_for_generation(
+    original: Any, self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
     from transformers.cache_utils import DynamicCache
 
-    @wraps(original)
-    def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        given = model_kwargs.get("past_key_values")
-        result = original(self, generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
-        if generation_config.cache_implementation == "dynamic_full" and cache is not given:
-            if type(cache) is DynamicCache and _shares_nothing(self.config):
-                model_kwargs["past_key_values"] = DynamicCache()
-        return result
-
-    return _prepare_cache_for_generation
+    given = model_kwargs.get("past_key_values")
+    result = original(self, generation_config, model_kwargs, *args, **kwargs)
+    cache = model_kwargs.get("past_key_values")
+    if generation_config.cache_implementation == "dynamic_full" and cache is not given:
+        if type(cache) is DynamicCache and _shares_nothing(self.config):
+            model_kwargs["past_key_values"] = DynamicCache()
+    return result
 
 
 def _shares_nothing(config: Any) -> bool:

@@ -10,11 +10,10 @@ puts the new ones at the end.  Under torch.compile, which needs the index, upstr
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="static_cache_full_window",
@@ -35,9 +34,7 @@ PATCH = Patch(
 @PATCH.probe
 def full_window_needs_an_index() -> Finding:
     """Check whether the code of ``update`` creates a tensor."""
-    from transformers.cache_utils import StaticSlidingWindowLayer
-
-    code = code_of(StaticSlidingWindowLayer.update)
+    code = code_at("transformers.cache_utils", "StaticSlidingWindowLayer.update")
     if not {"roll", "cumulative_length_int", "max_cache_len"} <= set(code.co_names):
         return drifted("StaticSlidingWindowLayer.update no longer rolls its keys")
     if "tensor" not in code.co_names:
@@ -45,22 +42,20 @@ def full_window_needs_an_index() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.cache_utils", "StaticSlidingWindowLayer.update")
-def static_sliding_window_layer_update(original: Any) -> Any:
+@PATCH.around("transformers.cache_utils", "StaticSlidingWindowLayer.update")
+def static_sliding_window_layer_update(
+    original: Any, self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            key_states.shape[-2] != 1
-            or not self.is_initialized
-            or self.cumulative_length_int < self.max_cache_len
-            or torch.compiler.is_compiling()
-        ):
-            return original(self, key_states, value_states, *args, **kwargs)
-        self.cumulative_length_int += 1
-        for own, new in ((self.keys, key_states), (self.values, value_states)):
-            own.copy_(torch.cat((own[:, :, 1:], new), dim=-2))
-        return self.keys, self.values
-
-    return update
+    if (
+        key_states.shape[-2] != 1
+        or not self.is_initialized
+        or self.cumulative_length_int < self.max_cache_len
+        or torch.compiler.is_compiling()
+    ):
+        return original(self, key_states, value_states, *args, **kwargs)
+    self.cumulative_length_int += 1
+    for own, new in ((self.keys, key_states), (self.values, value_states)):
+        own.copy_(torch.cat((own[:, :, 1:], new), dim=-2))
+    return self.keys, self.values

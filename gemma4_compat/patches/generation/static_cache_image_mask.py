@@ -16,8 +16,8 @@ tokens, such as decode steps, are unchanged.
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch
-from .._image_mask import probe, with_image_mask
+from ...engine import Patch
+from .._image_mask import mend
 
 PATCH = Patch(
     name="static_cache_image_mask",
@@ -34,17 +34,4 @@ PATCH = Patch(
     unreported="Reported only in another project (unsloth #10903).",
 )
 
-_MODEL = "transformers.models.gemma4.modeling_gemma4"
-
-
-@PATCH.probe
-def mask_is_made_without_the_token_types() -> Finding:
-    """Run the installed method on a tiny static cache."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4ForConditionalGeneration
-
-    return probe(Gemma4ForConditionalGeneration)
-
-
-PATCH.replaces(_MODEL, "Gemma4ForConditionalGeneration.prepare_inputs_for_generation")(
-    with_image_mask
-)
+mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4ForConditionalGeneration")

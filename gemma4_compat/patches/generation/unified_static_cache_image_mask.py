@@ -8,8 +8,8 @@ The fix makes the mask again from the token types that the model gets.
 
 from __future__ import annotations
 
-from ...engine import Finding, Patch
-from .._image_mask import probe, with_image_mask
+from ...engine import Patch
+from .._image_mask import mend
 
 PATCH = Patch(
     name="unified_static_cache_image_mask",
@@ -26,19 +26,8 @@ PATCH = Patch(
     unreported="Reported only in another project (unsloth #10903).",
 )
 
-_MODEL = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-
-@PATCH.probe
-def mask_is_made_without_the_token_types() -> Finding:
-    """Run the installed method on a tiny static cache."""
-    from transformers.models.gemma4_unified.modeling_gemma4_unified import (
-        Gemma4UnifiedForConditionalGeneration,
-    )
-
-    return probe(Gemma4UnifiedForConditionalGeneration)
-
-
-PATCH.replaces(_MODEL, "Gemma4UnifiedForConditionalGeneration.prepare_inputs_for_generation")(
-    with_image_mask
+mend(
+    PATCH,
+    "transformers.models.gemma4_unified.modeling_gemma4_unified",
+    "Gemma4UnifiedForConditionalGeneration",
 )

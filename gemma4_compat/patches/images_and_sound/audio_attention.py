@@ -11,10 +11,9 @@ releases, in which the tower inverts its mask under eager attention.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +39,23 @@ def tower_refuses_sdpa() -> Finding:
     """Check whether the tower declares support for sdpa."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioModel
 
-    if Gemma4AudioModel._supports_sdpa:
-        return fixed("the audio tower supports sdpa")
-    return broken()
+    return fixed_if(Gemma4AudioModel._supports_sdpa, "the audio tower supports sdpa")
 
 
-@PATCH.replaces(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
-def check_and_adjust_attn_implementation(original: Any) -> Any:
+@PATCH.around(_TOWER, "Gemma4AudioModel._check_and_adjust_attn_implementation")
+def check_and_adjust_attn_implementation(
+    original: Any, self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """transformers calls this method when it builds the model."""
-
-    @wraps(original)
-    def _check_and_adjust_attn_implementation(
-        self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
-
-    return _check_and_adjust_attn_implementation
+    return original(self, _or_eager(self, attn_implementation), *args, **kwargs)
 
 
-@PATCH.replaces(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
-def get_correct_attn_implementation(original: Any) -> Any:
+@PATCH.around(_TOWER, "Gemma4AudioModel.get_correct_attn_implementation")
+def get_correct_attn_implementation(
+    original: Any, self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """``set_attn_implementation`` of the whole model calls this method."""
-
-    @wraps(original)
-    def get_correct_attn_implementation(
-        self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(self, _or_eager(self, requested_attention), *args, **kwargs)
-
-    return get_correct_attn_implementation
+    return original(self, _or_eager(self, requested_attention), *args, **kwargs)
 
 
 def _or_eager(model: Any, requested: str | None) -> str | None:

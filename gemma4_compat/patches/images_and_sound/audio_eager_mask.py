@@ -12,7 +12,6 @@ for bit.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -47,10 +46,6 @@ def tower_negates_its_mask() -> Finding:
     return broken()
 
 
-@PATCH.replaces(_MODEL, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
-def convert_4d_mask_to_blocked_5d(original: Any) -> Any:
-    @wraps(original)
-    def _convert_4d_mask_to_blocked_5d(self: Any, mask_4d: Any) -> Any:
-        return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)
-
-    return _convert_4d_mask_to_blocked_5d
+@PATCH.around(_MODEL, "Gemma4AudioModel._convert_4d_mask_to_blocked_5d")
+def convert_4d_mask_to_blocked_5d(original: Any, self: Any, mask_4d: Any) -> Any:
+    return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)

@@ -9,11 +9,11 @@ The fix uses the dtype of the activations, which is the dtype of unquantised wei
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
+from .._code import code_of
 
 PATCH = Patch(
     name="audio_uint8_weights",
@@ -29,38 +29,26 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def bounds_of_a_weight() -> Finding:
     """Check whether the clamp bounds come from a weight."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioFeedForward
 
-    forward = inspect.unwrap(Gemma4AudioFeedForward.forward)
-    if "weight" in forward.__code__.co_names:
+    if "weight" in code_of(Gemma4AudioFeedForward.forward).co_names:
         return broken()
     return fixed("clamp bounds no longer come from a weight's dtype")
 
 
-@PATCH.replaces(_MODULE, "Gemma4AudioFeedForward.forward")
-def feed_forward(original: Any) -> Any:
-    return _follow_activations(original, "ffw_layer_1.linear")
-
-
-@PATCH.replaces(_MODULE, "Gemma4AudioLightConv1d.forward")
-def light_conv(original: Any) -> Any:
-    return _follow_activations(original, "linear_start.linear")
-
-
-@PATCH.replaces(_MODULE, "Gemma4AudioAttention.forward")
-def attention(original: Any) -> Any:
-    return _follow_activations(original, "post.linear")
-
-
-def _follow_activations(original: Any, layer: str) -> Any:
+def _following_activations(layer: str) -> Any:
     """A forward that uses the activations' dtype where it reads ``layer.weight.dtype``."""
 
-    @wraps(original)
-    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.get_submodule(layer)):
-            self = claiming(self, layer, hidden_states.dtype)
-        return original(self, hidden_states, *args, **kwargs)
+    def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        following = claiming(self, layer, hidden_states.dtype)
+        return original(following, hidden_states, *args, **kwargs)
 
     return forward
+
+
+for _name, _layer in (
+    ("FeedForward", "ffw_layer_1.linear"),
+    ("LightConv1d", "linear_start.linear"),
+    ("Attention", "post.linear"),
+):
+    PATCH.around(_MODULE, f"Gemma4Audio{_name}.forward")(_following_activations(_layer))

@@ -93,42 +93,37 @@ def create_causal_mask_mapping(original: Any) -> Any:
     return create_causal_mask_mapping
 
 
-@PATCH.replaces("transformers.masking_utils", "create_masks_for_generate", when="transformers>=5.9")
-def create_masks_for_generate(original: Any) -> Any:
+@PATCH.around("transformers.masking_utils", "create_masks_for_generate", when="transformers>=5.9")
+def create_masks_for_generate(
+    original: Any,
+    config: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any = None,
+    or_mask_function: Any = None,
+    and_mask_function: Any = None,
+    block_sequence_ids: Any = None,
+    **kwargs: Any,
+) -> Any:
     from transformers import masking_utils
 
-    takes_functions = getattr(masking_utils, "_is_torch_greater_or_equal_than_2_6", True)
-
-    @wraps(original)
-    def create_masks_for_generate(
-        config: Any,
-        inputs_embeds: Any,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Any = None,
-        or_mask_function: Any = None,
-        and_mask_function: Any = None,
-        block_sequence_ids: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = (inputs_embeds, attention_mask, past_key_values, position_ids)
-        functions = (or_mask_function, and_mask_function)
-        text = config.get_text_config()
-        if block_sequence_ids is None or functions != (None, None) or not _has_blocks(text):
-            return original(config, *given, *functions, block_sequence_ids, **kwargs)
-        causal = original(config, *given, **kwargs)
-        if inputs_embeds.shape[1] == 1:
-            return causal  # a single new token has no later tokens to attend to
-        if takes_functions:
-            sliding = _sliding_mask(text, *given, block_sequence_ids)
-        else:
-            as_before = original(config, *given, block_sequence_ids=block_sequence_ids, **kwargs)
-            sliding = as_before["sliding_attention"] if isinstance(causal, dict) else as_before
-        if isinstance(causal, dict):
-            return {**causal, **({"sliding_attention": sliding} if _slides(text) else {})}
-        return sliding if _slides(text) else causal  # all layers are of one type
-
-    return create_masks_for_generate
+    given = (inputs_embeds, attention_mask, past_key_values, position_ids)
+    functions = (or_mask_function, and_mask_function)
+    text = config.get_text_config()
+    if block_sequence_ids is None or functions != (None, None) or not _has_blocks(text):
+        return original(config, *given, *functions, block_sequence_ids, **kwargs)
+    causal = original(config, *given, **kwargs)
+    if inputs_embeds.shape[1] == 1:
+        return causal  # a single new token has no later tokens to attend to
+    if getattr(masking_utils, "_is_torch_greater_or_equal_than_2_6", True):
+        sliding = _sliding_mask(text, *given, block_sequence_ids)
+    else:
+        as_before = original(config, *given, block_sequence_ids=block_sequence_ids, **kwargs)
+        sliding = as_before["sliding_attention"] if isinstance(causal, dict) else as_before
+    if isinstance(causal, dict):
+        return {**causal, **({"sliding_attention": sliding} if _slides(text) else {})}
+    return sliding if _slides(text) else causal  # all layers are of one type
 
 
 def _has_blocks(config: Any) -> bool:

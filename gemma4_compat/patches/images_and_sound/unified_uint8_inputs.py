@@ -9,11 +9,11 @@ inputs of ``Gemma4UnifiedMultimodalEmbedder`` keep their floating-point dtype.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
+from .._code import code_of
 
 PATCH = Patch(
     name="unified_uint8_inputs",
@@ -35,35 +35,24 @@ _MODULE = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
-    import inspect
-
     from transformers.models.gemma4_unified.modeling_gemma4_unified import (
         Gemma4UnifiedVisionEmbedder,
     )
 
-    forward = inspect.unwrap(Gemma4UnifiedVisionEmbedder.forward)
-    if "is_floating_point" in forward.__code__.co_names:
+    if "is_floating_point" in code_of(Gemma4UnifiedVisionEmbedder.forward).co_names:
         return fixed("inputs are no longer cast to an integer dtype")
     return broken()
 
 
-@PATCH.replaces(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
-def vision_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.patch_dense):
-            self = claiming(self, "patch_dense", self.pos_embedding.dtype)
-        return original(self, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")
+def vision_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    claimed = claiming(self, "patch_dense", self.pos_embedding.dtype)
+    return original(claimed, *args, **kwargs)
 
 
-@PATCH.replaces(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
-def multimodal_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.embedding_projection):
-            self = claiming(self, "embedding_projection", inputs_embeds.dtype)
-        return original(self, inputs_embeds, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4UnifiedMultimodalEmbedder.forward")
+def multimodal_embedder_forward(
+    original: Any, self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any
+) -> Any:
+    claimed = claiming(self, "embedding_projection", inputs_embeds.dtype)
+    return original(claimed, inputs_embeds, *args, **kwargs)

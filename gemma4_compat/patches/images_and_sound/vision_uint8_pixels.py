@@ -11,11 +11,11 @@ The fix casts to the dtype of the position embeddings, which is the dtype of an 
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming, is_float
+from .._claimed_dtype import claiming
+from .._code import code_of
 
 PATCH = Patch(
     name="vision_uint8_pixels",
@@ -34,22 +34,14 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
-    import inspect
-
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionPatchEmbedder
 
-    forward = inspect.unwrap(Gemma4VisionPatchEmbedder.forward)
-    if "is_floating_point" in forward.__code__.co_names:
+    if "is_floating_point" in code_of(Gemma4VisionPatchEmbedder.forward).co_names:
         return fixed("pixels are no longer cast to an integer dtype")
     return broken()
 
 
-@PATCH.replaces(_MODULE, "Gemma4VisionPatchEmbedder.forward")
-def patch_embedder_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_float(self.input_proj):
-            self = claiming(self, "input_proj", self.position_embedding_table.dtype)
-        return original(self, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODULE, "Gemma4VisionPatchEmbedder.forward")
+def patch_embedder_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    claimed = claiming(self, "input_proj", self.position_embedding_table.dtype)
+    return original(claimed, *args, **kwargs)

@@ -13,7 +13,6 @@ The fix removes the prefix, and counts only the keys that iterating yields.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -46,20 +45,11 @@ def keys_keep_their_prefix() -> Finding:
     return drifted(f"iterating yields {keys}")
 
 
-@PATCH.replaces(_OFFLOAD, "PrefixedDataset.__iter__")
-def iterate(original: Any) -> Any:
-    # Prefer to replace a method: modules that ran "from x import function" keep the original.
-    @wraps(original)
-    def without_prefix(self: Any) -> Iterator[str]:
-        return (key.removeprefix(self.prefix) for key in original(self))
-
-    return without_prefix
+@PATCH.around(_OFFLOAD, "PrefixedDataset.__iter__")
+def iterate(original: Any, self: Any) -> Iterator[str]:
+    return (key.removeprefix(self.prefix) for key in original(self))
 
 
-@PATCH.replaces(_OFFLOAD, "PrefixedDataset.__len__")
-def length(original: Any) -> Any:
-    @wraps(original)
-    def of_this_module(self: Any) -> int:
-        return sum(1 for _ in self)
-
-    return of_this_module
+@PATCH.around(_OFFLOAD, "PrefixedDataset.__len__")
+def length(original: Any, self: Any) -> int:
+    return sum(1 for _ in self)

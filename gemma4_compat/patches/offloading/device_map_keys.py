@@ -13,7 +13,6 @@ The fix warns before any weight is read, and names the closest modules that the 
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -61,16 +60,12 @@ def unknown_keys_pass() -> Finding:
     return broken() if used == given else fixed("_get_device_map drops unknown keys")
 
 
-@PATCH.replaces("transformers.integrations.accelerate", "_get_device_map")
-def get_device_map(original: Any) -> Any:
-    @wraps(original)
-    def _get_device_map(model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-        model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-        if isinstance(device_map, dict) and model_type.startswith(_MODELS):
-            _warn(model, device_map)
-        return original(model, device_map, *args, **kwargs)
-
-    return _get_device_map
+@PATCH.around("transformers.integrations.accelerate", "_get_device_map")
+def get_device_map(original: Any, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+    if isinstance(device_map, dict) and model_type.startswith(_MODELS):
+        _warn(model, device_map)
+    return original(model, device_map, *args, **kwargs)
 
 
 def _warn(model: Any, device_map: dict[str, Any]) -> None:

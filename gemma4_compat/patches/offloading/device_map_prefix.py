@@ -12,7 +12,6 @@ The fix compares whole names, as accelerate does.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -43,15 +42,11 @@ def names_are_cut_short() -> Finding:
     return broken() if placed[name] == "disk" else fixed("transformers compares whole names")
 
 
-@PATCH.replaces("transformers.integrations.accelerate", "expand_device_map")
-def expand_device_map(original: Any) -> Any:
-    @wraps(original)
-    def expand_device_map(device_map: Any, param_names: Any) -> Any:
-        if device_map is None:
-            return original(device_map, param_names)
-        return {name: device_map.get(_entry(name, device_map), "cpu") for name in param_names}
-
-    return expand_device_map
+@PATCH.around("transformers.integrations.accelerate", "expand_device_map")
+def expand_device_map(original: Any, device_map: Any, param_names: Any) -> Any:
+    if device_map is None:
+        return original(device_map, param_names)
+    return {name: device_map.get(_entry(name, device_map), "cpu") for name in param_names}
 
 
 def _entry(name: str, device_map: Any) -> str:

@@ -24,14 +24,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, wraps
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ...engine import Finding, Kind, Patch, broken, fixed
 from ...model.files import read_header
 from ...model.parts import layer_of
-from .._code import code_of
+from .._code import code_at
 from .._not_copied import NotCopied, attached
 
 PATCH = Patch(
@@ -69,46 +69,38 @@ def tensors_are_read_when_needed() -> Finding:
     """Look whether the hook still loads the tensors one by one."""
     import sys
 
-    from accelerate.hooks import AlignDevicesHook
-
     if not sys.platform.startswith("linux"):
         return fixed("this system is not Linux")
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer loads the tensors one by one")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        loader = _loader(self) if self.offload else None
-        # A forward may need only some rows of an embedding.
-        if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
-            attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
-        return module
-
-    return init_hook
+    module = original(self, module)
+    loader = _loader(self) if self.offload else None
+    # A forward may need only some rows of an embedding.
+    if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
+        attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
+    return module
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(
+    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.offload and not torch.compiler.is_compiling():
-            layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
-            if layers is not None:
-                with suppress(Exception):
-                    layers.enter(self.weights_map.prefix)
-        return original(self, module, *args, **kwargs)
-
-    return pre_forward
+    if self.offload and not torch.compiler.is_compiling():
+        layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
+        if layers is not None:
+            with suppress(Exception):
+                layers.enter(self.weights_map.prefix)
+    return original(self, module, *args, **kwargs)
 
 
 def _loader(hook: Any) -> Any | None:

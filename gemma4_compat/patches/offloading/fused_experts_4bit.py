@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...engine.gate import holds
 from .._code import code_of, mentions
 from .._offload import onloaded
@@ -82,106 +82,92 @@ def quantizer_skips_experts() -> Finding:
     if "param_needs_quantization" not in vars(Bnb4BitHfQuantizer):
         return drifted("Bnb4BitHfQuantizer has no param_needs_quantization")
     code = code_of(Bnb4BitHfQuantizer.param_needs_quantization)
-    if mentions(code, "xperts"):
-        return fixed("the 4-bit quantizer handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "the 4-bit quantizer handles experts itself")
 
 
 # -- loading ------------------------------------------------------------------------------------
 
 
-@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer._process_model_before_weight_loading")
-def process_model_before_weight_loading(original: Any) -> Any:
-    @wraps(original)
-    def _process_model_before_weight_loading(
-        self: Any, model: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+@PATCH.around(_QUANTIZER, "Bnb4BitHfQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
-        result = original(self, model, *args, **kwargs)
-        quantise_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
-        return result
-
-    return _process_model_before_weight_loading
+    result = original(self, model, *args, **kwargs)
+    quantise_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
+    return result
 
 
-@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer.param_needs_quantization")
-def param_needs_quantization(original: Any) -> Any:
-    @wraps(original)
-    def param_needs_quantization(self: Any, model: Any, param_name: str, **kwargs: Any) -> Any:
-        if original(self, model, param_name, **kwargs):
-            return True
-        path, _, name = param_name.rpartition(".")
-        return name in FUSED and _is_marked(model.get_submodule(path), name)
-
-    return param_needs_quantization
+@PATCH.around(_QUANTIZER, "Bnb4BitHfQuantizer.param_needs_quantization")
+def param_needs_quantization(
+    original: Any, self: Any, model: Any, param_name: str, **kwargs: Any
+) -> Any:
+    if original(self, model, param_name, **kwargs):
+        return True
+    path, _, name = param_name.rpartition(".")
+    return name in FUSED and _is_marked(model.get_submodule(path), name)
 
 
-@PATCH.replaces(_QUANTIZER, "Bnb4BitHfQuantizer.get_weight_conversions")
-def get_weight_conversions(original: Any) -> Any:
-    @wraps(original)
-    def get_weight_conversions(self: Any) -> Any:
-        conversions = original(self)
-        if not vars(self).get("_reads_experts"):
-            return conversions
-        from transformers.core_model_loading import WeightConverter
-        from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
-
-        conversions = list(conversions)
-        for name in (f"experts.{name}" for name in FUSED):
-            conversions.append(
-                WeightConverter(
-                    source_patterns=[name + ending for ending in _IN_FILES],
-                    target_patterns=name,
-                    operations=[Bnb4bitDeserialize(self)],
-                )
-            )
+@PATCH.around(_QUANTIZER, "Bnb4BitHfQuantizer.get_weight_conversions")
+def get_weight_conversions(original: Any, self: Any) -> Any:
+    conversions = original(self)
+    if not vars(self).get("_reads_experts"):
         return conversions
+    from transformers.core_model_loading import WeightConverter
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
-    return get_weight_conversions
-
-
-@PATCH.replaces(_INTEGRATION, "Bnb4bitQuantize.convert")
-def bnb4bit_quantize_convert(original: Any) -> Any:
-    @wraps(original)
-    def convert(
-        self: Any,
-        input_dict: Any,
-        full_layer_name: Any = None,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        path, _, leaf = str(full_layer_name).rpartition(".")
-        if len(input_dict) != 1 or leaf not in FUSED:
-            return original(self, input_dict, full_layer_name, model, **kwargs)
-        module = model.get_submodule(path)
-        if not _is_marked(module, leaf):
-            return original(self, input_dict, full_layer_name, model, **kwargs)
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        module._is_hf_initialized = True
-        return {f"{path}.{leaf}": quantised(value, module._parameters[leaf])}
-
-    return convert
+    conversions = list(conversions)
+    for name in (f"experts.{name}" for name in FUSED):
+        conversions.append(
+            WeightConverter(
+                source_patterns=[name + ending for ending in _IN_FILES],
+                target_patterns=name,
+                operations=[Bnb4bitDeserialize(self)],
+            )
+        )
+    return conversions
 
 
-@PATCH.replaces(_INTEGRATION, "Bnb4bitDeserialize.convert")
-def bnb4bit_deserialize_convert(original: Any) -> Any:
-    @wraps(original)
-    def convert(
-        self: Any, input_dict: Any, model: Any = None, full_layer_name: Any = None, **kwargs: Any
-    ) -> Any:
-        name = min(input_dict, key=len)
-        if name.rpartition(".")[2] not in FUSED or len(input_dict) == 1:
-            return original(self, input_dict, model, full_layer_name, **kwargs)
-        from bitsandbytes.nn import Params4bit
+@PATCH.around(_INTEGRATION, "Bnb4bitQuantize.convert")
+def bnb4bit_quantize_convert(
+    original: Any,
+    self: Any,
+    input_dict: Any,
+    full_layer_name: Any = None,
+    model: Any = None,
+    **kwargs: Any,
+) -> Any:
+    path, _, leaf = str(full_layer_name).rpartition(".")
+    if len(input_dict) != 1 or leaf not in FUSED:
+        return original(self, input_dict, full_layer_name, model, **kwargs)
+    module = model.get_submodule(path)
+    if not _is_marked(module, leaf):
+        return original(self, input_dict, full_layer_name, model, **kwargs)
+    (value,) = input_dict.values()
+    value = value[0] if isinstance(value, list) else value
+    module._is_hf_initialized = True
+    return {f"{path}.{leaf}": quantised(value, module._parameters[leaf])}
 
-        tensors = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
-        packed = tensors.pop(name)
-        model.get_submodule(full_layer_name.rpartition(".")[0])._is_hf_initialized = True
-        return {name: Params4bit.from_prequantized(packed, tensors, device=packed.device)}
 
-    return convert
+@PATCH.around(_INTEGRATION, "Bnb4bitDeserialize.convert")
+def bnb4bit_deserialize_convert(
+    original: Any,
+    self: Any,
+    input_dict: Any,
+    model: Any = None,
+    full_layer_name: Any = None,
+    **kwargs: Any,
+) -> Any:
+    name = min(input_dict, key=len)
+    if name.rpartition(".")[2] not in FUSED or len(input_dict) == 1:
+        return original(self, input_dict, model, full_layer_name, **kwargs)
+    from bitsandbytes.nn import Params4bit
+
+    tensors = {k: v[0] if isinstance(v, list) else v for k, v in input_dict.items()}
+    packed = tensors.pop(name)
+    model.get_submodule(full_layer_name.rpartition(".")[0])._is_hf_initialized = True
+    return {name: Params4bit.from_prequantized(packed, tensors, device=packed.device)}
 
 
 def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
@@ -310,32 +296,26 @@ def experts_forward(original: Any) -> Any:
     return experts_forward
 
 
-@PATCH.replaces(_EXPERTS, "Gemma4TextExperts._save_to_state_dict")
-def experts_save_to_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> Any:
-        result = original(self, destination, prefix, keep_vars)
-        for name, parameter in packed_parameters(self).items():
-            for key, value in parameter.quant_state.as_dict(packed=True).items():
-                destination[f"{prefix}{name}.{key}"] = value if keep_vars else value.detach()
-        return result
-
-    return _save_to_state_dict
+@PATCH.around(_EXPERTS, "Gemma4TextExperts._save_to_state_dict")
+def experts_save_to_state_dict(
+    original: Any, self: Any, destination: Any, prefix: str, keep_vars: bool
+) -> Any:
+    result = original(self, destination, prefix, keep_vars)
+    for name, parameter in packed_parameters(self).items():
+        for key, value in parameter.quant_state.as_dict(packed=True).items():
+            destination[f"{prefix}{name}.{key}"] = value if keep_vars else value.detach()
+    return result
 
 
-@PATCH.replaces(_INTEGRATION, "dequantize_and_replace")
-def dequantize_and_replace(original: Any) -> Any:
-    @wraps(original)
-    def dequantize_and_replace(
-        model: Any, quantization_config: Any = None, dtype: Any = None
-    ) -> Any:
-        model = original(model, quantization_config=quantization_config, dtype=dtype)
-        for _, module in list(experts_in(model)):
-            with onloaded(module, keep_changes=True):
-                _dequantise(module, dtype)
-        return model
-
-    return dequantize_and_replace
+@PATCH.around(_INTEGRATION, "dequantize_and_replace")
+def dequantize_and_replace(
+    original: Any, model: Any, quantization_config: Any = None, dtype: Any = None
+) -> Any:
+    model = original(model, quantization_config=quantization_config, dtype=dtype)
+    for _, module in list(experts_in(model)):
+        with onloaded(module, keep_changes=True):
+            _dequantise(module, dtype)
+    return model
 
 
 def _dequantise(module: Any, dtype: Any) -> None:

@@ -12,10 +12,10 @@ skips, so the warning ends when a release quantises them.
 from __future__ import annotations
 
 import logging
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
+from ...model.parts import fused_experts
 from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
@@ -49,36 +49,23 @@ def quantizers_can_be_asked() -> Finding:
     if "param_needs_quantization" not in vars(Bnb8BitHfQuantizer):
         return drifted("Bnb8BitHfQuantizer has no param_needs_quantization")
     code = code_of(Bnb8BitHfQuantizer.param_needs_quantization)
-    if mentions(code, "xperts"):
-        return fixed("the 8-bit quantizer handles experts itself")
-    return broken()
+    return fixed_if(mentions(code, "xperts"), "the 8-bit quantizer handles experts itself")
 
 
-@PATCH.replaces(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")
-def process_model_before_weight_loading(original: Any) -> Any:
-    @wraps(original)
-    def _process_model_before_weight_loading(
-        self: Any, model: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(self, model, *args, **kwargs)
-        if model.config.model_type.startswith("gemma4"):
-            _warn(self, model)
-        return result
-
-    return _process_model_before_weight_loading
+@PATCH.around(_QUANTIZER, "Bnb8BitHfQuantizer._process_model_before_weight_loading")
+def process_model_before_weight_loading(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, *args, **kwargs)
+    if model.config.model_type.startswith("gemma4"):
+        _warn(self, model)
+    return result
 
 
 def _warn(quantizer: Any, model: Any) -> None:
-    experts = {
-        f"{name}.{own}": parameter
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Experts")
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.is_floating_point() and parameter.dim() == 3
-    }
     skipped = {
-        name: parameter
-        for name, parameter in experts.items()
+        name: model.get_parameter(name)
+        for name in fused_experts(dict(model.named_modules()))
         if not quantizer.param_needs_quantization(model, name)
     }
     if not skipped:

@@ -13,7 +13,6 @@ is built, and sets it on both afterwards.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -61,23 +60,19 @@ def flag_reaches_constructor() -> Finding:
     return fixed("accelerate no longer passes the flag to the constructors")
 
 
-@PATCH.replaces("accelerate.utils.modeling", "set_module_tensor_to_device")
-def set_module_tensor_to_device(original: Any) -> Any:
-    @wraps(original)
-    def set_module_tensor_to_device(
-        module: Any, tensor_name: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        path, _, name = tensor_name.rpartition(".")
-        owner = module.get_submodule(path) if path else module
-        parameter = owner._parameters.get(name)
-        if parameter is None or _FLAG not in parameter.__dict__:
-            return original(module, tensor_name, *args, **kwargs)
-        flag = parameter.__dict__.pop(_FLAG)
-        try:
-            return original(module, tensor_name, *args, **kwargs)
-        finally:
-            for each in (parameter, owner._parameters.get(name)):
-                if each is not None:
-                    setattr(each, _FLAG, flag)
-
-    return set_module_tensor_to_device
+@PATCH.around("accelerate.utils.modeling", "set_module_tensor_to_device")
+def set_module_tensor_to_device(
+    original: Any, module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path) if path else module
+    parameter = owner._parameters.get(name)
+    if parameter is None or _FLAG not in parameter.__dict__:
+        return original(module, tensor_name, *args, **kwargs)
+    flag = parameter.__dict__.pop(_FLAG)
+    try:
+        return original(module, tensor_name, *args, **kwargs)
+    finally:
+        for each in (parameter, owner._parameters.get(name)):
+            if each is not None:
+                setattr(each, _FLAG, flag)

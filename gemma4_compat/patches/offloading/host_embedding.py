@@ -22,7 +22,7 @@ import copy
 import os
 import threading
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
@@ -64,56 +64,45 @@ def whole_weight_is_loaded() -> Finding:
     return fixed("hooks no longer onload embeddings") if embedding.weight.is_meta else broken()
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
     """accelerate does not call ``post_forward`` if the forward raises; a forward hook runs."""
     import torch
 
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        if self.offload and isinstance(module, torch.nn.Embedding):
-            if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
-                module.register_forward_hook(_PutBack(), always_call=True)
-        return module
-
-    return init_hook
+    module = original(self, module)
+    if self.offload and isinstance(module, torch.nn.Embedding):
+        _host_table()  # two threads that call it first at the same time would make two classes
+        if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(_PutBack(), always_call=True)
+    return module
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(
+    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    _host_table()  # two threads that call it first at the same time would make two classes
-
-    @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (self.offload and isinstance(module, torch.nn.Embedding)):
-            return original(self, module, *args, **kwargs)
-        lookups = _lookups_of(self)
-        lookups.leave(module)
-        table = _table_to_look_up(self, module) if args or kwargs else None
-        if table is None:
-            return original(self, module, *args, **kwargs)
-        result = original(self, _without_weight(module), *args, **kwargs)
-        lookups.enter(module, table, self.execution_device, in_place_of(self))
-        return result
-
-    return pre_forward
+    if not (self.offload and isinstance(module, torch.nn.Embedding)):
+        return original(self, module, *args, **kwargs)
+    lookups = _lookups_of(self)
+    lookups.leave(module)
+    table = _table_to_look_up(self, module) if args or kwargs else None
+    if table is None:
+        return original(self, module, *args, **kwargs)
+    result = original(self, _without_weight(module), *args, **kwargs)
+    lookups.enter(module, table, self.execution_device, in_place_of(self))
+    return result
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload and isinstance(module, torch.nn.Embedding):
-            if _lookups_of(self).leave(module):
-                module = _without_weight(module)
-        return original(self, module, output)
-
-    return post_forward
+    if self.offload and isinstance(module, torch.nn.Embedding):
+        if _lookups_of(self).leave(module):
+            module = _without_weight(module)
+    return original(self, module, output)
 
 
 def page_locked(model: Any) -> int:

@@ -12,11 +12,10 @@ old state, which stays complete, for as long as the backward needs it.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._int8_state import empty
 
 PATCH = Patch(
@@ -38,20 +37,14 @@ PATCH = Patch(
 @PATCH.probe
 def hook_empties_the_state() -> Finding:
     """Look what the hook removes from the state of a layer."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.post_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.post_forward")
     if "SCB" in code.co_names and "CB" not in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer removes the scales alone")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        if self.offload and type(module).__name__ == "Linear8bitLt":
-            empty(module)
-        return original(self, module, output)
-
-    return post_forward
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
+    if self.offload and type(module).__name__ == "Linear8bitLt":
+        empty(module)
+    return original(self, module, output)

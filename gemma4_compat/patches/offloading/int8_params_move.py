@@ -14,7 +14,6 @@ The fix removes a ``SCB`` on the meta device before the move, and sets ``CB`` wh
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -55,19 +54,15 @@ def weight_comes_back_incomplete() -> Finding:
     return broken() if moved.CB is None else fixed("Int8Params.to returns a complete weight")
 
 
-@PATCH.replaces("bitsandbytes.nn.modules", "Int8Params.to")
-def int8_params_to(original: Any) -> Any:
+@PATCH.around("bitsandbytes.nn.modules", "Int8Params.to")
+def int8_params_to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.data.dtype != torch.int8:
-            return original(self, *args, **kwargs)
-        if self.SCB is not None and self.SCB.is_meta:
-            self.SCB = None  # it has no values
-        moved = original(self, *args, **kwargs)
-        if moved.CB is None and not moved.is_meta:
-            moved.CB = moved.data
-        return moved
-
-    return to
+    if self.data.dtype != torch.int8:
+        return original(self, *args, **kwargs)
+    if self.SCB is not None and self.SCB.is_meta:
+        self.SCB = None  # it has no values
+    moved = original(self, *args, **kwargs)
+    if moved.CB is None and not moved.is_meta:
+        moved.CB = moved.data
+    return moved

@@ -11,10 +11,9 @@ The fix copies the loader's tensors to the host once.  Tied weights stay one ten
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from .._snapshot import address
 
 PATCH = Patch(
@@ -35,21 +34,17 @@ def loader_keeps_tensors_where_they_are() -> Finding:
     from accelerate.utils.offload import OffloadedWeightsLoader
 
     given: dict[str, Any] = {}
-    kept = getattr(OffloadedWeightsLoader(state_dict=given), "state_dict", None)
-    if kept is None:
-        return drifted("OffloadedWeightsLoader has no state_dict")
+    kept = OffloadedWeightsLoader(state_dict=given).state_dict
     return broken() if kept is given else fixed("the loader makes its own dict")
 
 
-@PATCH.replaces("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
-def offloaded_weights_loader_init(original: Any) -> Any:
-    @wraps(original)
-    def __init__(self: Any, state_dict: Any = None, *args: Any, **kwargs: Any) -> None:
-        if state_dict is not None:
-            state_dict = _on_host(state_dict)
-        original(self, state_dict, *args, **kwargs)
-
-    return __init__
+@PATCH.around("accelerate.utils.offload", "OffloadedWeightsLoader.__init__")
+def offloaded_weights_loader_init(
+    original: Any, self: Any, state_dict: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if state_dict is not None:
+        state_dict = _on_host(state_dict)
+    original(self, state_dict, *args, **kwargs)
 
 
 def _on_host(state_dict: Any) -> Any:

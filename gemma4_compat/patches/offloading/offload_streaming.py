@@ -19,11 +19,10 @@ tensors were replaced.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._module_view import View
 from .._streaming import add, part_of, streamed_layers
 
@@ -43,54 +42,42 @@ PATCH = Patch(
 @PATCH.probe
 def tensors_travel_one_by_one() -> Finding:
     """Look whether the hook still sets the tensors one by one."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "set_module_tensor_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook no longer sets the tensors one by one")
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any) -> Any:
-    @wraps(original)
-    def init_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        add(self, module)
-        return module
-
-    return init_hook
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
+    module = original(self, module)
+    add(self, module)
+    return module
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
+def align_devices_hook_pre_forward(
+    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
+) -> Any:
     import torch
 
-    @wraps(original)
-    def pre_forward(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        part = part_of(self)
-        if part is None or torch.compiler.is_compiling() or not part.place(self, module):
-            return original(self, module, *args, **kwargs)
-        self.tied_pointers_to_remove = set()
-        return original(View(self, offload=False), module, *args, **kwargs)
-
-    return pre_forward
+    part = part_of(self)
+    if part is None or torch.compiler.is_compiling() or not part.place(self, module):
+        return original(self, module, *args, **kwargs)
+    self.tied_pointers_to_remove = set()
+    return original(View(self, offload=False), module, *args, **kwargs)
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any) -> Any:
-    @wraps(original)
-    def post_forward(self: Any, module: Any, output: Any) -> Any:
-        part = part_of(self)
-        if part is None:
-            return original(self, module, output)
-        if not part.put_back(module):
-            output = original(self, module, output)
-            part.return_to(module)
-            return output
-        return original(View(self, offload=False), module, output)
-
-    return post_forward
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
+def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
+    part = part_of(self)
+    if part is None:
+        return original(self, module, output)
+    if not part.put_back(module):
+        output = original(self, module, output)
+        part.return_to(module)
+        return output
+    return original(View(self, offload=False), module, output)
 
 
 def page_locked(model: Any) -> int:

@@ -14,7 +14,6 @@ generate take turns, one forward each.  Models without offloaded modules have no
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -49,32 +48,22 @@ def hooks_take_no_lock() -> Finding:
     return broken()
 
 
-@PATCH.replaces("accelerate.hooks", "add_hook_to_module")
-def add_hook_to_module(original: Any) -> Any:
-    @wraps(original)
-    def add_hook_to_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-        module = original(module, *args, **kwargs)
-        if offload_hook(module) is not None:
-            lock_forward(module)
-        return module
-
-    return add_hook_to_module
+@PATCH.around("accelerate.hooks", "add_hook_to_module")
+def add_hook_to_module(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    module = original(module, *args, **kwargs)
+    if offload_hook(module) is not None:
+        lock_forward(module)
+    return module
 
 
-@PATCH.replaces("accelerate.hooks", "attach_align_device_hook")
-@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
-def attach_hooks(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "attach_align_device_hook")
+@PATCH.around("accelerate.hooks", "attach_align_device_hook_on_blocks")
+def attach_hooks(original: Any, *args: Any, **kwargs: Any) -> Any:
     import inspect
 
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def attach_hooks(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        # The function calls itself for every module, with the module's name.
-        if not given.get("module_name"):
-            share_lock(given["module"])
-        return result
-
-    return attach_hooks
+    result = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    # The function calls itself for every module, with the module's name.
+    if not given.get("module_name"):
+        share_lock(given["module"])
+    return result

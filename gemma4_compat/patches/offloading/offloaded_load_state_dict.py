@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from .._offload import onloaded
 
@@ -51,47 +50,37 @@ def hooks_are_not_asked() -> Finding:
     hook = AlignDevicesHook("cpu", offload=True, weights_map={"weight": old})
     add_hook_to_module(layer, hook)
     layer.load_state_dict({"weight": new}, assign=True)
-    if torch.equal(hook.weights_map["weight"], new):
-        return fixed("load_state_dict asks the hooks")
-    return broken()
+    return fixed_if(torch.equal(hook.weights_map["weight"], new), "load_state_dict asks the hooks")
 
 
 # The class of torch, by the name that accelerate.hooks has for it: only its hooks need the patch.
-@PATCH.replaces("accelerate.hooks", "nn.Module.load_state_dict")
-def load_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def load_state_dict(
-        self: Any, state_dict: Any, strict: bool = True, assign: bool = False
-    ) -> Any:
-        offloaded = list(_offloaded(self, state_dict))
-        if not offloaded or _converts(self):
-            return original(self, state_dict, strict, assign)
-        for _, module, names in offloaded:
-            _refuse_quantised(module, names)
-        given = OrderedDict(state_dict)
-        if hasattr(state_dict, "_metadata"):
-            given._metadata = state_dict._metadata  # type: ignore[attr-defined]
-        for _, module, names in offloaded:
-            for name, key in names.items():
-                tensor = _tensor(module, name)
-                if tensor.shape == given[key].shape:  # else torch reports it
-                    given[key] = tensor
-        result = original(self, given, strict, assign)
-        for _, module, names in offloaded:
-            values = {name: state_dict[key] for name, key in names.items()}
-            with onloaded(module, keep_changes=True):
-                original(module, values, False, assign)
-        return result
-
-    return load_state_dict
+@PATCH.around("accelerate.hooks", "nn.Module.load_state_dict")
+def load_state_dict(
+    original: Any, self: Any, state_dict: Any, strict: bool = True, assign: bool = False
+) -> Any:
+    offloaded = list(_offloaded(self, state_dict))
+    # torch warns if hooks of a user's change the values while they are loaded.
+    if not offloaded or any(module._load_state_dict_pre_hooks for module in self.modules()):
+        return original(self, state_dict, strict, assign)
+    for module, names in offloaded:
+        _refuse_quantised(module, names)
+    given = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):
+        given._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    for module, names in offloaded:
+        for name, key in names.items():
+            tensor = _tensor(module, name)
+            if tensor.shape == given[key].shape:  # else torch reports it
+                given[key] = tensor
+    result = original(self, given, strict, assign)
+    for module, names in offloaded:
+        values = {name: state_dict[key] for name, key in names.items()}
+        with onloaded(module, keep_changes=True):
+            original(module, values, False, assign)
+    return result
 
 
-def _converts(model: Any) -> bool:
-    """Whether hooks of a user's change the values while they are loaded; torch then warns."""
-    return any(module._load_state_dict_pre_hooks for module in model.modules())
-
-
-def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[str, Any, dict[str, str]]]:
+def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[Any, dict[str, str]]]:
     """Offloaded modules, and the keys of the values for their tensors."""
     for path, module in model.named_modules():
         hook = offload_hook(module)
@@ -108,7 +97,7 @@ def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[str, Any, dict[str
                     continue
                 names[full] = f"{prefix}{full}"
         if names:
-            yield path, module, names
+            yield module, names
 
 
 def _tensor(module: Any, name: str) -> Any:

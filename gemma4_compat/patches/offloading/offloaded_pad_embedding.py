@@ -10,13 +10,13 @@ The fix gives the model this one row, read from where the weight is stored.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._code import code_of
+from .._code import code_at
 from .._module_view import View
+from .._offload import hook_of_weight
 
 PATCH = Patch(
     name="offloaded_pad_embedding",
@@ -33,36 +33,21 @@ PATCH = Patch(
 @PATCH.probe
 def weight_is_read_outside_its_module() -> Finding:
     """Look whether the model's forward still reads the embedding's weight."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
-
-    code = code_of(Gemma4Model.forward)
+    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
     if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
         return broken()
     return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
 
 
-@PATCH.replaces("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
-def model_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        embedding = self.language_model.embed_tokens
-        if any(offload_hook(module) is not None for module in embedding.modules()):
-            # The lookup of the token ids leaves the weight on meta, if it was not there before.
-            rows = View(embedding, weight=_rows(embedding))
-            self = View(self, language_model=View(self.language_model, embed_tokens=rows))
-        return original(self, *args, **kwargs)
-
-    return forward
-
-
-def _rows(embedding: Any) -> Any:
-    """The weight of an embedding, perhaps in PEFT's wrappers; its stored rows if offloaded."""
-    weight = embedding.weight
-    for module in embedding.modules():
-        hook = offload_hook(module)
-        if hook is not None and module._parameters.get("weight") is weight:
-            return _Rows(hook)
-    return weight
+@PATCH.around("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    embedding = self.language_model.embed_tokens
+    if any(offload_hook(module) is not None for module in embedding.modules()):
+        # The lookup of the token ids leaves the weight on meta, if it was not there before.
+        hook = hook_of_weight(embedding)
+        rows = View(embedding, weight=embedding.weight if hook is None else _Rows(hook))
+        self = View(self, language_model=View(self.language_model, embed_tokens=rows))
+    return original(self, *args, **kwargs)
 
 
 class _Rows:

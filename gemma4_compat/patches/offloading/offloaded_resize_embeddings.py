@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 from .._offload import offload, onload, onloaded
 
 PATCH = Patch(
@@ -41,46 +40,32 @@ PATCH = Patch(
 @PATCH.probe
 def resize_ignores_offloading() -> Finding:
     """Look whether the resize still leaves the hook as it is."""
-    from transformers.modeling_utils import PreTrainedModel
-
-    code = code_of(PreTrainedModel._resize_token_embeddings)
+    code = code_at("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
     if "weights_map" in code.co_names:
         return fixed("resize_token_embeddings changes what the hook loads")
     return broken()
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.resize_token_embeddings")
-def resize_token_embeddings(original: Any) -> Any:
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel.resize_token_embeddings")
+def resize_token_embeddings(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Embeddings and head stay onloaded until they are tied again."""
-
-    @wraps(original)
-    def resize_token_embeddings(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _onloaded_embeddings(self, keep_changes=True):
-            return original(self, *args, **kwargs)
-
-    return resize_token_embeddings
+    with _onloaded_embeddings(self, keep_changes=True):
+        return original(self, *args, **kwargs)
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.tie_weights")
-def tie_weights(original: Any) -> Any:
-    @wraps(original)
-    def tie_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _onloaded_embeddings(self):
-            return original(self, *args, **kwargs)
-
-    return tie_weights
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel.tie_weights")
+def tie_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with _onloaded_embeddings(self):
+        return original(self, *args, **kwargs)
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._get_resized_embeddings")
-def get_resized_embeddings(original: Any) -> Any:
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel._get_resized_embeddings")
+def get_resized_embeddings(
+    original: Any, self: Any, old_embeddings: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Only this method resizes the per-layer embeddings."""
-
-    @wraps(original)
-    def _get_resized_embeddings(self: Any, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
-        with onloaded(old_embeddings, keep_changes=True):
-            return original(self, old_embeddings, *args, **kwargs)
-
-    return _get_resized_embeddings
+    with onloaded(old_embeddings, keep_changes=True):
+        return original(self, old_embeddings, *args, **kwargs)
 
 
 @contextmanager

@@ -64,50 +64,40 @@ def sequential_hook_is_overlooked() -> Finding:
     return fixed("transformers uses the offload hook") if value is weight else broken()
 
 
-@PATCH.replaces("transformers.integrations.accelerate", "load_offloaded_parameter")
-def load_offloaded_parameter(original: Any) -> Any:
-    @wraps(original)
-    def load_offloaded_parameter(model: Any, param_name: str) -> Any:
-        value = offloaded_value(model, param_name)
-        if value is None:
-            raise ValueError(
-                f"{param_name} is on the meta device, and no offload hook has its values: it was "
-                f"never loaded, or its hook was removed.  Load the model again.  "
-                f"gemma4_compat.inspection.inspect_model(model) lists the modules without values."
-            )
-        return value
-
-    return load_offloaded_parameter
+@PATCH.around("transformers.integrations.accelerate", "load_offloaded_parameter")
+def load_offloaded_parameter(original: Any, model: Any, param_name: str) -> Any:
+    value = offloaded_value(model, param_name)
+    if value is None:
+        raise ValueError(
+            f"{param_name} is on the meta device, and no offload hook has its values: it was "
+            f"never loaded, or its hook was removed.  Load the model again.  "
+            f"gemma4_compat.inspection.inspect_model(model) lists the modules without values."
+        )
+    return value
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
-def save_pretrained(original: Any) -> Any:
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
+def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import inspect
 
-    signature = inspect.signature(original)
+    offloaded = [module for module in self.modules() if offload_hook(module) is not None]
+    if not offloaded:
+        return original(self, *args, **kwargs)
+    own_state_dict = self.state_dict
 
-    @wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offloaded = [module for module in self.modules() if offload_hook(module) is not None]
-        if not offloaded:
-            return original(self, *args, **kwargs)
-        own_state_dict = self.state_dict
+    @wraps(own_state_dict)
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        return _only_parameters_on_meta(self, own_state_dict(*args, **kwargs))
 
-        @wraps(own_state_dict)
-        def state_dict(*args: Any, **kwargs: Any) -> Any:
-            return _only_parameters_on_meta(self, own_state_dict(*args, **kwargs))
-
-        # transformers only checks whether the map has several devices, and the CPU or the disk.
-        split = {"": "cpu", "offloaded": "disk"}
-        read = variant(self, state_dict=state_dict, hf_device_map=split)
-        call = signature.bind(read, *args, **kwargs)
-        if call.arguments.get("state_dict") is not None:
-            given = dict(call.arguments["state_dict"])
-            call.arguments["state_dict"] = _only_parameters_on_meta(self, given)
-        with _row_statistics(offloaded):
-            return original(*call.args, **call.kwargs)
-
-    return save_pretrained
+    # transformers only checks whether the map has several devices, and the CPU or the disk.
+    split = {"": "cpu", "offloaded": "disk"}
+    read = variant(self, state_dict=state_dict, hf_device_map=split)
+    call = inspect.signature(original).bind(read, *args, **kwargs)
+    if call.arguments.get("state_dict") is not None:
+        given = dict(call.arguments["state_dict"])
+        call.arguments["state_dict"] = _only_parameters_on_meta(self, given)
+    with _row_statistics(offloaded):
+        return original(*call.args, **call.kwargs)
 
 
 def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:

@@ -11,7 +11,6 @@ The fix first sends token ids, token types and given embeddings to the GPU of th
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -47,20 +46,18 @@ def masks_stay_with_the_ids() -> Finding:
     return fixed("transformers moves the mask to the per-layer embeddings")
 
 
-@PATCH.replaces(_MODEL, "Gemma4Model.forward")
-def model_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        device = _device_of_embeddings(self)
-        if device is not None:
-            if input_ids is not None:
-                input_ids = input_ids.to(device)
-            for name in ("mm_token_type_ids", "inputs_embeds"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = kwargs[name].to(device)
-        return original(self, input_ids, *args, **kwargs)
-
-    return forward
+@PATCH.around(_MODEL, "Gemma4Model.forward")
+def model_forward(
+    original: Any, self: Any, input_ids: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    device = _device_of_embeddings(self)
+    if device is not None:
+        if input_ids is not None:
+            input_ids = input_ids.to(device)
+        for name in ("mm_token_type_ids", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].to(device)
+    return original(self, input_ids, *args, **kwargs)
 
 
 def _device_of_embeddings(model: Any) -> Any | None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -80,61 +79,47 @@ def warn_of_offloaded_weights() -> None:
         )
 
 
-@PATCH.replaces("bitsandbytes.nn.modules", "Params4bit.to")
-def params4bit_to(original: Any) -> Any:
+@PATCH.around("bitsandbytes.nn.modules", "Params4bit.to")
+def params4bit_to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    @wraps(original)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.quant_state
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if state is None or device is None:
-            return original(self, *args, **kwargs)
-        host = vars(state).get(_HOST)
-        if device.type == "meta":
-            state = state if host is None and _lost(state) else _for_meta(host or _as_host(state))
-        elif host is not None and (_is_of_meta(state, host) or _is_stale(state, self)):
-            state = _copied_to(host, device)
-            setattr(state, _HOST, host)
-        elif _lost(state):
-            raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
-        else:
-            return original(self, *args, **kwargs)
-        # The original would move the state in place, so it gets a weight without a state.
-        bare = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
-        vars(bare).update(vars(self), quant_state=None)
-        moved = original(bare, *args, **kwargs)
-        moved.quant_state = state
-        return moved
-
-    return to
+    state = self.quant_state
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    if state is None or device is None:
+        return original(self, *args, **kwargs)
+    host = vars(state).get(_HOST)
+    if device.type == "meta":
+        if host is not None or not _lost(state):
+            state = _for_meta(host or _copied_to(state, "cpu"))
+    elif host is not None and (_is_of_meta(state, host) or _is_stale(state, self)):
+        state = _copied_to(host, device)
+        setattr(state, _HOST, host)
+    elif _lost(state):
+        raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
+    else:
+        return original(self, *args, **kwargs)
+    # The original would move the state in place, so it gets a weight without a state.
+    bare = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
+    vars(bare).update(vars(self), quant_state=None)
+    moved = original(bare, *args, **kwargs)
+    moved.quant_state = state
+    return moved
 
 
-@PATCH.replaces("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")
-def linear4bit_save_to_state_dict(original: Any) -> Any:
-    @wraps(original)
-    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> Any:
-        _require_values(self, prefix.rstrip("."))
-        return original(self, destination, prefix, keep_vars)
-
-    return _save_to_state_dict
+@PATCH.around("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict")
+def linear4bit_save_to_state_dict(
+    original: Any, self: Any, destination: Any, prefix: str, keep_vars: bool
+) -> Any:
+    _require_values(self, prefix.rstrip("."))
+    return original(self, destination, prefix, keep_vars)
 
 
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.init_hook")
-@PATCH.replaces("accelerate.hooks", "AlignDevicesHook.detach_hook")
-def init_or_detach_hook(original: Any) -> Any:
-    @wraps(original)
-    def init_or_detach_hook(self: Any, module: Any) -> Any:
-        module = original(self, module)
-        _share_state_with_modules(self, module)
-        return module
-
-    return init_or_detach_hook
-
-
-def _as_host(state: Any) -> Any:
-    """A host copy of a state that was never offloaded; the state itself does not change."""
-    return _copied_to(state, "cpu")
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.detach_hook")
+def init_or_detach_hook(original: Any, self: Any, module: Any) -> Any:
+    module = original(self, module)
+    _share_state_with_modules(self, module)
+    return module
 
 
 def _for_meta(host: Any) -> Any:

@@ -10,7 +10,6 @@ leaves these conversions out while a state dict is converted back.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -59,17 +58,13 @@ def conversions_have_no_reverse() -> Finding:
     return fixed("conversions without a reverse no longer prevent saving")
 
 
-@PATCH.replaces("transformers.core_model_loading", "revert_weight_conversion")
-def revert_weight_conversion(original: Any) -> Any:
-    @wraps(original)
-    def revert_weight_conversion(model: Any, state_dict: Any) -> Any:
-        conversions = getattr(model, "_weight_conversions", None) or []
-        kept = [conversion for conversion in conversions if not _loads_quantised(conversion)]
-        if len(kept) == len(conversions):
-            return original(model, state_dict)
-        return original(variant(model, _weight_conversions=kept), state_dict)
-
-    return revert_weight_conversion
+@PATCH.around("transformers.core_model_loading", "revert_weight_conversion")
+def revert_weight_conversion(original: Any, model: Any, state_dict: Any) -> Any:
+    conversions = getattr(model, "_weight_conversions", None) or []
+    kept = [conversion for conversion in conversions if not _loads_quantised(conversion)]
+    if len(kept) == len(conversions):
+        return original(model, state_dict)
+    return original(variant(model, _weight_conversions=kept), state_dict)
 
 
 def _loads_quantised(conversion: Any) -> bool:

@@ -16,7 +16,6 @@ places only the tensors that they hold themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -68,33 +67,27 @@ def entry_covers_all_below() -> Finding:
     return fixed('accelerate excludes modules with their own entry from the entry for ""')
 
 
-@PATCH.replaces("accelerate.hooks", "attach_align_device_hook_on_blocks")
-def attach_align_device_hook_on_blocks(original: Any) -> Any:
+@PATCH.around("accelerate.hooks", "attach_align_device_hook_on_blocks")
+def attach_align_device_hook_on_blocks(original: Any, *args: Any, **kwargs: Any) -> Any:
     import inspect
 
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def attach_align_device_hook_on_blocks(*args: Any, **kwargs: Any) -> Any:
-        # The function calls itself for every module, and passes the module's name by keyword.
-        if kwargs.get("module_name"):
-            return original(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        devices, offload = given["execution_device"], given["offload"]
-        if isinstance(devices, Mapping) and isinstance(offload, Mapping):
-            placement = {n: (devices[n], off) for n, off in offload.items() if n in devices}
-            placement, containers = _split_up(given["module"], placement)
-            _place(containers, given["skip_keys"], given["tied_params_map"])
-            given["execution_device"] = {
-                **devices,
-                **{name: device for name, (device, _) in placement.items()},
-            }
-            given["offload"] = {name: off for name, (_, off) in placement.items()}
-        return original(*call.args, **call.kwargs)
-
-    return attach_align_device_hook_on_blocks
+    # The function calls itself for every module, and passes the module's name by keyword.
+    if kwargs.get("module_name"):
+        return original(*args, **kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    devices, offload = given["execution_device"], given["offload"]
+    if isinstance(devices, Mapping) and isinstance(offload, Mapping):
+        placement = {n: (devices[n], off) for n, off in offload.items() if n in devices}
+        placement, containers = _split_up(given["module"], placement)
+        _place(containers, given["skip_keys"], given["tied_params_map"])
+        given["execution_device"] = {
+            **devices,
+            **{name: device for name, (device, _) in placement.items()},
+        }
+        given["offload"] = {name: off for name, (_, off) in placement.items()}
+    return original(*call.args, **call.kwargs)
 
 
 def _split_up(root: Any, placement: Placement) -> tuple[Placement, list[tuple[Any, Any]]]:

@@ -11,12 +11,11 @@ The fix writes the quantizer's list when ``save_pretrained`` writes the config.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from .._code import code_of
+from .._shadow import shadowed
 
 PATCH = Patch(
     name="saved_skip_modules",
@@ -32,9 +31,6 @@ PATCH = Patch(
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
-
-#: The quantisation config that ``save_pretrained`` is writing, and the modules to add.
-_saved: ContextVar[tuple[Any, list[str]]] = ContextVar("_saved", default=(None, []))
 
 
 @PATCH.probe
@@ -53,32 +49,12 @@ def quantizer_keeps_its_list_to_itself() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
-def save_pretrained(original: Any) -> Any:
-    @wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = getattr(self.config, "quantization_config", None)
-        quantizer = getattr(self, "hf_quantizer", None)
-        in_float = getattr(quantizer, "modules_to_not_convert", None)
-        if not in_float or not getattr(config, "llm_int8_enable_fp32_cpu_offload", False):
-            return original(self, *args, **kwargs)
-        token = _saved.set((config, sorted(in_float)))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _saved.reset(token)
-
-    return save_pretrained
-
-
-@PATCH.replaces("transformers.utils.quantization_config", "BitsAndBytesConfig.to_dict")
-def to_dict(original: Any) -> Any:
-    @wraps(original)
-    def to_dict(self: Any) -> Any:
-        result = original(self)
-        config, in_float = _saved.get()
-        if self is config:
-            result["llm_int8_skip_modules"] = in_float
-        return result
-
-    return to_dict
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
+def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = getattr(self.config, "quantization_config", None)
+    quantizer = getattr(self, "hf_quantizer", None)
+    in_float = getattr(quantizer, "modules_to_not_convert", None)
+    if not in_float or not getattr(config, "llm_int8_enable_fp32_cpu_offload", False):
+        return original(self, *args, **kwargs)
+    with shadowed(config, llm_int8_skip_modules=sorted(in_float)):
+        return original(self, *args, **kwargs)

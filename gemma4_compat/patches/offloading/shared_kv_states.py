@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -61,34 +60,24 @@ class _Shared(UserDict[Any, Any]):
         return self
 
 
-@PATCH.replaces(
+@PATCH.around(
     "transformers.modeling_layers",
     "GradientCheckpointingLayer.__call__",
     when="transformers>=5.5.3",
 )
-def layer_call(original: Any) -> Any:
+def layer_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """All decoder layers of Gemma 4, its variants and Gemma 3n inherit this method."""
-
-    @wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("shared_kv_states"), (dict, _Shared)):
-            kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
-        return original(self, *args, **kwargs)
-
-    return __call__
+    if isinstance(kwargs.get("shared_kv_states"), (dict, _Shared)):
+        kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
+    return original(self, *args, **kwargs)
 
 
-@PATCH.replaces(
+@PATCH.around(
     "transformers.models.gemma4.modeling_gemma4",
     "Gemma4TextDecoderLayer.__call__",
     when="transformers<5.5.3",
 )
-def layer_call_by_position(original: Any) -> Any:
+def layer_call_by_position(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Older releases pass it by position, as the only dictionary among the arguments."""
-
-    @wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_Shared(arg) if isinstance(arg, dict) else arg for arg in args)
-        return original(self, *args, **kwargs)
-
-    return __call__
+    args = tuple(_Shared(arg) if isinstance(arg, dict) else arg for arg in args)
+    return original(self, *args, **kwargs)

@@ -15,7 +15,6 @@ offloaded models, even if they have no device map (``cpu_offload``).
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -58,27 +57,19 @@ def device_of_an_offloaded_model() -> Finding:
     return fixed(f"the device of an offloaded model is {model.device}")
 
 
-@PATCH.replaces("transformers.modeling_utils", "ModuleUtilsMixin.device")
-def device(original: Any) -> Any:
-    @wraps(original)
-    def device(self: Any) -> Any:
-        own = original(self)
-        return _device_of_inputs(self, own) if own.type == "meta" else own
-
-    return device
+@PATCH.around("transformers.modeling_utils", "ModuleUtilsMixin.device")
+def device(original: Any, self: Any) -> Any:
+    own = original(self)
+    return _device_of_inputs(self, own) if own.type == "meta" else own
 
 
-@PATCH.replaces("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
-def valid_auto_compile_criteria(original: Any) -> Any:
-    @wraps(original)
-    def _valid_auto_compile_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _loading_hook(self) is None:
-            return original(self, *args, **kwargs)
-        # Upstream does not compile such models.  Not a variant: captured_decoding keeps the model.
-        with shadowed(self, hf_device_map={"": "disk"}):
-            return original(self, *args, **kwargs)
-
-    return _valid_auto_compile_criteria
+@PATCH.around("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
+def valid_auto_compile_criteria(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _loading_hook(self) is None:
+        return original(self, *args, **kwargs)
+    # Upstream does not compile such models.  Not a variant: captured_decoding keeps the model.
+    with shadowed(self, hf_device_map={"": "disk"}):
+        return original(self, *args, **kwargs)
 
 
 def _device_of_inputs(model: Any, meta: Any) -> Any:

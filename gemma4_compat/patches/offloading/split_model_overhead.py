@@ -19,7 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="split_model_overhead",
@@ -40,9 +40,7 @@ _PLAIN = (type(None), bool, int, float, str)
 @PATCH.probe
 def inputs_are_always_sent() -> Finding:
     """Look whether the hook still calls ``send_to_device``."""
-    from accelerate.hooks import AlignDevicesHook
-
-    code = code_of(AlignDevicesHook.pre_forward)
+    code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     if "send_to_device" in code.co_names:
         return broken()
     return fixed("AlignDevicesHook.pre_forward does not call send_to_device")
@@ -62,8 +60,6 @@ def add_hook_to_module(original: Any) -> Any:
             module.forward = update_wrapper(partial(forward, module, hooked), module._old_forward)
         return module
 
-    methods_are_known = _Known(AlignDevicesHook, "pre_forward", "post_forward")
-
     def idle(hook: Any) -> bool:
         if type(hook) is not AlignDevicesHook:
             return False
@@ -71,7 +67,17 @@ def add_hook_to_module(original: Any) -> Any:
             return False
         # The hook's methods may have been replaced on the instance.
         own = hook.__dict__
-        return not ("pre_forward" in own or "post_forward" in own) and bool(methods_are_known)
+        return not ("pre_forward" in own or "post_forward" in own) and methods_are_known()
+
+    # Weak references, because other code may restore methods of its own later.
+    checked: tuple[Any, Any, bool] = (lambda: None, lambda: None, False)
+
+    def methods_are_known() -> bool:
+        nonlocal checked
+        pre, post = AlignDevicesHook.pre_forward, AlignDevicesHook.post_forward
+        if checked[0]() is not pre or checked[1]() is not post:
+            checked = ref(pre), ref(post), _is_known(pre) and _is_known(post)
+        return checked[2]
 
     def forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
         hook = module._hf_hook  # read it again, because it may have been replaced
@@ -103,34 +109,8 @@ def add_hook_to_module(original: Any) -> Any:
     return add_hook_to_module
 
 
-class _Known:
-    """True if the methods of a class are accelerate's own, or replacements by this package.
-
-    It keeps only weak references to the methods, because other code may restore its own later.
-    """
-
-    def __init__(self, owner: type, *names: str) -> None:
-        self.owner, self.names = owner, names
-        self.checked: list[Any] = []
-        self.answer = False
-
-    def __bool__(self) -> bool:
-        owner = self.owner
-        for name, method in self.checked:
-            if getattr(owner, name) is not method():
-                break
-        else:
-            if self.checked:
-                return self.answer
-        methods = [getattr(owner, name) for name in self.names]
-        self.checked = [
-            (name, ref(method)) for name, method in zip(self.names, methods, strict=True)
-        ]
-        self.answer = all(_is_known(method) for method in methods)
-        return self.answer
-
-
 def _is_known(function: Any) -> bool:
+    """Whether a method is accelerate's own, or a replacement by this package."""
     known = (__name__.partition(".")[0], "accelerate", "torch")
     while function is not None:
         # ``functools.wraps`` copies the name of the module, but not the globals.

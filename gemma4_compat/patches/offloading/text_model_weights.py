@@ -19,18 +19,16 @@ config, unless the caller passes one; if the text model has other sizes, the fix
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
-from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from .._code import code_of
 from .._text_model import (
     is_gemma4,
     is_text_model,
-    tensor_names,
-    tensor_shape,
+    multimodal_renaming,
+    tensor_shapes,
     text_parts,
     with_renaming,
 )
@@ -62,68 +60,59 @@ def text_model_has_no_renaming() -> Finding:
     """Look for the model in the tables.  The public function would fill a cache."""
     from transformers import conversion_mapping as tables
 
-    build = getattr(tables, "_build_checkpoint_conversion_mapping", None)
-    if build is None:
-        return drifted("transformers has no _build_checkpoint_conversion_mapping")
     filled = tables._checkpoint_conversion_mapping_cache or ()
     names = {*tables._MODEL_TO_CONVERSION_PATTERN, *filled}
-    for const in code_of(build).co_consts:
+    for const in code_of(tables._build_checkpoint_conversion_mapping).co_consts:
         names.update(const if isinstance(const, tuple) else (const,))
     if known := {"gemma4_text", "Gemma4ForCausalLM"} & names:
         return fixed(f"transformers has weight conversions for {min(known)}")
     return broken()
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
-def load_pretrained_model(original: Any) -> Any:
-    @wraps(original)
-    def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Any,
-        load_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # expected_keys is passed only if an adapter is loaded.
-        given = (model, state_dict, checkpoint_files, load_config)
-        if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
-            return original(*given, *args, **kwargs)
-        from transformers.core_model_loading import WeightRenaming
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model")
+def load_pretrained_model(
+    original: Any,
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # expected_keys is passed only if an adapter is loaded.
+    given = (model, state_dict, checkpoint_files, load_config)
+    if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
+        return original(*given, *args, **kwargs)
+    from transformers.core_model_loading import WeightRenaming
 
-        names = set(tensor_names(state_dict, checkpoint_files))
-        if is_text_model(model):
-            own = "model." if hasattr(model, "model") else ""
-            _refuse_both(own, names)
-            _refuse_unknown_quantisation(load_config.hf_quantizer, names)
-            renaming = WeightRenaming(_INSIDE, own)
-        else:
-            parts = tuple(f"model.{name}." for name in text_parts(model))
-            text = [name for name in names if name.startswith(parts)]
-            if not text or any("language_model." in name for name in names):
-                return original(*given)
-            _refuse_other_sizes(model, text, state_dict, checkpoint_files)
-            inside = "|".join(re.escape(name) for name in text_parts(model))
-            renaming = WeightRenaming(rf"^model\.(?=(?:{inside})\.)", "model.language_model.")
-        load_config = with_renaming(load_config, renaming)
-        result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # ``save_pretrained`` would reverse every conversion that stays in this list.
-        kept = vars(model).get("_weight_conversions")
-        if kept is not None:
-            model._weight_conversions = [rule for rule in kept if rule is not renaming]
-        return result
-
-    return _load_pretrained_model
+    names = tensor_shapes(state_dict, checkpoint_files)
+    if is_text_model(model):
+        own = "model." if hasattr(model, "model") else ""
+        _refuse_both(own, names)
+        _refuse_unknown_quantisation(load_config.hf_quantizer, names)
+        renaming = WeightRenaming(_INSIDE, own)
+    else:
+        parts = tuple(f"model.{name}." for name in text_parts(model))
+        text = [name for name in names if name.startswith(parts)]
+        if not text or any("language_model." in name for name in names):
+            return original(*given)
+        _refuse_other_sizes(model, text, names)
+        renaming = multimodal_renaming(model)
+    load_config = with_renaming(load_config, renaming)
+    result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    # ``save_pretrained`` would reverse every conversion that stays in this list.
+    kept = vars(model).get("_weight_conversions")
+    if kept is not None:
+        model._weight_conversions = [rule for rule in kept if rule is not renaming]
+    return result
 
 
-def _refuse_other_sizes(
-    model: Any, names: list[str], state_dict: Any, checkpoint_files: Any
-) -> None:
+def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise ``ValueError`` if the model's text part is not the text model of the checkpoint."""
     config = model.config.get_text_config()
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     embedding = model.get_input_embeddings().weight.shape
-    found = tensor_shape("model.embed_tokens.weight", state_dict, checkpoint_files)
+    found = shapes.get("model.embed_tokens.weight")
     if len(layers) != config.num_hidden_layers or found not in (None, tuple(embedding)):
         raise ValueError(
             f"the checkpoint is a text model's, and {type(model).__name__} got a config with a "

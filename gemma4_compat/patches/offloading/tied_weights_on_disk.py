@@ -19,7 +19,6 @@ untied, and each is read from the checkpoint for its forward.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -58,24 +57,18 @@ def tied_values_are_missing() -> Finding:
     return broken()
 
 
-@PATCH.replaces("accelerate.big_modeling", "dispatch_model")
-def dispatch_model(original: Any) -> Any:
+@PATCH.around("accelerate.big_modeling", "dispatch_model")
+def dispatch_model(original: Any, *args: Any, **kwargs: Any) -> Any:
     import inspect
 
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def dispatch_model(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        given = call.arguments
-        index, device_map = given.get("offload_index"), given["device_map"]
-        if index is not None and "disk" in device_map.values():
-            given["offload_index"] = index = dict(index)
-            moved = _keep_on_one_device(given["model"], device_map, index)
-            given["device_map"] = {**device_map, **moved}
-        return original(*call.args, **call.kwargs)
-
-    return dispatch_model
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    index, device_map = given.get("offload_index"), given["device_map"]
+    if index is not None and "disk" in device_map.values():
+        given["offload_index"] = index = dict(index)
+        moved = _keep_on_one_device(given["model"], device_map, index)
+        given["device_map"] = {**device_map, **moved}
+    return original(*call.args, **call.kwargs)
 
 
 def _keep_on_one_device(model: Any, device_map: Any, index: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 from .._shadow import shadowed
 
 logger = logging.getLogger(__name__)
@@ -82,44 +82,36 @@ _now = threading.local()
 @PATCH.probe
 def trainer_asks_the_model() -> Finding:
     """Check whether Trainer reads the model's flag; the model class may not be imported yet."""
-    from transformers.trainer import Trainer
-
-    names = code_of(Trainer.__init__).co_names
-    if _FLAG not in (*names, *code_of(Trainer.__init__).co_consts):
+    names = code_at("transformers.trainer", "Trainer.__init__").co_names
+    if _FLAG not in (*names, *code_at("transformers.trainer", "Trainer.__init__").co_consts):
         return fixed("Trainer does not read accepts_loss_kwargs of models")
     if f"model_{_FLAG}" not in names:
         return drifted("Trainer does not store accepts_loss_kwargs as model_accepts_loss_kwargs")
     return broken()
 
 
-@PATCH.replaces(_TRAINER, "Trainer.get_batch_samples")
-def get_batch_samples(original: Any) -> Any:
-    @wraps(original)
-    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batches, number = original(self, *args, **kwargs)
-        _steps[self] = None if self in _left_alone else _step_of(self, batches, number)
-        return batches, number
-
-    return get_batch_samples
+@PATCH.around(_TRAINER, "Trainer.get_batch_samples")
+def get_batch_samples(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    batches, number = original(self, *args, **kwargs)
+    _steps[self] = None if self in _left_alone else _step_of(self, batches, number)
+    return batches, number
 
 
-@PATCH.replaces(_TRAINER, "Trainer.training_step")
-def training_step(original: Any) -> Any:
-    @wraps(original)
-    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _steps.get(self)
-        if step is None or self in _left_alone:
-            return original(self, model, inputs, *args, **kwargs)
-        weight, batches = step
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        count = next((count for own, count in batches if own is labels), None)
-        if count is None:
-            _leave_alone(self, _CHANGED)
-            return original(self, model, inputs, *args, **kwargs)
-        with shadowed(self, compute_loss=_weighting(self, count, weight)):
-            return original(self, model, inputs, *args, **kwargs)
-
-    return training_step
+@PATCH.around(_TRAINER, "Trainer.training_step")
+def training_step(
+    original: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    step = _steps.get(self)
+    if step is None or self in _left_alone:
+        return original(self, model, inputs, *args, **kwargs)
+    weight, batches = step
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    count = next((count for own, count in batches if own is labels), None)
+    if count is None:
+        _leave_alone(self, _CHANGED)
+        return original(self, model, inputs, *args, **kwargs)
+    with shadowed(self, compute_loss=_weighting(self, count, weight)):
+        return original(self, model, inputs, *args, **kwargs)
 
 
 def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
@@ -163,29 +155,27 @@ def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
     return weighted
 
 
-@PATCH.replaces(_TRAINER, "Trainer.compute_loss")
-def compute_loss(original: Any) -> Any:
+@PATCH.around(_TRAINER, "Trainer.compute_loss")
+def compute_loss(
+    original: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
     from transformers.trainer_pt_utils import LabelSmoother
 
-    @wraps(original)
-    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        losses = getattr(_now, "losses", None)
-        if losses is None:
-            return original(self, model, inputs, *args, **kwargs)
-        labels = inputs.get("labels") if type(self.label_smoother) is LabelSmoother else None
-        result = original(self, model, inputs, *args, **kwargs)
-        loss = result[0] if isinstance(result, tuple) else result
-        number = args[1] if len(args) > 1 else kwargs.get(_NUMBER)
-        counted = self.model_accepts_loss_kwargs and number is not None
-        if labels is None:
-            # Trainer multiplies the loss of a model by the number of processes.
-            tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
-        else:  # LabelSmoother computes a mean, unless it gets the number
-            tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
-        losses.append((loss, _made_by(loss), tokens))
-        return result
-
-    return compute_loss
+    losses = getattr(_now, "losses", None)
+    if losses is None:
+        return original(self, model, inputs, *args, **kwargs)
+    labels = inputs.get("labels") if type(self.label_smoother) is LabelSmoother else None
+    result = original(self, model, inputs, *args, **kwargs)
+    loss = result[0] if isinstance(result, tuple) else result
+    number = args[1] if len(args) > 1 else kwargs.get(_NUMBER)
+    counted = self.model_accepts_loss_kwargs and number is not None
+    if labels is None:
+        # Trainer multiplies the loss of a model by the number of processes.
+        tokens = _tokens(loss, counted and self.args.average_tokens_across_devices)
+    else:  # LabelSmoother computes a mean, unless it gets the number
+        tokens = None if counted else labels[..., 1:].ne(_IGNORED).sum()
+    losses.append((loss, _made_by(loss), tokens))
+    return result
 
 
 # -- the weights -----------------------------------------------------------------------------------

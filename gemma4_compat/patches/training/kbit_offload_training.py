@@ -13,12 +13,11 @@ update a parameter on meta.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import code_of
-from .._offload import executing_map, is_dispatched
+from .._code import code_at
+from .._offload import executing_map
 
 PATCH = Patch(
     name="kbit_offload_training",
@@ -40,23 +39,19 @@ PATCH = Patch(
 @PATCH.probe
 def offloaded_models_are_refused() -> Finding:
     """Search the code for the text of the exception."""
-    from accelerate.accelerator import Accelerator
-
-    code = code_of(Accelerator.prepare_model)
+    code = code_at("accelerate.accelerator", "Accelerator.prepare_model")
     if any("CPU or disk offload" in text for text in code.co_consts if isinstance(text, str)):
         return broken()
     return fixed("Accelerator.prepare_model no longer refuses offloaded models")
 
 
-@PATCH.replaces("accelerate.accelerator", "Accelerator.prepare_model")
-def accelerator_prepare_model(original: Any) -> Any:
-    @wraps(original)
-    def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (getattr(model, "is_loaded_in_4bit", False) and is_dispatched(model)):
-            return original(self, model, *args, **kwargs)
-        if any(parameter.is_meta and parameter.requires_grad for parameter in model.parameters()):
-            return original(self, model, *args, **kwargs)
-        with executing_map(model):
-            return original(self, model, *args, **kwargs)
-
-    return prepare_model
+@PATCH.around("accelerate.accelerator", "Accelerator.prepare_model")
+def accelerator_prepare_model(
+    original: Any, self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not getattr(model, "is_loaded_in_4bit", False) or any(
+        parameter.is_meta and parameter.requires_grad for parameter in model.parameters()
+    ):
+        return original(self, model, *args, **kwargs)
+    with executing_map(model):
+        return original(self, model, *args, **kwargs)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -62,33 +61,29 @@ def tables_are_cast() -> Finding:
     return broken()
 
 
-@PATCH.replaces("peft.utils.other", "prepare_model_for_kbit_training")
-def prepare_model_for_kbit_training(original: Any) -> Any:
-    @wraps(original)
-    def prepare_model_for_kbit_training(model: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = {id(parameter): parameter for _, _, parameter in _large_tensors(model)}
-        if not kept:
-            return original(model, *args, **kwargs)
-        all_parameters = model.parameters
+@PATCH.around("peft.utils.other", "prepare_model_for_kbit_training")
+def prepare_model_for_kbit_training(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = {id(parameter): parameter for _, _, parameter in _large_tensors(model)}
+    if not kept:
+        return original(model, *args, **kwargs)
+    all_parameters = model.parameters
 
-        def parameters(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            return (p for p in all_parameters(*args, **kwargs) if id(p) not in kept)
+    def parameters(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        return (p for p in all_parameters(*args, **kwargs) if id(p) not in kept)
 
-        # PEFT casts the tensors of parameters(), and freezes those of named_parameters().
-        with shadowed(model, parameters=parameters):
-            result = original(model, *args, **kwargs)
-        for module, hook, _ in _large_tensors(model):
-            _attach(module, hook)
-        size = sum(parameter.numel() * parameter.element_size() for parameter in kept.values())
-        logger.info(
-            "%d parameters (per-layer embeddings or experts) stay in half precision, which saves "
-            "%.3g GiB",
-            len(kept),
-            size / 2**30,
-        )
-        return result
-
-    return prepare_model_for_kbit_training
+    # PEFT casts the tensors of parameters(), and freezes those of named_parameters().
+    with shadowed(model, parameters=parameters):
+        result = original(model, *args, **kwargs)
+    for module, hook, _ in _large_tensors(model):
+        _attach(module, hook)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in kept.values())
+    logger.info(
+        "%d parameters (per-layer embeddings or experts) stay in half precision, which saves "
+        "%.3g GiB",
+        len(kept),
+        size / 2**30,
+    )
+    return result
 
 
 def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:

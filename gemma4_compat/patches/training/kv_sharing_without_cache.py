@@ -12,11 +12,10 @@ still returns no cache unless the caller requests one.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of
+from .._code import code_at
 
 PATCH = Patch(
     name="kv_sharing_without_cache",
@@ -42,9 +41,7 @@ _ARGUMENT = "shared_without_cache"
 @PATCH.probe
 def shared_keys_are_on_the_cache() -> Finding:
     """Check where the attention reads shared keys and values."""
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextAttention
-
-    code = code_of(Gemma4TextAttention.forward)
+    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4TextAttention.forward")
     if "shared_kv_states" in code.co_varnames:
         return fixed("shared keys and values are passed from layer to layer")
     if "shared_layers" in code.co_names:
@@ -52,34 +49,27 @@ def shared_keys_are_on_the_cache() -> Finding:
     return drifted("Gemma4TextAttention.forward does not read shared keys and values as expected")
 
 
-@PATCH.replaces(_MODEL, "Gemma4TextModel.forward")
-def text_model_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **{_ARGUMENT: _SharedKeysAndValues()}, **kwargs)
-
-    return forward
+@PATCH.around(_MODEL, "Gemma4TextModel.forward")
+def text_model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(self, *args, **{_ARGUMENT: _SharedKeysAndValues()}, **kwargs)
 
 
-@PATCH.replaces(_MODEL, "Gemma4TextAttention.forward")
-def text_attention_forward(original: Any) -> Any:
-    @wraps(original)
-    def forward(
-        self: Any,
-        hidden_states: Any,
-        position_embeddings: Any,
-        attention_mask: Any,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        shared = kwargs.pop(_ARGUMENT, None)
-        if past_key_values is None:
-            past_key_values = shared
-        return original(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
-
-    return forward
+@PATCH.around(_MODEL, "Gemma4TextAttention.forward")
+def text_attention_forward(
+    original: Any,
+    self: Any,
+    hidden_states: Any,
+    position_embeddings: Any,
+    attention_mask: Any,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    shared = kwargs.pop(_ARGUMENT, None)
+    if past_key_values is None:
+        past_key_values = shared
+    return original(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+    )
 
 
 class _SharedKeysAndValues:

@@ -10,7 +10,6 @@ refused as before, because the patch cannot know which of its tokens are images.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -45,27 +44,24 @@ def masks_ask_for_token_types() -> Finding:
     return fixed("masks are made without token types")
 
 
-@PATCH.replaces(_MODEL, "Gemma4Model.forward")
-def model_forward(original: Any) -> Any:
+@PATCH.around(_MODEL, "Gemma4Model.forward")
+def model_forward(
+    original: Any,
+    self: Any,
+    input_ids: Any = None,
+    pixel_values: Any = None,
+    pixel_values_videos: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     import torch
 
-    @wraps(original)
-    def forward(
-        self: Any,
-        input_ids: Any = None,
-        pixel_values: Any = None,
-        pixel_values_videos: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        no_pixels = pixel_values is None and pixel_values_videos is None
-        by_image = self.config.get_text_config().use_bidirectional_attention == "vision"
-        if self.training and no_pixels and by_image and not args:
-            tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
-            if tokens is not None and kwargs.get("mm_token_type_ids") is None:
-                kwargs["mm_token_type_ids"] = torch.zeros(
-                    tokens.shape[:2], dtype=torch.long, device=tokens.device
-                )
-        return original(self, input_ids, pixel_values, pixel_values_videos, *args, **kwargs)
-
-    return forward
+    no_pixels = pixel_values is None and pixel_values_videos is None
+    by_image = self.config.get_text_config().use_bidirectional_attention == "vision"
+    if self.training and no_pixels and by_image and not args:
+        tokens = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        if tokens is not None and kwargs.get("mm_token_type_ids") is None:
+            kwargs["mm_token_type_ids"] = torch.zeros(
+                tokens.shape[:2], dtype=torch.long, device=tokens.device
+            )
+    return original(self, input_ids, pixel_values, pixel_values_videos, *args, **kwargs)

@@ -52,7 +52,7 @@ def models_are_given_a_checkpoint_function() -> Finding:
     if "gradient_checkpointing_func" not in inspect.signature(method).parameters:
         return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
     code = code_of(method)
-    if code is not None and (mentions(code, "reentrant") or mentions(code, "kv_shared")):
+    if mentions(code, "reentrant") or mentions(code, "kv_shared"):
         return fixed("_set_gradient_checkpointing chooses the variant itself")
     return broken()
 
