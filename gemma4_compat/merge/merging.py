@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MergeError
+from ..errors import MergeError, failures_of
 from . import parity
-from .models import failures_of, load_adapter, load_base, size_in_bytes, untie
+from .models import adapted, load_base, untie
 from .prompts import all_inputs
 from .result import Parity
 
@@ -50,11 +50,12 @@ def merged_in_memory(
     model = load_base(base, dtype, device)
     inputs, notes = all_inputs(model, tokens)
     progress(f"loading {adapter}")
-    model = load_adapter(model, base, adapter, device)
+    with failures_of(f"loading {adapter} on {base} failed", MergeError):
+        model = adapted(model, adapter, device)
 
     expected, rounding = {}, 0.0
     for name in _each(inputs, "outputs with the adapter", progress):
-        with failures_of(f"computing outputs for {name!r}"):
+        with failures_of(f"computing outputs for {name!r} failed", MergeError):
             inputs[name] = parity.continued(model, inputs[name])
             logits, effect, change = _with_adapter(model, inputs[name], dtype)
         if not logits.isfinite().all():
@@ -62,7 +63,7 @@ def merged_in_memory(
         expected[name] = logits, effect
         rounding = max(rounding, change)
     progress("merging")
-    with failures_of("merging"):
+    with failures_of("merging failed", MergeError):
         model = model.merge_and_unload()
         untie(model)
 
@@ -109,8 +110,9 @@ def write(
     """
     import torch
 
-    shard = max(size_in_bytes(merged.model) // 8, 2**26)  # writing a shard copies it in memory
-    with failures_of(f"writing to {folder.parent}"):
+    size = sum(p.numel() * p.element_size() for p in merged.model.parameters())
+    shard = max(size // 8, 2**26)  # writing a shard copies it in memory
+    with failures_of(f"writing to {folder.parent} failed", MergeError):
         merged.model.save_pretrained(folder, max_shard_size=shard)
     merged.model = None
     gc.collect()
