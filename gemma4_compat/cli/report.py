@@ -45,7 +45,9 @@ def _run(options: argparse.Namespace) -> Result:
     with quiet_libraries():
         from ..inspection.report import build_report
 
-        return build_report(options.model, options.adapter, options.device_map)
+        return build_report(
+            options.model, options.adapter, options.device_map and dict(options.device_map)
+        )
 
 
 COMMAND = Command(
