@@ -320,15 +320,11 @@ def test_kv_cache_of_other_models(tmp_path):
             r"config\.json: transformers \S+ has no NoSuchModel",
         ),
         (
-            {"model_type": "gemma4", "quantization_config": {"load_in_4bit": True}},
-            r"config\.json: a quantised checkpoint",
-        ),
-        (
             {"model_type": "gemma4", "text_config": {"num_hidden_layers": "many"}},
             r"config\.json: (not understood|\S+ cannot be built)",
         ),
     ],
-    ids=["missing", "cut", "list", "unknown", "class", "quantised", "wrong"],
+    ids=["missing", "cut", "list", "unknown", "class", "wrong"],
 )
 def test_configs_that_cannot_work(tmp_path, content, message):
     if content is not None:

@@ -28,21 +28,22 @@ def meta_model(
 
     With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
     transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
+    The quantisation of the checkpoint itself does not matter.
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
-            that the installed transformers knows, or the checkpoint is quantised already.
+            that the installed transformers knows, or it cannot be quantised.
     """
     import torch
     import transformers
 
     folder = located(model_dir)
     file, version = folder / CONFIG, f"transformers {transformers.__version__}"
-    if "quantization_config" in read_config(folder):
-        raise InputError(f"{file}: a quantised checkpoint. Name the unquantised checkpoint instead")
+    read_config(folder)  # refuses what is no model's config
     config_dir = config_file(folder).parent
     with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
+    vars(config).pop("quantization_config", None)
     name = model_class(config)
     architecture = getattr(transformers, name, None)
     if architecture is None:
@@ -83,19 +84,16 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     Raises:
         InputError: as in `meta_model`.
     """
-    folder = located(folder)
-    config = read_config(folder)
-    quantization = config.get("quantization_config")
+    folder = located(folder)  # both reads at one commit
+    quantization = read_config(folder).get("quantization_config")
     if quantization is None:
         return meta_model(folder), None
     method = str(quantization.get("quant_method", "unknown"))
-    options = None
-    if method == "bitsandbytes":
-        from transformers import BitsAndBytesConfig
+    if method != "bitsandbytes":
+        return meta_model(folder), method
+    from transformers import BitsAndBytesConfig
 
-        options = BitsAndBytesConfig.from_dict(quantization)
-    with unquantized_folder(config, str(folder)) as plain:
-        return meta_model(plain, options), method
+    return meta_model(folder, BitsAndBytesConfig.from_dict(quantization)), method
 
 
 @contextmanager
