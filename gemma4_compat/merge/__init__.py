@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
-from . import arguments, merging, models
+from . import arguments, merging
 from .prompts import PROMPTS, text_tokens
 from .result import MergeResult, Parity
 from .writing import appearing, copy_companions
@@ -81,7 +81,7 @@ def merge_adapter(
 
     with appearing(target, force) as partial, _quiet():
         progress("checking base and adapter without their weights")
-        models.rehearse(*folders, dtype)
+        merging.rehearse(*folders, dtype)
         tokens = text_tokens(tokenizers[0], prompts or PROMPTS) if tokenizers else {}
         merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
         result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
