@@ -10,7 +10,8 @@ All of them can be imported from ``gemma4_compat``::
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -48,3 +49,14 @@ def reason(error: BaseException) -> str:
     """The type and the first line of another library's error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def failures_of(step: str, kind: type[Exception] = InputError) -> Iterator[None]:
+    """A block whose exceptions become an error of this kind, with a message of one line."""
+    try:
+        yield
+    except (InputError, MergeError):
+        raise
+    except Exception as error:  # each library raises its own errors
+        raise kind(f"{step}: {reason(error)}") from error

@@ -185,7 +185,7 @@ WRONG = [
     ("plan BROKEN --gpu 8GiB", "BROKEN/config.json: not JSON"),
     ("plan MODEL --gpu 8XB", "--gpu: '8XB' is not a size"),
     ("plan MODEL --gpu 8GiB --context 0", "--context: '0' is not a whole number of 1 or more"),
-    ("plan MODEL --gpu 8GiB --quant nf5", "--quant: 'nf5' is not one of nf4, 4bit"),
+    ("plan MODEL --gpu 8GiB --quant nf5", "--quant: invalid choice: 'nf5'"),
     ("plan MODEL --gpu 8GiB --adapter NONE", "--adapter: NONE: no such file or folder"),
     ("map MODEL", "the following arguments are required: --map"),
     ("map NONE --map {}", "NONE: no such folder"),
@@ -207,7 +207,6 @@ WRONG = [
     ("merge MODEL ADAPTER", "the following arguments are required: OUT"),
     ("merge NONE ADAPTER OUT", "NONE: no such folder"),
     ("merge BROKEN ADAPTER OUT", "BROKEN/config.json: not JSON"),
-    ("merge MODEL ADAPTER OUT --device cudda", "(did you mean cuda?)"),
     ("merge MODEL ADAPTER BROKEN", "BROKEN: exists already (--force replaces it)"),
     ("demo --keep MODEL", "MODEL is not an empty folder"),
     ("run", "run: name a script or program, or a module after -m"),
@@ -363,16 +362,6 @@ def test_help_imports_no_libraries():
     code = "import sys, atexit; from gemma4_compat import cli; atexit.register(lambda: "
     code += f"print(set(sys.modules) & {{*{WITH_TORCH}, 'numpy'}})); cli.main(['-h'])"
     assert python("-c", code).stdout.splitlines()[-1] == "set()"
-
-
-def test_gpu_auto_is_the_gpus_of_this_machine(model_dir, capsys):
-    """They are found, or the line that says what to do is the same."""
-    said = []
-    for arguments in ([], ["--gpu", "auto"]):
-        code = cli.main(["plan", str(model_dir), *arguments])
-        said.append((code, *capsys.readouterr()))
-    assert said[0] == said[1]
-    assert said[0][0] in (0, 2)
 
 
 def test_status_without_the_libraries(bare):

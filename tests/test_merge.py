@@ -8,22 +8,18 @@ import os
 import random
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError, MergeError
-from gemma4_compat.merge import MergeResult, Parity, merge_adapter, needs
-from gemma4_compat.model.torch_build import cpu_only
-from gemma4_compat.text import size
+from gemma4_compat.merge import MergeResult, Parity, merge_adapter
 from tests import damage
 from tests.support import assert_same, load_model, logits
 
@@ -95,9 +91,7 @@ def test_merges_and_writes(model_dir, which, work, request, capsys):
     assert "reading it back" in printed.err
     assert names(work) == ["out"]
     assert_same(logits(load_model(out)), merged_in_memory(model_dir, adapter))
-    values = run_printed_code(printed.out)
-    assert "tokenizer" not in values
-    assert_same(logits(values["model"]), logits(load_model(out)))
+    assert f"gemma4-compat plan {out} prints code that loads it" in printed.out
     assert (out / "generation_config.json").read_text() == (
         model_dir / "generation_config.json"
     ).read_text()
@@ -145,7 +139,6 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == "adapter template"
     assert tokenizer("the capital")["input_ids"] == [1, 2]
-    assert run_printed_code(printed)["tokenizer"]("the capital")["input_ids"] == [1, 2]
     assert (out / "processor_config.json").is_file()
     assert not (out / "README.md").exists()
 
@@ -293,77 +286,6 @@ def test_unquantised_weights_with_a_quantization_config(
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
 
 
-# -- memory and disk ------------------------------------------------------------------------------
-
-
-def said(base, adapter, out, **options):
-    """The line about memory and disk, which comes before anything is loaded."""
-    lines = []
-
-    def listen(line):
-        lines.append(line)
-        stop_at_loading(line)
-
-    with pytest.raises(Loading):
-        merge_adapter(base, adapter, out, progress=listen, **options)
-    (line,) = [line for line in lines if line.startswith("needs ")]
-    return line
-
-
-@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
-def test_says_what_it_needs(model_dir, language_adapter_dir, work, dtype, item):
-    base = load_model(model_dir)
-    weights = item * sum(p.numel() for p in base.parameters())
-    adapted = peft.PeftModel.from_pretrained(base, language_adapter_dir)
-    adapter = 4 * sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
-    layers = [m for m in adapted.modules() if hasattr(m, "get_base_layer")]
-    largest = max(layer.get_base_layer().weight.numel() for layer in layers)
-    line = said(model_dir, language_adapter_dir, work / "out", dtype=dtype)
-    memory = size(weights + adapter + largest * (4 + item))
-    assert line.startswith(f"needs {memory} of memory and {size(weights)} of disk in {work}; ")
-    assert line.endswith(" GiB are free.")
-
-
-def test_too_little_memory_is_said_and_tried(model_dir, language_adapter_dir, work, monkeypatch):
-    monkeypatch.setattr(needs, "available_memory", lambda: 2**20)
-    line = said(model_dir, language_adapter_dir, work / "out")
-    assert "; 1.0 MiB and " in line
-    assert line.endswith("with too little memory, merging is slow or fails.")
-
-
-def test_weights_that_stay_in_their_file_need_no_memory(
-    model_dir, language_adapter_dir, work, monkeypatch
-):
-    """Only changed weights cannot be read from the file again, so only these are refused."""
-    base = load_model(model_dir)
-    adapted = peft.PeftModel.from_pretrained(base, language_adapter_dir)
-    layers = [m.get_base_layer() for m in adapted.modules() if hasattr(m, "get_base_layer")]
-    changed = 2 * sum(layer.weight.numel() for layer in layers)
-    assert changed < 2 * sum(p.numel() for p in base.parameters()) / 2
-    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=0))
-    monkeypatch.setattr(needs, "machine_memory", lambda: changed)
-    said(model_dir, language_adapter_dir, work / "out")
-    monkeypatch.setattr(needs, "machine_memory", lambda: changed - 1)
-    message = f"device 'cpu' has {size(changed - 1)} of memory, but must hold "
-    refused(model_dir, language_adapter_dir, work / "out", message)
-    message = refused(
-        model_dir, language_adapter_dir, work / "out", "of weights in float32. ", dtype="float32"
-    )
-    assert message.endswith("Use a machine with more memory, or --dtype bfloat16")
-
-
-def test_weights_too_large_for_the_gpu(work, monkeypatch):
-    wanted = needs.Needs("bfloat16", weights=2**34, adapter=0, merging=0, changed=0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34))
-    assert "16.00 GiB of memory of cuda:0 and" in wanted.check("cuda:0", work / "out")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**34 - 1))
-    with pytest.raises(InputError, match="Use a machine with more memory, or --device cpu"):
-        wanted.check("cuda:0", work / "out")
-    # The driver of Windows uses the CPU's memory too.
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert "Close other programs" in wanted.check("cuda:0", work / "out")
-
-
 def test_the_command_hides_what_libraries_print(llama_dir, language_adapter_dir, work):
     """A new process, in which peft imports bitsandbytes."""
     command = [sys.executable, "-m", "gemma4_compat", "merge"]
@@ -380,7 +302,7 @@ def test_the_command_hides_what_libraries_print(llama_dir, language_adapter_dir,
 
 def test_legend_and_percentages():
     row = Parity("words", 24, 0.7, 0.0316, 0.0742, 2, 2)
-    printed = str(MergeResult("base", "lora", Path("out"), "bfloat16", "code", (row,), ()))
+    printed = str(MergeResult("base", "lora", Path("out"), "bfloat16", (row,), ()))
     head, words, *rest = printed.splitlines()
     assert words.split("  ")[-1] == "agrees"
     assert " ".join(words.split()).startswith("words 70 % 3.2 % 7.4 % 2 of 24 (2 undecided)")
@@ -394,15 +316,7 @@ def test_legend_and_percentages():
 
 def replace_row(row, **values):
     rows = (replace(row, **values),)
-    return MergeResult("base", "lora", Path("out"), "bfloat16", "code", rows, ())
-
-
-def run_printed_code(printed):
-    """The names after running the code that loads OUT."""
-    code = "import gemma4_compat" + printed.partition("import gemma4_compat")[2]
-    values = {}
-    exec(compile(code, "printed", "exec"), values)
-    return values
+    return MergeResult("base", "lora", Path("out"), "bfloat16", rows, ())
 
 
 # -- files and arguments that cannot work ---------------------------------------------------------
@@ -451,21 +365,14 @@ def copies(whole, tmp_path):
 JSON_FILES = [
     ("base", "config.json"),
     ("base", "model.safetensors.index.json"),
-    ("base", "generation_config.json"),
-    ("base", "tokenizer.json"),
-    ("base", "tokenizer_config.json"),
-    ("base", "processor_config.json"),
     ("adapter", "adapter_config.json"),
-    ("adapter", "tokenizer_config.json"),
 ]
 WEIGHTS = [("base", "model-00002-of-*.safetensors"), ("adapter", "adapter_model.safetensors")]
-OTHERS = [("base", "tokenizer.model"), ("base", "chat_template.jinja")]
 DAMAGED = [
     pytest.param(place, kind, *how, id=f"{'/'.join(place)}-{kind}")
     for files, kinds in (
         (JSON_FILES, damage.JSON),
         (WEIGHTS, {**damage.SAFETENSORS, "cut off": damage.CUT_OFF}),
-        (OTHERS, damage.ANY),
     )
     for place in files
     for kind, how in kinds.items()
@@ -486,7 +393,7 @@ def test_damaged_file(copies, work, place, kind, change, message):
     [
         (("base", "config.json"), "no config.json"),
         (("base", "model.safetensors.index.json"), "no model.safetensors and no model.safetensors"),
-        (("base", "model-00002-of-*.safetensors"), "no such file (a shard that model.safetensors"),
+        (("base", "model-00002-of-*.safetensors"), "no such file"),
         (("adapter", "adapter_config.json"), "no adapter_config.json"),
         (("adapter", "adapter_model.safetensors"), "no adapter_model.safetensors"),
     ],
@@ -507,20 +414,17 @@ def edited(file, **entries):
         (
             "base/config.json",
             {"model_type": "gemma9"},
-            "config.json: not understood by transf",
+            "base: transformers",
         ),
-        ("base/config.json", {"architectures": "Gemma4"}, "config.json: architectures cannot be"),
-        ("base/config.json", {"text_config": []}, "config.json: text_config cannot be []"),
         ("base/config.json", {"text_config": {"hidden_size": "many"}}, "base"),
         ("base/config.json", {"text_config": {"num_hidden_layers": 9}}, "base"),
-        ("base/generation_config.json", {"eos_token_id": {}}, "eos_token_id cannot be {}"),
         ("base/tokenizer.json", {"model": 4}, "base: its tokenizer does not work"),
         (
             "adapter/adapter_config.json",
             {"peft_type": None},
             "adapter_config.json: not an",
         ),
-        ("adapter/adapter_config.json", {"peft_type": "LORAX"}, "not understood by peft"),
+        ("adapter/adapter_config.json", {"peft_type": "LORAX"}, "adapter does not fit"),
         ("adapter/adapter_config.json", {"peft_type": "CPT"}, "a CPT adapter has no weights"),
         ("adapter/adapter_config.json", {"r": "8"}, 'adapter_config.json: r cannot be "8"'),
         ("adapter/adapter_config.json", {"r": 2}, "adapter does not fit"),
@@ -561,16 +465,6 @@ def test_base_without_tensors_that_are_never_used(model_dir, language_adapter_di
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Loading):
         merge_adapter(base, language_adapter_dir, work / "out", progress=stop_at_loading)
-
-
-def test_tokenizer_of_another_model(copies, work):
-    (copies["adapter"] / "tokenizer.json").unlink()
-    file = copies["base"] / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"]["vocab"]["capital"] = 10**6
-    file.write_text(json.dumps(content))
-    message = "its tokenizer belongs to another model: token 1000000 of 'the capital' is outside"
-    refused(*copies.values(), work / "out", message, prompts=["the capital"])
 
 
 MUTATIONS = 40
@@ -625,18 +519,9 @@ def test_mutations(copies, work, seed):
     assert names(work) == []
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("cudda", "device 'cudda': unknown to torch"),
-        ("cuda:99", "To merge on the CPU: --device cpu"),
-        ("meta", "device 'meta': cannot compute"),
-        ("vulkan", "device 'vulkan': torch cannot use it"),
-        ("", "device '': unknown to torch"),
-        (None, "device None: unknown to torch"),
-    ],
-)
-def test_devices(model_dir, language_adapter_dir, work, device, message):
+@pytest.mark.parametrize("device", ["cudda", "cuda:99", "meta", "vulkan", ""])
+def test_devices(model_dir, language_adapter_dir, work, device):
+    message = f"device {device!r}: torch cannot use it; --device cpu merges on the CPU: "
     refused(model_dir, language_adapter_dir, work / "out", message, device=device)
 
 
@@ -645,17 +530,11 @@ def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
     assert result.ok
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_no_gpu(model_dir, language_adapter_dir, work):
-    why = cpu_only() or "torch finds 0 CUDA GPUs"
-    message = f"device 'cuda': {why}. To merge on the CPU: --device cpu"
-    refused(model_dir, language_adapter_dir, work / "out", message, device="cuda")
-
-
-@pytest.mark.parametrize("prompts", ["the capital", [4], ["the capital", " "]])
-def test_prompts_are_checked(copies, work, prompts):
-    message = "a prompt is empty" if prompts[-1] == " " else "prompts must be a list of strings"
-    refused(*copies.values(), work / "out", message, prompts=prompts)
+def test_prompts_are_checked(copies, work):
+    message = "prompts must be a list of strings"
+    refused(*copies.values(), work / "out", message, prompts="the capital")
+    message = "its tokenizer returns no tokens for ' '"
+    refused(*copies.values(), work / "out", message, prompts=["the capital", " "])
 
 
 def test_dtype_is_checked(model_dir, language_adapter_dir, work):
@@ -694,22 +573,14 @@ def test_exit_code_of_files(copies, work, capsys):
 
 
 def test_out_that_cannot_be_made(model_dir, language_adapter_dir, work):
-    for out, message in (
-        ("x" * 250, f"{work}: cannot be written to: OSError: "),
-        ("x" * 300, f"{work / ('x' * 300)}: cannot be used as OUT: OSError: "),
-        ("null\0byte", "cannot be used as OUT: ValueError: embedded null byte"),
-    ):
-        refused(model_dir, language_adapter_dir, work / out, message)
+    message = f"{work}: cannot be written to: OSError: "
+    refused(model_dir, language_adapter_dir, work / ("x" * 250), message)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even from root")
 def test_folder_that_takes_no_files(model_dir, language_adapter_dir):
     with pytest.raises(InputError, match="/proc: cannot be written to: "):
         merge_adapter(model_dir, language_adapter_dir, "/proc/out", progress=stop_at_loading)
-    with pytest.raises(InputError, match="/proc: another disk is mounted there"):
-        merge_adapter(
-            model_dir, language_adapter_dir, "/proc", progress=stop_at_loading, force=True
-        )
 
 
 def test_read_only_folder(model_dir, language_adapter_dir, work):
@@ -774,139 +645,3 @@ def test_writing_fails(model_dir, language_adapter_dir, work):
     assert last.endswith("; nothing was written")
     assert "Traceback" not in ran.stderr
     assert names(work) == []
-
-
-# -- stopped --------------------------------------------------------------------------------------
-
-
-def stopped_by(number, arguments, work):
-    """A merge in another process, which gets a signal while it writes weights."""
-    program = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        # A background process may ignore signals, and its children inherit that.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-        "from gemma4_compat import merge\n"
-        "def progress(line):\n"
-        "    if line.startswith('reading it back'):\n"
-        "        (partial,) = Path(sys.argv[3]).parent.glob('.*.partial')\n"
-        "        assert (partial / 'model.safetensors').is_file()\n"
-        f"        os.kill(os.getpid(), {int(number)})\n"
-        "merge.merge_adapter(*sys.argv[1:4], force=True, progress=progress)\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, *map(str, arguments), str(work / "out")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_signals_leave_nothing(model_dir, language_adapter_dir, work, name):
-    number = getattr(signal, name)
-    (work / "out").mkdir()
-    (work / "out" / "old").write_text("kept")
-    ran = stopped_by(number, (model_dir, language_adapter_dir), work)
-    assert ran.returncode == (-number if name == "SIGINT" else 128 + number), ran.stderr
-    assert names(work) == ["out"]
-    assert names(work / "out") == ["old"]
-
-
-@pytest.mark.slow
-def test_what_a_killed_merge_leaves_is_removed(model_dir, language_adapter_dir, work, capsys):
-    """A killed merge's folder is not locked; a running merge's folder is locked, and is kept."""
-    ran = stopped_by(signal.SIGKILL, (model_dir, language_adapter_dir), work)
-    assert ran.returncode == -signal.SIGKILL, ran.stderr
-    (left,) = names(work)
-    assert (work / left / "model.safetensors").is_file()
-    lines = []
-
-    def merge_twice(line):
-        lines.append(line)
-        if line.startswith("loading "):
-            (running,) = names(work)
-            with pytest.raises(Loading):
-                merge_adapter(
-                    model_dir, language_adapter_dir, work / "out",
-                    progress=lambda line: (others.append(line), stop_at_loading(line)),
-                )  # fmt: skip
-            assert names(work) == [running]
-            raise Loading
-
-    others = []
-    with pytest.raises(Loading):
-        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=merge_twice)
-    assert lines[0] == f"removing {work / left}, which a killed merge left"
-    assert others[0].startswith(f"leaving {work}/.out.")
-    assert others[0].endswith(".partial: another merge writes to it, or was killed")
-    assert names(work) == []
-
-
-def test_folders_of_others_stay(model_dir, language_adapter_dir, work):
-    theirs = [".out.partial", ".out.0123abcd.partial.d", ".out.b.0123abcd.partial"]
-    for name in theirs:
-        (work / name).mkdir()
-    (work / ".out.0123abcd.partial").symlink_to(work / ".out.partial")
-    (work / ".out.0123abce.partial").write_text("a file")
-    with pytest.raises(Loading):
-        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=stop_at_loading)
-    assert names(work) == sorted([*theirs, ".out.0123abcd.partial", ".out.0123abce.partial"])
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_killed_while_out_was_replaced(model_dir, language_adapter_dir, work, there):
-    """The old OUT is restored if no new OUT exists."""
-    old = work / ".out.0123abcd.replaced"
-    old.mkdir()
-    (old / "old").write_text("kept")
-    lines = []
-    if there:
-        (work / "out").mkdir()
-        with pytest.raises(Loading):
-            merge_adapter(
-                model_dir, language_adapter_dir, work / "out", force=True, progress=stop_at_loading
-            )
-        assert names(work / "out") == []
-    else:
-        with pytest.raises(InputError, match="exists already"):
-            merge_adapter(model_dir, language_adapter_dir, work / "out", progress=lines.append)
-        assert lines == [f"restoring {work / 'out'}, which a killed merge had moved to {old.name}"]
-        assert names(work / "out") == ["old"]
-    assert names(work) == ["out"]
-
-
-def test_handlers_of_the_program_stay(model_dir, language_adapter_dir, work):
-    """Signal handlers stay the same, also in a thread, which cannot set any."""
-    import threading
-
-    def mine(number, frame):
-        pass
-
-    seen = []
-
-    def look(line):
-        seen.append(signal.getsignal(signal.SIGTERM))
-        stop_at_loading(line)
-
-    def merge():
-        with pytest.raises(Loading):
-            merge_adapter(model_dir, language_adapter_dir, work / "out", progress=look)
-
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        merge()
-        assert set(seen) == {mine}
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        seen.clear()
-        thread = threading.Thread(target=merge)
-        thread.start()
-        thread.join()
-        assert set(seen) == {signal.SIG_DFL}
-        seen.clear()
-        merge()
-        assert len(set(seen)) == 1
-        assert seen[0] not in (mine, signal.SIG_DFL)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gemma4_compat
-from gemma4_compat import PatchStatus, State, Status, text
+from gemma4_compat import PatchStatus, State, Status, html, text
 from gemma4_compat.cli.status import Overview
 from gemma4_compat.inspection import check_device_map, inspect_adapter, scan_targets
 from gemma4_compat.inspection.report import build_report
@@ -85,7 +85,7 @@ def printed_cells(result, monkeypatch):
 
 def merged(ok):
     parity = Parity("<script>", 24, 0.7, 0.03 if ok else 0.3, 0.07, 2, 2)
-    return MergeResult("base", "lora", Path(NAME), "bfloat16", "code = 1 < 2", (parity,), ())
+    return MergeResult("base", "lora", Path(NAME), "bfloat16", (parity,), ())
 
 
 def an_overview(state):
@@ -136,6 +136,14 @@ def test_numbers_are_aligned_to_the_right(results):
     heads = re.findall(r'<th style="text-align: (\w+);', first)
     assert heads == ["left", "right", "right"]
     assert first.count("text-align: right") == 2 * first.count("<tr>")
+
+
+def test_a_table_above_may_have_the_words_of_the_verdict():
+    table = text.Table("fine  1", [("fine", 1)], (), (1,))
+    page = Page(html.page("a title\n\nfine  1\n\nfine", [table], "", "fine", True))
+    assert page.tables == [[["fine", "1"]]]
+    assert page.colours == {GREEN: "fine"}
+    assert page.text.split() == ["a", "title", "fine", "1", "fine"]
 
 
 def test_a_report_is_markdown_to_copy(e2b_dir):

@@ -44,7 +44,7 @@ def test_the_per_layer_embeddings_are_offloaded_in_any_case(roomy, e2b_dir):
     assert roomy.ok
     assert roomy.weights == pytest.approx(1.91 * GIB, rel=0.01)  # measured on a GPU
     table = 262144 * 35 * 256 * 2
-    assert roomy.cpu == roomy.page_locked == table
+    assert roomy.cpu == table
     assert [more.part for more in roomy.further] == [parts.VISION, parts.AUDIO, parts.LAYERS]
     assert len(roomy.further[-1].modules) == 35
     assert "llm_int8_enable_fp32_cpu_offload=True" in roomy.code
@@ -230,11 +230,9 @@ def test_training(model_dir, adapter_dir):
     assert found.bytes_of("gradients") == adapter
     assert found.bytes_of("optimizer") == 2 * adapter
     assert found.bytes_of("kv_cache") == 0
-    assert found.uncheckpointed > found.bytes_of("activations")
     logits = 64 * meta.meta_model(model_dir).config.get_text_config().vocab_size * 4
     assert found.bytes_of("activations") > 2 * logits
     assert "is_trainable=True" in found.code
-    assert "without it, they take" in str(found)
 
 
 def test_training_without_an_adapter(model_dir):
@@ -443,17 +441,6 @@ def test_json(model_dir, adapter_dir, capsys):
     assert found == json.loads(json.dumps(expected.as_dict()))
     assert found["ok"] is True
     assert found["needed"] == list(expected.needed)
-
-
-def test_other_names_of_arguments(model_dir, capsys):
-    shown = []
-    for arguments in (
-        ["--quant", "8bit", "--context", "1k"],
-        ["--quant", "int8", "--context", "1024"],
-    ):
-        assert main(["plan", str(model_dir), "--gpu", "8", *arguments]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import argparse
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import InputError
 from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
@@ -83,14 +83,14 @@ def add_model_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_map(parser: argparse.ArgumentParser, *, required: bool, help: str) -> None:
-    """Add the argument ``--map``, which may be given several times."""
+    """Add the argument ``--map``, a list of entries; it may be given several times."""
     parser.add_argument(
         "--map",
         required=required,
         metavar="MAP",
         dest="device_map",
         type=argument(_device_map),
-        action=_Joined,
+        action="extend",
         help=help,
     )
 
@@ -109,25 +109,7 @@ shell of Windows; the other forms can.
 """
 
 
-class _Joined(argparse.Action):
-    """Joins the device maps of several ``--map``."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from ..model.device_maps import joined
-
-        try:
-            setattr(namespace, self.dest, joined(getattr(namespace, self.dest) or {}, values))
-        except InputError as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-
-
-def _device_map(text: str) -> dict[str, int | str]:
+def _device_map(text: str) -> list[tuple[str, int | str]]:
     from ..model.device_maps import read_map
 
-    return read_map(text)
+    return list(read_map(text).items())

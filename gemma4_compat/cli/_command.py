@@ -22,7 +22,7 @@ class Command:
 
     ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
     without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
-    ``stopped`` is added to the message after Ctrl-C or SIGTERM.  ``waits`` is shown on a terminal
+    ``stopped`` is added to the message after Ctrl-C.  ``waits`` is shown on a terminal
     until the command prints its result; a command that shows its own progress has none.
     """
 
@@ -71,8 +71,6 @@ class Command:
             return self._fails(f"{error}; nothing was written", 1)
         except KeyboardInterrupt:
             return self._fails(f"interrupted{self.stopped}", 130)
-        except SystemExit as stopped:  # SIGTERM or SIGHUP
-            return self._fails(f"interrupted{self.stopped}", int(stopped.code or 1))
         _print(result, options)
         return 0 if result.ok else 1
 

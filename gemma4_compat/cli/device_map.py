@@ -39,7 +39,7 @@ def _run(options: argparse.Namespace) -> Result:
 
     with quiet_libraries():
         return check_device_map(
-            options.model_dir, options.device_map, offload_folder=options.offload_folder
+            options.model_dir, dict(options.device_map), offload_folder=options.offload_folder
         )
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..model.device_maps import device_name
 from ..result import Result
-from ._arguments import argument
 from ._command import Command
 from ._libraries import quiet_libraries
 
@@ -25,8 +23,7 @@ the tokenizer and processor of BASE, or of ADAPTER if it has its own.
 The model is held in memory once: the device needs room for its weights in
 --dtype (E2B 9.5 GiB, E4B 14.8 GiB in bfloat16), for the adapter in float32, and
 for the change of the largest adapted layer.  The disk needs room for the
-weights once.  The first lines on stderr say how much that is, and how much is
-free.
+weights once.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
 nothing was written; 2 invalid argument or file, or the adapter does not fit,
@@ -55,7 +52,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default="cpu",
-        type=argument(device_name),
         help="where to compute: cpu (default), cuda, cuda:1, ...",
     )
     parser.add_argument("--force", action="store_true", help="replace an existing OUT")

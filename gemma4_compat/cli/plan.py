@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from ..errors import InputError
+from ..model.meta import QUANTS
+from ..plan import parse_gpu, parse_size, plan
 from ..result import Result
 from ._arguments import adapter_location, add_model_dir, argument, at_least_one
 from ._command import Command
 from ._libraries import quiet_libraries
 
-if TYPE_CHECKING:
-    from ..plan import Gpu
-
-_QUANTS = {
-    "nf4": "nf4",
-    "4bit": "nf4",
-    "int4": "nf4",
-    "int8": "int8",
-    "8bit": "int8",
-    "bf16": "bf16",
-}
 _HELP = """\
 Plan a model for a GPU: the memory that it needs, and code that loads it.
 
@@ -44,39 +33,13 @@ Exit code: 0 it fits; 1 it cannot fit; 2 invalid argument or file.
 """
 
 
-def _gpu(text: str) -> Gpu | None:
-    """A GPU by size or name; "auto" is the same as no --gpu."""
-    from ..plan import parse_gpu
-
-    return None if text.lower() == "auto" else parse_gpu(text)
-
-
-def _size(text: str) -> int:
-    from ..plan import parse_size
-
-    return parse_size(text)
-
-
-def _quant(text: str) -> str:
-    name = _QUANTS.get(text.lower())
-    if name is None:
-        raise InputError(f"{text!r} is not one of {', '.join(_QUANTS)}")
-    return name
-
-
-def _tokens(text: str) -> int:
-    """A number of tokens as "8192" or "8k"."""
-    thousands = text.lower().removesuffix("k")
-    return at_least_one(thousands) * (1 if thousands == text else 1024)
-
-
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_dir(parser)
     parser.add_argument(
         "--gpu",
         action="append",
         metavar="SIZE",
-        type=argument(_gpu),
+        type=argument(parse_gpu),
         help="memory such as 12GiB or 12GB (decimal), or a card such as 'RTX 4070'; once for each "
         "GPU (default: the GPUs of this machine, with the memory that is free now)",
     )
@@ -84,26 +47,25 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--reserve",
         default=0,
         metavar="SIZE",
-        type=argument(_size),
+        type=argument(parse_size),
         help="memory of the first GPU to leave to other programs, such as the desktop",
     )
     parser.add_argument(
         "--ram",
         metavar="SIZE",
-        type=argument(_size),
+        type=argument(parse_size),
         help="CPU memory that the model may use (default: what is free, without --gpu)",
     )
     parser.add_argument(
         "--quant",
-        type=argument(_quant),
-        metavar="QUANT",
-        help="nf4 (or 4bit; the default, with double quantisation), int8 (or 8bit) or bf16",
+        choices=QUANTS,
+        help="the default is nf4, with double quantisation",
     )
     parser.add_argument(
         "--context",
-        type=argument(_tokens),
+        type=argument(at_least_one),
         metavar="TOKENS",
-        help="prompt and answer together (default: 32k), or a sequence to train on (2k)",
+        help="prompt and answer together (default: 32768), or a sequence to train on (2048)",
     )
     parser.add_argument(
         "--adapter",
@@ -137,12 +99,10 @@ def _needs(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _run(options: argparse.Namespace) -> Result:
-    from ..plan import plan
-
     with quiet_libraries():
         return plan(
             options.model_dir,
-            [gpu for gpu in options.gpu or () if gpu is not None] or None,
+            options.gpu,
             quant=options.quant,
             context=options.context,
             adapter=options.adapter,

@@ -45,7 +45,8 @@ def _run(options: argparse.Namespace) -> Result:
     with quiet_libraries():
         from ..inspection.report import build_report
 
-        return build_report(options.model, options.adapter, options.device_map)
+        mapped = dict(options.device_map) if options.device_map else None
+        return build_report(options.model, options.adapter, mapped)
 
 
 COMMAND = Command(

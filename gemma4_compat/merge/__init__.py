@@ -11,11 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..errors import InputError, MergeError
-from . import arguments, merging, models
+from ..errors import InputError, MergeError, failures_of
+from . import arguments, merging
 from .prompts import PROMPTS, text_tokens
-from .result import MergeResult, Parity, loading_code
-from .writing import appearing, copy_companions, exits_on_signals
+from .result import MergeResult, Parity
+from .writing import appearing, copy_companions
 
 __all__ = ["MergeResult", "Parity", "merge_adapter"]
 
@@ -41,8 +41,6 @@ def merge_adapter(
 
     The model is held in memory once.  At the peak the device holds the weights in ``dtype``, the
     adapter in float32, and the change of the largest adapted layer, in float32 and in ``dtype``.
-    Before any weights are loaded, ``progress`` gets a line with this sum, the size of ``out``, and
-    what is free.
 
     Args:
         base: folder or Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") of the checkpoint
@@ -57,19 +55,16 @@ def merge_adapter(
         progress: called with a line of text before each step.
 
     Raises:
-        InputError: a file or an argument is invalid, the adapter does not fit the base, the disk
-            has no room for ``out``, or the device has less memory than the weights take; no
-            weights were loaded.
+        InputError: a file or an argument is invalid, the adapter does not fit the base, or the
+            disk has no room for ``out``; no weights were loaded.
         MergeError: merging or writing failed, or the merged model differs; ``out`` is unchanged.
-        SystemExit: SIGTERM or SIGHUP arrived; ``out`` is unchanged.
 
     Example:
         >>> result = merge_adapter("gemma-4-E2B-it", "my-lora", "merged")
         >>> print(result.verdict)
         merged into ...merged
     """
-    arguments.check_dtype(dtype)
-    arguments.check_prompts(prompts)
+    arguments.check_options(dtype, prompts)
     target = Path(out).absolute()
     arguments.check_out(target, force)
     device = arguments.check_device(device)
@@ -77,30 +72,24 @@ def merge_adapter(
     for folder in folders:
         if arguments.is_inside(folder, target):
             raise InputError(f"{target}: would replace {folder}, which is an input")
-    arguments.check_base(folders[0])
+    elements = arguments.check_base(folders[0])
     arguments.check_adapter(folders[1])
-    arguments.check_room(folders[0], target, dtype)
+    arguments.check_room(folders[0], elements, target, dtype)
     tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
     if prompts and not tokenizers:
         raise InputError(f"{folders[0]}: no tokenizer, which prompts need")
 
-    with exits_on_signals(), appearing(target, force, progress) as partial, _quiet():
+    with appearing(target, force) as partial, _quiet():
         progress("checking base and adapter without their weights")
-        config, needs = models.rehearse(*folders, dtype)
-        progress(needs.check(device, target))
-        vocabulary = config.get_text_config().vocab_size
-        chosen = prompts or PROMPTS
-        tokens = text_tokens(tokenizers[0], chosen, vocabulary) if tokenizers else {}
+        merging.rehearse(*folders, dtype)
+        tokens = text_tokens(tokenizers[0], prompts or PROMPTS) if tokenizers else {}
         merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
-        code = loading_code(target, type(merged.model).__name__, dtype, bool(tokenizers))
-        result = MergeResult(
-            str(base), str(adapter), target, dtype, code, merged.rows, merged.notes
-        )
+        result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")
         merging.write(merged, partial, dtype, device, progress)
-        with models.failures_of(f"copying the tokenizer to {target.parent}"):
+        with failures_of(f"copying the tokenizer to {target.parent} failed", MergeError):
             copy_companions(*folders, partial)
     return result
 

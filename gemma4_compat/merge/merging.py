@@ -1,4 +1,4 @@
-"""Merges in memory, and writes the merged model."""
+"""Loads base and adapter, first without their weights, merges them, and writes the merged model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MergeError
+from ..errors import InputError, MergeError, failures_of
+from ..model.parts import is_shared_kv, shared_layers
 from . import parity
-from .models import failures_of, load_adapter, load_base, size_in_bytes, untie
 from .prompts import all_inputs
 from .result import Parity
 
@@ -19,6 +19,35 @@ if TYPE_CHECKING:
 
 _LIMIT = 0.5  # the largest tolerance: a larger difference means another model
 _MARGIN = 2  # the tolerance, as a multiple of the change by one more rounding
+
+
+def rehearse(base: Path, adapter: Path, dtype: str) -> None:
+    """Load both on the meta device, to check names and shapes.
+
+    Raises:
+        InputError: base or adapter cannot be loaded, or the adapter does not fit.
+    """
+    import peft
+    import transformers
+
+    with failures_of(f"{base}: transformers {transformers.__version__} cannot load it"):
+        model, loaded = _from_pretrained(base, dtype, "meta")
+    shared = shared_layers(model.config)  # some releases have unused weights in these layers
+    if missing := sorted(n for n in loaded["missing_keys"] if not is_shared_kv(n, shared)):
+        raise InputError(
+            f"{base}: its weights lack {len(missing)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}"
+        )
+    with failures_of(f"{adapter} does not fit {base}"):
+        settings = peft.PeftConfig.from_pretrained(adapter)
+        if hasattr(settings, "init_lora_weights"):
+            settings.init_lora_weights = False  # some settings need the base model's values
+        try:
+            _adapted(model, adapter, "cpu", config=settings)
+        except RuntimeError as error:
+            # Another one may come from the meta device alone; then loading the weights decides.
+            if "size mismatch" in str(error):
+                raise
 
 
 @dataclass
@@ -47,14 +76,15 @@ def merged_in_memory(
             adapter are not finite.
     """
     progress(f"loading {base} in {dtype}")
-    model = load_base(base, dtype, device)
+    model = _load_base(base, dtype, device)
     inputs, notes = all_inputs(model, tokens)
     progress(f"loading {adapter}")
-    model = load_adapter(model, base, adapter, device)
+    with failures_of(f"loading {adapter} on {base} failed", MergeError):
+        model = _adapted(model, adapter, device)
 
     expected, rounding = {}, 0.0
     for name in _each(inputs, "outputs with the adapter", progress):
-        with failures_of(f"computing outputs for {name!r}"):
+        with failures_of(f"computing outputs for {name!r} failed", MergeError):
             inputs[name] = parity.continued(model, inputs[name])
             logits, effect, change = _with_adapter(model, inputs[name], dtype)
         if not logits.isfinite().all():
@@ -62,9 +92,9 @@ def merged_in_memory(
         expected[name] = logits, effect
         rounding = max(rounding, change)
     progress("merging")
-    with failures_of("merging"):
+    with failures_of("merging failed", MergeError):
         model = model.merge_and_unload()
-        untie(model)
+        _untie(model)
 
     tolerance = min(_MARGIN * rounding, _LIMIT)
     rows, merged = [], {}
@@ -109,15 +139,70 @@ def write(
     """
     import torch
 
-    shard = max(size_in_bytes(merged.model) // 8, 2**26)  # writing a shard copies it in memory
-    with failures_of(f"writing to {folder.parent}"):
+    size = sum(p.numel() * p.element_size() for p in merged.model.parameters())
+    shard = max(size // 8, 2**26)  # writing a shard copies it in memory
+    with failures_of(f"writing to {folder.parent} failed", MergeError):
         merged.model.save_pretrained(folder, max_shard_size=shard)
     merged.model = None
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     progress("reading it back")
-    written = load_base(folder, dtype, device)
+    written = _load_base(folder, dtype, device)
     for name, prompt in merged.inputs.items():
         if not torch.equal(parity.logits(written, prompt), merged.logits[name]):
             raise MergeError("the written checkpoint does not give the merged model's logits")
+
+
+def _load_base(folder: Path, dtype: str, device: str) -> Any:
+    """The whole model in eval mode.
+
+    Raises:
+        MergeError: it cannot be loaded.
+    """
+    with failures_of(f"loading {folder} failed", MergeError):
+        return _from_pretrained(folder, dtype, device)[0]
+
+
+def _from_pretrained(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
+    """The model in eval mode, and transformers' loading info."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):  # check_base found no quantised weights
+        del config.quantization_config
+    name = (config.architectures or ["AutoModelForImageTextToText"])[0]
+    architecture = getattr(transformers, name, transformers.AutoModelForImageTextToText)
+    # No device map for the CPU: PEFT would treat the model as offloaded.
+    placed = {} if device == "cpu" else {"device_map": {"": device}}
+    model, loaded = architecture.from_pretrained(
+        folder,
+        config=config,
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+        **placed,
+    )
+    return model.eval(), loaded
+
+
+def _adapted(model: Any, adapter: Path, device: str, **options: Any) -> Any:
+    """The model with the adapter loaded, in eval mode."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
+    loaded = model.load_adapter(adapter, "default", torch_device=device)  # for its result
+    if loaded.unexpected_keys:
+        raise ValueError(
+            f"the model has no place for {len(loaded.unexpected_keys)} tensors, such as "
+            f"{loaded.unexpected_keys[0]}"
+        )
+    return model
+
+
+def _untie(model: Any) -> None:
+    """Set ``tie_word_embeddings`` to False if the adapter has untied the embeddings."""
+    output = model.get_output_embeddings()
+    if output is not None and output.weight is not model.get_input_embeddings().weight:
+        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, reason
+from ..errors import InputError, failures_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,27 +19,20 @@ PROMPTS = (
 _RANDOM_TOKENS = 16
 
 
-def text_tokens(tokenizer: Path, prompts: Sequence[str], vocabulary: int) -> dict[str, Tensor]:
+def text_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, Tensor]:
     """The tokens of each text: int64 [1, tokens].
 
     Raises:
-        InputError: the tokenizer cannot be loaded, or belongs to another model.
+        InputError: the tokenizer cannot be loaded, or returns no tokens.
     """
     from transformers import AutoTokenizer
 
-    try:
+    with failures_of(f"{tokenizer}: its tokenizer does not work"):
         loaded = AutoTokenizer.from_pretrained(tokenizer)
         tokens = {text: loaded(text, return_tensors="pt")["input_ids"] for text in prompts}
-    except Exception as error:  # its files can be wrong in many ways
-        raise InputError(f"{tokenizer}: its tokenizer does not work: {reason(error)}") from error
     for text, ids in tokens.items():
         if not ids.numel():
             raise InputError(f"{tokenizer}: its tokenizer returns no tokens for {text!r}")
-        if (largest := int(ids.max())) >= vocabulary:
-            raise InputError(
-                f"{tokenizer}: its tokenizer belongs to another model: token {largest} of {text!r} "
-                f"is outside the vocabulary of {vocabulary}"
-            )
     return tokens
 
 

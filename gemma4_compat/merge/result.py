@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,16 +38,12 @@ class Parity:
 
 @dataclass(frozen=True)
 class MergeResult(Result):
-    """What was merged into what, and the comparison of the models.
-
-    ``code`` is Python code that loads ``out``.
-    """
+    """What was merged into what, and the comparison of the models."""
 
     base: str
     adapter: str
     out: Path
     dtype: str
-    code: str
     parity: tuple[Parity, ...]
     notes: tuple[str, ...]
 
@@ -90,7 +85,8 @@ def _lines(result: MergeResult) -> Iterator[str]:
     yield result.verdict
     if result.ok:
         yield ""
-        yield result.code
+        plan = command_line("gemma4-compat", "plan", str(result.out))
+        yield f"{plan} prints code that loads it on your GPU"
 
 
 def _cells(row: Parity) -> tuple[str, ...]:
@@ -108,24 +104,3 @@ def _cells(row: Parity) -> tuple[str, ...]:
 def _percent(share: float) -> str:
     """ "70 %", "3.2 %", "0.0012 %"; infinity if a value is not finite."""
     return f"{100 * share:.{0 if share >= 1 else 2}{'f' if share >= 1 else 'g'}} %"
-
-
-def loading_code(out: Path, architecture: str, dtype: str, tokenizer: bool) -> str:
-    """Python code that loads the merged model."""
-    quoted = json.dumps(str(out), ensure_ascii=False)  # a Python string, too
-    lines = [
-        "import gemma4_compat",
-        "import torch",
-        f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{architecture}",
-        "",
-        f"model = {architecture}.from_pretrained(",
-        f"    {quoted},",
-        f"    dtype=torch.{dtype},",
-        '    device_map="auto",',
-        ")",
-    ]
-    if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({quoted})")
-    command = command_line("gemma4-compat", "plan", str(out))
-    lines.append(f"# In 4 bits, for your GPU: {command}")
-    return "\n".join(lines)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, suggestion
-from .files import decoded_text, read_text
+from ..errors import InputError, failures_of, suggestion
 
 OFFLOADED = ("cpu", "disk")
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 #: types of ``torch.device`` that can be execution devices: PyTorch's, and those accelerate knows
 _COMPUTES = (
     "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "maia", "npu", "mlu", "musa", "sdaa",
 )  # fmt: skip
 # With quotes: zsh expands a word that begins with "=", and a comma separates words in PowerShell.
-_PAIRS = 'KEY=DEVICE pairs (--map "model.vision_tower=cpu,=0")'
-_FORMS = f"write {_PAIRS}, JSON or a Python dict, or name a file that contains one (- reads stdin)"
-#: The beginning of JSON without its quotes, or with the single quotes that cmd.exe keeps.
-_LOST_QUOTES = re.compile(r"""\s*('\s*\{|\{\s*([\w.:]|":))""")
+_FORMS = (
+    'write KEY=DEVICE pairs (--map "model.vision_tower=cpu,=0"), JSON or a Python dict, or name a '
+    "file that contains one (- reads stdin)"
+)
 #: The names that earlier Gemma, LLaVA and other multimodal models use for the parts of Gemma 4.
 _FORMER_NAMES = {
     "multi_modal_projector": "embed_vision",
@@ -104,19 +101,6 @@ def device_order(device: int | str) -> tuple[int, str]:
 # -- checking the user's input --------------------------------------------------------------------
 
 
-def device_name(text: str) -> str:
-    """Return ``text`` if it names an execution device: "cpu", "cuda", "cuda:1", ...
-
-    Raises:
-        InputError: it does not.
-    """
-    kind = re.fullmatch(r"([a-z]+)(:\d+)?", text)
-    if kind is None or kind[1] not in ("cpu", *_COMPUTES):
-        hint = suggestion(text.partition(":")[0], ("cpu", *_COMPUTES))
-        raise InputError(f'{text!r} is not a device{hint}: write "cpu", "cuda" or "cuda:1"')
-    return text
-
-
 def read_map(text: str) -> dict[str, int | str]:
     """The device map that one ``--map`` names.
 
@@ -125,83 +109,45 @@ def read_map(text: str) -> dict[str, int | str]:
     Raises:
         InputError: it is none of them, or a value is not a device.
     """
-    if text == "-":
-        return parse_map(decoded_text("stdin", sys.stdin.buffer.read()), "stdin")
-    if os.path.isfile(text):
-        return parse_map(read_text(text), text)
-    return parse_map(text)
+    if text != "-" and not os.path.isfile(text):
+        return parse_map(text)
+    source = "stdin" if text == "-" else text
+    with failures_of(f"{source}: cannot be read"):
+        raw = sys.stdin.buffer.read() if text == "-" else Path(text).read_bytes()
+        # Windows PowerShell writes UTF-16, with a mark.
+        content = raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    return parse_map(content, source)
 
 
 def parse_map(text: str, source: str | None = None) -> dict[str, int | str]:
     """Read a device map from text.
 
-    The text is JSON or a Python dict, as in ``{"model.vision_tower": "cpu", "": 0}``, also after
-    ``device_map =``, or KEY=DEVICE pairs with commas between them, as in
-    ``model.vision_tower=cpu,=0``.  ``source`` is where the text comes from; messages name it.
+    The text is JSON or a Python dict, as in ``{"model.vision_tower": "cpu", "": 0}``, or KEY=DEVICE
+    pairs with commas between them, as in ``model.vision_tower=cpu,=0``.  ``source`` is where the
+    text comes from; messages name it.
 
     Raises:
         InputError: it is none of them, or a value is not a device.
     """
-    body = re.sub(r"^\s*device_map\s*=\s*(?=\{)", "", text).strip()
-    if body in _AUTOMATIC:
-        return checked_map(body)
-    if body[:1] in ("{", "[", '"'):
-        return checked_map(_literal(body, source))
-    pairs = _pairs(body)
-    if pairs is not None:
-        return checked_map(_without_duplicates(pairs))
-    if _LOST_QUOTES.match(text) and source is None:
-        raise _lost_quotes(text)
-    what = "is neither a file nor a device map" if source is None else "contains no device map"
-    raise InputError(f"{source or _start(text)} {what}: {_FORMS}")
-
-
-def joined(first: Mapping[str, int | str], second: Mapping[str, int | str]) -> dict[str, int | str]:
-    """Both device maps together.
-
-    Raises:
-        InputError: both have an entry of the same name.
-    """
-    return _without_duplicates([*first.items(), *second.items()])
-
-
-def _literal(text: str, source: str | None) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        why = error
-    try:
-        return _python_dict(text)
-    except InputError:
-        raise
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
-    if _LOST_QUOTES.match(text) and source is None:
-        raise _lost_quotes(text) from why
-    what = f"is not JSON ({why}), and not a Python dict"
-    raise InputError(f"{source or _start(text)} {what}: {_FORMS}") from why
+        # A dict of JSON is one of Python, too, if its values are numbers and strings.
+        found = ast.literal_eval(text.strip()) if text.lstrip().startswith("{") else _pairs(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        # Not repr, which doubles the backslashes of a path.
+        start = f"'{text if len(text) <= 60 else text[:57] + '...'}'".replace("\n", " ")
+        raise InputError(f"{source or start} is not a device map: {_FORMS}") from error
+    return checked_map(found)
 
 
-def _python_dict(text: str) -> Any:
-    tree = ast.parse(text, mode="eval").body
-    if not isinstance(tree, ast.Dict):
-        raise ValueError("not a dict")
-    pairs = []
-    for key, value in zip(tree.keys, tree.values, strict=True):
-        if key is None:
-            raise ValueError("not a literal")
-        pairs.append((ast.literal_eval(key), ast.literal_eval(value)))
-    return _without_duplicates(pairs)
-
-
-def _pairs(text: str) -> list[tuple[str, int | str]] | None:
-    """The entries of "KEY=DEVICE,KEY=DEVICE", or ``None``; a key may contain commas.
+def _pairs(text: str) -> dict[str, int | str]:
+    """The entries of "KEY=DEVICE,KEY=DEVICE"; a key may contain commas.
 
     In a file there may be lines instead of commas.
+
+    Raises:
+        ValueError: the text has another form.
     """
-    pairs: list[tuple[str, int | str]] = []
+    pairs: dict[str, int | str] = {}
     key = ""
     for piece in filter(str.strip, re.split("[,\n]", text)):
         start, equals, device = piece.rpartition("=")
@@ -209,18 +155,11 @@ def _pairs(text: str) -> list[tuple[str, int | str]] | None:
             key += f"{piece},"
             continue
         device = device.strip()
-        pairs.append(((key + start).strip(), int(device) if device.isdecimal() else device))
+        pairs[(key + start).strip()] = int(device) if device.isdecimal() else device
         key = ""
-    return None if key or not pairs else pairs
-
-
-def _lost_quotes(text: str) -> InputError:
-    return InputError(f"{_start(text)}: the shell removed the quotes: write {_PAIRS} or --map FILE")
-
-
-def _start(text: str) -> str:
-    # Not repr, which doubles the backslashes of a path.
-    return f"'{text if len(text) <= 60 else text[:57] + '...'}'"
+    if key or not pairs:
+        raise ValueError("no pairs")
+    return pairs
 
 
 def checked_map(device_map: Any) -> dict[str, int | str]:
@@ -229,33 +168,19 @@ def checked_map(device_map: Any) -> dict[str, int | str]:
     Raises:
         InputError: it does not map module names to devices.
     """
-    if isinstance(device_map, str) and device_map in _AUTOMATIC:
-        raise InputError(
-            f"{device_map!r} is not a device map: from_pretrained makes one from it; pass its "
-            "result, model.hf_device_map"
-        )
     if not isinstance(device_map, Mapping):
-        raise InputError('a device map is an object such as {"model.vision_tower": "cpu", "": 0}')
+        raise InputError(
+            f'{device_map!r} is not a device map such as {{"model.vision_tower": "cpu", "": 0}}; '
+            f"if from_pretrained made one, pass model.hf_device_map"
+        )
     if not device_map:
         raise InputError("the device map is empty")
-    return {_name(key): _device(key, value) for key, value in device_map.items()}
+    return {key: _device(key, value) for key, value in device_map.items()}
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise InputError(f'the device map has two entries "{twice}"')
-    return dict(pairs)
-
-
-def _name(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    raise InputError(f"the device map has the key {key!r}: module names must be strings")
-
-
-def _device(key: str, value: Any) -> int | str:
+def _device(key: Any, value: Any) -> int | str:
+    if not isinstance(key, str):
+        raise InputError(f"the device map has the key {key!r}: module names must be strings")
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     text = str(value)  # works for a torch.device, too

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .device_maps import above
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,21 +57,17 @@ def offloaded_value(model: Any, name: str) -> Any | None:
     import torch
 
     # A hook that loads all its submodules' weights at once is on a parent of the tensor's module.
-    parent, _, name = name.rpartition(".")
-    while True:
-        hook = offload_hook(model.get_submodule(parent))
-        if hook is not None:
-            try:
-                tensor = hook.weights_map[name]
-            except KeyError:
-                pass
-            else:
-                # accelerate would load weights on disk to the GPU, where a shard may not fit.
-                return tensor.detach().as_subclass(torch.Tensor).to("cpu")
-        if not parent:
-            return None
-        parent, _, leaf = parent.rpartition(".")
-        name = f"{leaf}.{name}"
+    for module in above(name):
+        hook = offload_hook(model.get_submodule(module))
+        if hook is None:
+            continue
+        try:
+            tensor = hook.weights_map[name.removeprefix(f"{module}." if module else "")]
+        except KeyError:
+            continue
+        # accelerate would load weights on disk to the GPU, where a shard may not fit.
+        return tensor.detach().as_subclass(torch.Tensor).to("cpu")
+    return None
 
 
 def placed_model(model: Any) -> Any | None:
@@ -144,14 +142,9 @@ def _token_embedding(model: Any) -> Any:
 
 def _outwards(model: Any, module: Any) -> Iterator[Any]:
     """The module, and the modules that contain it, up to the model."""
-    path = next((name for name, each in model.named_modules() if each is module), None)
-    if path is None:
-        yield module
-        return
-    while path:
-        yield model.get_submodule(path)
-        path = path.rpartition(".")[0]
-    yield model
+    path = next((name for name, each in model.named_modules() if each is module), "")
+    yield module
+    yield from (model.get_submodule(name) for name in above(path))
 
 
 def _as_device(device: Any) -> torch.device:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import InputError, reason
@@ -38,18 +37,17 @@ def repository(text: str) -> Repository | None:
     return Repository(match[1], match[2])
 
 
-def short_name(location: str) -> str:
-    """The last component of a path or a Hub id, for a title; the revision is kept."""
-    match = _LOCATION.fullmatch(location)
-    if match is not None and match[2] and not os.path.exists(location):
-        return location.partition("/")[2]
-    return Path(location).name or location
-
-
 def id_and_revision(location: str) -> tuple[str, str | None]:
     """The arguments of ``from_pretrained`` for a folder or a Hub id; the revision may be None."""
     found = None if os.path.exists(location) else repository(location)
     return (location, None) if found is None else (found.id, found.revision)
+
+
+def short_name(location: str) -> str:
+    """The last component of a path or a Hub id, for a title; the revision is kept."""
+    if id_and_revision(location)[1] is not None:
+        return location.partition("/")[2]
+    return Path(location).name or location
 
 
 class Repository:
@@ -66,8 +64,9 @@ class Repository:
     def __str__(self) -> str:
         return self.id if self.revision is None else f"{self.id}@{self.revision}"
 
-    def __repr__(self) -> str:
-        return f"Repository({str(self)!r})"
+    def __truediv__(self, name: str) -> PurePosixPath:
+        """The name of a file in messages."""
+        return PurePosixPath(str(self), name)
 
     def file(self, name: str) -> Path | None:
         """The local copy of a small file, or ``None`` if the repository has no such file.
@@ -75,23 +74,13 @@ class Repository:
         Raises:
             InputError: the repository cannot be read.
         """
-        with self._refusals(name):
-            hub = _imported(self)
-            cached = self.cached(name)
-            # If the cache lacks the file, hf_hub_download tries for half a minute to reach the Hub.
-            if cached is None and not self.contains(name):
-                return None
-            try:
-                with _quiet():
-                    file = Path(hub.hf_hub_download(self.id, name, revision=self._at))
-            except hub.errors.RemoteEntryNotFoundError:
-                return None
-            except Exception as error:
-                if cached is None or isinstance(error, hub.errors.RevisionNotFoundError):
-                    raise
-                file = cached
-            self._commit = self._commit or file.parents[name.count("/")].name
-            return file
+        # If the cache lacks the file, hf_hub_download tries for half a minute to reach the Hub.
+        if not self.cached(name) and not self.contains(name):
+            return None
+        with self._asking(name) as hub:
+            file = Path(hub.hf_hub_download(self.id, name, revision=self._at))
+        self._commit = self._commit or file.parents[name.count("/")].name
+        return file
 
     def cached(self, name: str) -> Path | None:
         """The file in the cache, or ``None``; the Hub is not asked."""
@@ -105,16 +94,14 @@ class Repository:
         Raises:
             InputError: the repository cannot be read.
         """
-        with self._refusals(name):
-            hub = _imported(self)
+        with self._asking(name) as hub:
             known = hub.try_to_load_from_cache(self.id, name, revision=self._at)
             if isinstance(known, str):
                 return True
             if known is not None and (self._commit or hub.constants.is_offline_mode()):
                 return False  # the cache also stores that a commit has no such file
             try:
-                with _quiet():
-                    hub.get_hf_file_metadata(hub.hf_hub_url(self.id, name, revision=self._at))
+                hub.get_hf_file_metadata(hub.hf_hub_url(self.id, name, revision=self._at))
             except hub.errors.RemoteEntryNotFoundError:
                 return False
             return True
@@ -125,10 +112,8 @@ class Repository:
         Raises:
             InputError: the repository cannot be read, or has no such file, or it is damaged.
         """
-        with self._refusals(name):
-            hub = _imported(self)
-            with _quiet():
-                return hub.HfApi().parse_safetensors_file_metadata(self.id, name, revision=self._at)
+        with self._asking(name) as hub:
+            return hub.HfApi().parse_safetensors_file_metadata(self.id, name, revision=self._at)
 
     def download(self, patterns: Sequence[str]) -> Path:
         """The folder of the cache that holds all files that match these patterns.
@@ -136,32 +121,38 @@ class Repository:
         Raises:
             InputError: the repository cannot be read.
         """
-        with self._refusals("complete copy of it"):
-            hub = _imported(self)
-            return Path(
-                hub.snapshot_download(
-                    self.id, revision=self.revision, allow_patterns=list(patterns)
-                )
-            )
+        with self._asking("complete copy of it", bars=True) as hub:
+            options = {"revision": self.revision, "allow_patterns": list(patterns)}
+            return Path(hub.snapshot_download(self.id, **options))
 
     @property
     def _at(self) -> str | None:
         return self._commit or self.revision
 
     @contextlib.contextmanager
-    def _refusals(self, name: str) -> Iterator[None]:
-        """Turn the errors of huggingface_hub into ``InputError``."""
+    def _asking(self, name: str, *, bars: bool = False) -> Iterator[Any]:
+        """huggingface_hub, without its warnings, and without progress bars unless ``bars``.
+
+        Its errors become ``InputError``.
+        """
+        hub = _imported(self)
+        hides = not bars and not hub.utils.are_progress_bars_disabled()
+        verbosity = hub.utils.logging.get_verbosity()
+        hub.utils.logging.set_verbosity_error()
+        if hides:
+            hub.utils.disable_progress_bars()
         try:
-            yield
-        except InputError:
-            raise
+            yield hub
         except Exception as error:  # also those of the HTTP library
             raise self._refusal(name, error) from error
+        finally:
+            hub.utils.logging.set_verbosity(verbosity)
+            if hides:
+                hub.utils.enable_progress_bars()
 
     def _refusal(self, name: str, error: Exception) -> InputError:
         from huggingface_hub import constants, errors
 
-        status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, errors.GatedRepoError):
             url = f"{constants.ENDPOINT}/{self.id}"
             why = f"gated: accept the licence at {url} and log in: hf auth login"
@@ -172,33 +163,17 @@ class Repository:
             )
         elif isinstance(error, errors.RevisionNotFoundError):
             why = f"the Hub has no revision {self.revision} of it"
-        elif status in (401, 403):
-            why = f"the Hub denies access (status {status}). Log in again: hf auth login"
-        elif isinstance(error, errors.RemoteEntryNotFoundError):
-            why = f"no {name}"
         elif isinstance(error, errors.SafetensorsParsingError):
             why = f"{name} is not a safetensors file, or its header is damaged"
-        elif status is not None and not 500 <= status < 600:
-            why = f"the Hub refuses to send {name}: {reason(error)}"
-        elif isinstance(error, OSError) and error.errno is not None:
-            why = f"{name} cannot be stored in the cache of the Hub: {reason(error)}"
         else:
-            return Unavailable(f"{self}: {self._unreachable(name, error)}")
+            why = f"not a folder here, and the cache of the Hub has no {name}. "
+            if constants.is_offline_mode():
+                why += "HF_HUB_OFFLINE is set: unset it, or name a local folder"
+            else:
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                why += f"Check the network, or name a local folder ({reason(cause)})"
+            return Unavailable(f"{self}: {why}")
         return InputError(f"{self}: {why}")
-
-    def _unreachable(self, name: str, error: Exception) -> str:
-        from huggingface_hub import constants
-
-        if constants.is_offline_mode():
-            return (
-                f"not a folder here, and the cache of the Hub has no {name}. HF_HUB_OFFLINE is "
-                f"set: unset it, or name a local folder"
-            )
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return (
-            f"not a folder here, the cache of the Hub has no {name}, and the Hub does not answer "
-            f"({reason(cause)}). Check the network, or name a local folder"
-        )
 
 
 def _imported(repo: Repository) -> Any:
@@ -206,37 +181,9 @@ def _imported(repo: Repository) -> Any:
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
-        import huggingface_hub.utils
+        import huggingface_hub.utils.logging
     except ImportError as error:
         raise InputError(
-            f"{repo}: no such folder; if it is a Hub id: pip install huggingface_hub"
+            f"{repo}: no such folder; if it is a Hub id: pip install -U huggingface_hub"
         ) from error
-    if huggingface_hub.__version__.startswith("0."):
-        raise InputError(
-            f"{repo}: Hub ids need huggingface_hub 1.0: pip install -U huggingface_hub"
-        )
     return huggingface_hub
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide progress bars and warnings while a small file is fetched."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-        logging,
-    )
-
-    shown, verbosity = not are_progress_bars_disabled(), logging.get_verbosity()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            logging.set_verbosity_error()
-            if shown:
-                disable_progress_bars()
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shown:
-            enable_progress_bars()

@@ -6,7 +6,6 @@ transformers' own quantiser decides which layers are quantised.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from .files import CONFIG, Location, config_file, label, located, read_config
+from ..errors import InputError, failures_of
+from .files import CONFIG, Location, config_file, located, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 
@@ -29,45 +28,40 @@ def meta_model(
 
     With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
     transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
+    The quantisation of the checkpoint itself does not matter.
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
-            that the installed transformers knows, or the checkpoint is quantised already.
+            that the installed transformers knows, or it cannot be quantised.
     """
     import torch
     import transformers
 
     folder = located(model_dir)
-    file = label(folder, CONFIG)
-    if "quantization_config" in read_config(folder):
-        raise InputError(f"{file}: a quantised checkpoint. Name the unquantised checkpoint instead")
+    file, version = folder / CONFIG, f"transformers {transformers.__version__}"
+    read_config(folder)  # refuses what is no model's config
     config_dir = config_file(folder).parent
-    try:
+    with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
-    except Exception as error:  # a config can be wrong in many ways
-        why = str(error).strip().partition("\n")[0]
-        raise InputError(f"{file}: not understood by transformers {_version()}: {why}") from error
+    vars(config).pop("quantization_config", None)
     name = model_class(config)
     architecture = getattr(transformers, name, None)
     if architecture is None:
-        raise InputError(f"{file}: transformers {_version()} has no {name}")
-    try:
-        with torch.device("meta"):
-            model = architecture._from_config(config, dtype=torch.bfloat16)
-    except Exception as error:
-        why = str(error).strip().partition("\n")[0]
-        raise InputError(f"{file}: {name} cannot be built from it: {why}") from error
+        raise InputError(f"{file}: {version} has no {name}")
+    with failures_of(f"{file}: {name} cannot be built from it"), torch.device("meta"):
+        model = architecture._from_config(config, dtype=torch.bfloat16)
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
         # As before any load: a patch of the quantiser applies after the import of all its modules.
         importlib.import_module("transformers.integrations.bitsandbytes")
-        quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
-        # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of the
-        # last parameter unquantised.
-        _untie(model)
-        quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
-        model.tie_weights()
+        with failures_of(f"{file}: {version} cannot quantise it"):
+            quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+            # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of
+            # the last parameter unquantised.
+            _untie(model)
+            quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
+            model.tie_weights()
     return model
 
 
@@ -88,25 +82,18 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     model.
 
     Raises:
-        InputError: as in `meta_model`; or bitsandbytes is needed but not installed.
+        InputError: as in `meta_model`.
     """
-    folder = located(folder)
-    config = read_config(folder)
-    quantization = config.get("quantization_config")
+    folder = located(folder)  # both reads at one commit
+    quantization = read_config(folder).get("quantization_config")
     if quantization is None:
         return meta_model(folder), None
     method = str(quantization.get("quant_method", "unknown"))
-    options = None
-    if method == "bitsandbytes":
-        missing = [m for m in ("accelerate", "bitsandbytes") if not importlib.util.find_spec(m)]
-        if missing:
-            needed = " and ".join(missing)
-            raise InputError(f"{folder}: quantised by bitsandbytes: install {needed} to read it")
-        from transformers import BitsAndBytesConfig
+    if method != "bitsandbytes":
+        return meta_model(folder), method
+    from transformers import BitsAndBytesConfig
 
-        options = BitsAndBytesConfig.from_dict(quantization)
-    with unquantized_folder(config, str(folder)) as plain:
-        return meta_model(plain, options), method
+    return meta_model(folder, BitsAndBytesConfig.from_dict(quantization)), method
 
 
 @contextmanager
@@ -139,13 +126,11 @@ def model_class(config: Any) -> str:
         return str(config.architectures[0])
     from transformers.models.auto import modeling_auto as auto
 
-    for mapping in (
-        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    ):
-        if config.model_type in mapping:
-            return str(mapping[config.model_type])
-    return type(config).__name__.replace("Config", "Model")
+    names = {
+        **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    return str(names.get(config.model_type, type(config).__name__.replace("Config", "Model")))
 
 
 def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, Any]:
@@ -165,9 +150,3 @@ def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, 
         # Without it, transformers refuses a device map with both CPU and GPU.
         options["llm_int8_enable_fp32_cpu_offload"] = True
     return options
-
-
-def _version() -> str:
-    import transformers
-
-    return str(transformers.__version__)

@@ -72,8 +72,8 @@ def shared_layers(config: Any) -> range:
 
 
 def is_shared_kv(name: str, shared: range) -> bool:
-    """Whether a module is the unused key or value projection of a KV-shared decoder layer."""
-    match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_proj(\.|$)", name)
+    """Whether this belongs to a KV-shared decoder layer's own keys or values, which are unused."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn\.[kv]_(proj|norm)(\.|$)", name)
     return match is not None and int(match[1]) in shared and tower_of(name) == "language"
 
 

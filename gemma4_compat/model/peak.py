@@ -9,8 +9,9 @@ attention kernel, and the layers of bitsandbytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ class _Linear4bit(torch.autograd.Function):  # type: ignore[misc]
         return torch.matmul(grads[0], grads[0].new_empty(ctx.shape)), None
 
 
-class _Linear8bit(torch.autograd.Function):  # type: ignore[misc]
+class _Linear8bit(_Linear4bit):
     """Quantises the input but for outliers, and multiplies into int32, as bitsandbytes does."""
 
     @staticmethod
@@ -157,71 +158,52 @@ class _Linear8bit(torch.autograd.Function):  # type: ignore[misc]
         del quantised, products, half
         return result
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return torch.matmul(grads[0], grads[0].new_empty(ctx.shape)), None
-
 
 _KERNELS = {"Linear4bit": _Linear4bit, "Linear8bitLt": _Linear8bit}
 
 
 def _use_kernels(model: nn.Module) -> None:
-    """Give the layers of bitsandbytes a forward that works on meta."""
-
-    def forward_of(kernel: Any, module: Any) -> Any:
-        shape = (module.out_features, module.in_features)
-
-        def forward(input: Any) -> Any:
-            if input.numel() == shape[1] and not input.requires_grad and kernel is _Linear4bit:
-                return input.new_empty((*input.shape[:-1], shape[0]))  # the GEMV kernel
-            return kernel.apply(input, shape)
-
-        return forward
-
+    """Give the layers of bitsandbytes, and experts in 4 bits, a forward that works on meta."""
     for module in model.modules():
         kernel = _KERNELS.get(type(module).__name__)
+        packed = [p for p in module._parameters.values() if type(p).__name__ == "Params4bit"]
         # PEFT's layers around them have the same names.
         if kernel is not None and type(module).__module__.startswith("bitsandbytes"):
-            vars(module)["forward"] = forward_of(kernel, module)
-        elif kernel is None and _holds_packed_experts(module):
-            vars(module)["forward"] = _forward_of_experts(module)
+            shape = (module.out_features, module.in_features)
+            vars(module)["forward"] = partial(_linear, kernel, shape)
+        elif packed and not isinstance(module, nn.Linear):
+            vars(module)["forward"] = partial(_experts, module, packed)
 
 
-def _holds_packed_experts(module: Any) -> bool:
-    """Whether a module that is no layer of bitsandbytes has parameters in 4 bits."""
-    own = module._parameters.values()
-    return not isinstance(module, nn.Linear) and any(type(p).__name__ == "Params4bit" for p in own)
+def _linear(kernel: Any, shape: tuple[int, int], input: Any) -> Any:
+    if input.numel() == shape[1] and not input.requires_grad and kernel is _Linear4bit:
+        return input.new_empty((*input.shape[:-1], shape[0]))  # the GEMV kernel
+    return kernel.apply(input, shape)
+
+
+def _experts(
+    module: Any, packed: list[Any], states: Any, indices: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The module's own forward, and what it takes to dequantise its experts.
+
+    Few tokens dequantise their own experts.  More tokens dequantise all, and again for a backward.
+    """
+    experts = packed[0].shape[0]
+    trains = torch.is_grad_enabled() and states.requires_grad
+    few = 2 * indices.numel() <= experts and not trains
+    count = indices.numel() if few else experts
+    held = [states.new_empty((count, *parameter.shape[1:])) for parameter in packed]
+    result = type(module).forward(module, states, indices, *args, **kwargs)
+    del held
+    if result.requires_grad:
+        largest = max((parameter.shape for parameter in packed), key=lambda shape: shape.numel())
+        result.register_hook(lambda grad: _allocate(grad, largest))
+    return result
 
 
 def _allocate(like: Any, shape: Any) -> None:
     """Allocate and free a tensor of this shape, so that it is counted."""
     like.new_empty(shape)
-
-
-def _forward_of_experts(module: Any) -> Any:
-    """A forward that allocates the dequantised experts, besides what the module's own allocates.
-
-    Few tokens dequantise their own experts.  More tokens dequantise all, and again for a backward.
-    """
-    packed = [p for p in module._parameters.values() if type(p).__name__ == "Params4bit"]
-    original = type(module).forward
-
-    def forward(states: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
-        experts = packed[0].shape[0]
-        trains = torch.is_grad_enabled() and states.requires_grad
-        few = 2 * indices.numel() <= experts and not trains
-        count = indices.numel() if few else experts
-        held = [states.new_empty((count, *parameter.shape[1:])) for parameter in packed]
-        result = original(module, states, indices, *args, **kwargs)
-        del held
-        if result.requires_grad:
-            largest = max(
-                (parameter.shape for parameter in packed), key=lambda shape: shape.numel()
-            )
-            result.register_hook(lambda grad: _allocate(grad, largest))
-        return result
-
-    return forward
 
 
 # -- the layers -----------------------------------------------------------------------------------
@@ -263,8 +245,6 @@ def one_layer_of_each_kind(model: nn.Module) -> Iterator[dict[int, int]]:
 
 def _decoder(model: nn.Module) -> Any:
     layers = decoder_layers(name for name, _ in model.named_modules())
-    if not layers:
-        raise ValueError("the model has no decoder layers")
     return model.get_submodule(layers[0].rpartition(".")[0])
 
 
@@ -309,27 +289,29 @@ def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: i
             del key  # else the next update counts it as well
 
 
-def training_peak(model: Any, tokens: int, *, checkpointing: bool) -> int:
+def training_peak(model: Any, tokens: int) -> int:
     """The bytes of activations of a training step on one sequence, with labels for every token.
 
     ``model`` is on meta, and has an adapter.  Gradients of the adapter are not counted.  With
-    ``checkpointing``, only the input of each decoder layer is kept for the backward.
+    gradient checkpointing, only the input of each decoder layer is kept for the backward.
     """
     model.train()
-    if checkpointing:
-        # A backward leaves the mode; a checkpoint must run the layer as it ran before.
-        contexts = {"context_fn": lambda: (nullcontext(), _Attention())}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    # A backward leaves the mode; a checkpoint must run the layer as it ran before.
+    contexts = {"context_fn": lambda: (nullcontext(), _Attention())}
+    model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     model.enable_input_require_grads()  # else the first layer that runs keeps less than others
     ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)
     with _measuring(model) as (memory, kinds):
-        kept = [_Kept(memory, _decoder(model)[index], layers) for index, layers in kinds.items()]
+        kept = [_kept_by(_decoder(model)[index], memory) for index in kinds]
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    return memory.peak + sum(layer.others() for layer in kept)
+    others = [
+        (layers - 1) * counted() for layers, counted in zip(kinds.values(), kept, strict=True)
+    ]
+    return memory.peak + sum(others)
 
 
 @contextmanager
@@ -342,26 +324,17 @@ def _measuring(model: Any) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
         yield memory, kinds
 
 
-class _Kept:
-    """Counts what a decoder layer keeps for the backward."""
+def _kept_by(layer: Any, memory: PeakMemory) -> Callable[[], int]:
+    """A function that returns what a layer has kept for the backward, and stops counting."""
+    live: list[int] = []  # a checkpoint runs the layer again in the backward
+    hooks = (
+        layer.register_forward_pre_hook(lambda *_: live.append(memory.live)),
+        layer.register_forward_hook(lambda *_: live.append(memory.live)),
+    )
 
-    def __init__(self, memory: PeakMemory, layer: Any, layers: int) -> None:
-        self._layers = layers
-        self._bytes = -1
-        self._hooks = [
-            layer.register_forward_pre_hook(lambda *_: self._before(memory.live)),
-            layer.register_forward_hook(lambda *_: self._after(memory.live)),
-        ]
-
-    def _before(self, live: int) -> None:
-        self._live = live
-
-    def _after(self, live: int) -> None:
-        if self._bytes < 0:  # a checkpoint runs the layer again in the backward
-            self._bytes = live - self._live
-
-    def others(self) -> int:
-        """What the other layers of this kind keep."""
-        for hook in self._hooks:
+    def counted() -> int:
+        for hook in hooks:
             hook.remove()
-        return (self._layers - 1) * max(self._bytes, 0)
+        return max(live[1] - live[0], 0)
+
+    return counted

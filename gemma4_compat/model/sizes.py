@@ -6,13 +6,12 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .files import Location, adapter_header
-from .parts import LAYERS, is_under, part_of, shared_layers
+from .parts import decoder_layers, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
 _CUDA_ROUNDING = 512
@@ -45,15 +44,6 @@ class TensorSize:
     @property
     def part(self) -> str:
         return part_of(self.name)
-
-
-def bytes_under(sizes: Iterable[TensorSize], module: str, *, on_cuda: bool = False) -> int:
-    """The bytes of all tensors in a module; ``""`` is the whole model."""
-    return sum(
-        size.on_cuda if on_cuda else size.bytes
-        for size in sizes
-        if not module or is_under(size.name, [module])
-    )
 
 
 # -- the model's tensors ------------------------------------------------------------------------
@@ -126,12 +116,11 @@ def kv_shapes(model: Any) -> dict[int, tuple[int, int]]:
     """
     shared = shared_layers(model.config)
     shapes = {}
-    for name, module in model.named_modules():
-        layer = re.search(r"(?:^|\.)layers\.(\d+)\.self_attn$", name)
-        if layer is None or part_of(name) != LAYERS:
-            continue
-        if int(layer[1]) not in shared:
-            shapes[int(layer[1])] = (module.k_proj.out_features // module.head_dim, module.head_dim)
+    for index, name in decoder_layers(name for name, _ in model.named_modules()).items():
+        attention = model.get_submodule(name).self_attn
+        if index not in shared:
+            width = attention.head_dim
+            shapes[index] = (attention.k_proj.out_features // width, width)
     return shapes
 
 
@@ -145,11 +134,11 @@ def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    kinds = _cached_kinds(model)
+    shapes = kv_shapes(model)
     for tokens in steps:
-        for (_, heads, width), (index, *_) in kinds.items():
+        for index, (heads, width) in shapes.items():
             cache.update(*_keys_and_values(heads, tokens, width), index)
-    return _by_layer(cache, kinds)
+    return {index: _stored(cache.layers[index]) for index in shapes}
 
 
 def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
@@ -158,19 +147,10 @@ def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
 
     config = model.config.get_text_config(decoder=True)
     cache = StaticCache(config=config, max_cache_len=length)
-    kinds = _cached_kinds(model)
-    for (_, heads, width), (index, *_) in kinds.items():
+    shapes = kv_shapes(model)
+    for index, (heads, width) in shapes.items():
         cache.layers[index].lazy_initialization(*_keys_and_values(heads, 1, width))
-    return _by_layer(cache, kinds)
-
-
-def _cached_kinds(model: Any) -> dict[tuple[str, int, int], list[int]]:
-    """The layers that cache their own keys and values, by type of attention, heads and width."""
-    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-    kinds: dict[tuple[str, int, int], list[int]] = {}
-    for index, (heads, width) in kv_shapes(model).items():
-        kinds.setdefault((types[index] if types else "", heads, width), []).append(index)
-    return kinds
+    return {index: _stored(cache.layers[index]) for index in shapes}
 
 
 def _keys_and_values(heads: int, tokens: int, width: int) -> Any:
@@ -179,12 +159,7 @@ def _keys_and_values(heads: int, tokens: int, width: int) -> Any:
     return torch.empty((2, 1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
 
 
-def _by_layer(cache: Any, kinds: Mapping[Any, list[int]]) -> dict[int, int]:
-    """The bytes of each layer's keys and values; only the first layer of each kind has some."""
-    sizes = {}
-    for indices in kinds.values():
-        layer = cache.layers[indices[0]]
-        storages = [tensor.untyped_storage() for tensor in (layer.keys, layer.values)]
-        once = {storage._cdata: storage.nbytes() for storage in storages}
-        sizes.update(dict.fromkeys(indices, sum(once.values())))
-    return sizes
+def _stored(layer: Any) -> int:
+    """The bytes of a layer's keys and values, which may share a storage."""
+    storages = (tensor.untyped_storage() for tensor in (layer.keys, layer.values))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

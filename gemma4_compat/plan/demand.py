@@ -80,8 +80,11 @@ def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
     return Job(adapter, 0, cache, activations)
 
 
-def training(model: Any, *, checkpointing: bool) -> Job:
-    """A training step on one sequence, with AdamW; ``model`` has an adapter, on meta."""
+def training(model: Any) -> Job:
+    """A training step on one sequence, with AdamW and gradient checkpointing.
+
+    ``model`` has an adapter, on meta.
+    """
     from ..model.peak import training_peak
 
     adapter = tuple(
@@ -89,12 +92,7 @@ def training(model: Any, *, checkpointing: bool) -> Job:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
-    return Job(
-        adapter,
-        3,
-        lambda context: {},
-        lambda context: training_peak(model, context, checkpointing=checkpointing),
-    )
+    return Job(adapter, 3, lambda context: {}, lambda context: training_peak(model, context))
 
 
 def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:

@@ -64,8 +64,8 @@ class Gpu:
         return 2**30 if self.free > 40 * _GIB else 2**29
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "12GiB", "12 GB" (decimal), "12288MiB" or "12", which are GiB.
+def parse_size(text: str | int) -> int:
+    """Bytes of "12GiB", "12 GB" (decimal), "12288MiB" or "12", which are GiB; a number is bytes.
 
     Raises:
         InputError: the text is not a size.
@@ -74,6 +74,8 @@ def parse_size(text: str) -> int:
         >>> parse_size("12GiB")
         12884901888
     """
+    if isinstance(text, int):
+        return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?)?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise InputError(f"{text!r} is not a size: write 12GiB, 12GB or 12288MiB")
@@ -82,8 +84,8 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (1024 if binary else 1000) ** power)
 
 
-def parse_gpu(text: str) -> Gpu:
-    """A GPU from its size, or from the name of a card.
+def parse_gpu(text: str | int) -> Gpu:
+    """A GPU from its size, or from the name of a card; a number is bytes.
 
     Raises:
         InputError: the text is neither, or cards of this name have different sizes.
@@ -92,6 +94,10 @@ def parse_gpu(text: str) -> Gpu:
         >>> parse_gpu("RTX 4090").free == 24 * 2**30
         True
     """
+    if isinstance(text, int):
+        if text < _FEWEST_BYTES:
+            raise InputError(f'a GPU of {text} bytes is too small: for GiB, write "{text}GiB"')
+        return Gpu(size(text), text)
     if re.match(r"\s*\d", text):
         return Gpu(text.strip(), parse_size(text))
     names = {_plain(name): name for name in _CARDS}
@@ -117,22 +123,12 @@ def gpus_of(gpu: int | str | Gpu | Iterable[int | str | Gpu] | None) -> tuple[Gp
     Raises:
         InputError: the argument is invalid, or this machine has no GPU that PyTorch can use.
     """
-    if gpu is None or gpu == "auto":
+    if gpu is None:
         return installed_gpus()
     several = (gpu,) if isinstance(gpu, (int, str, Gpu)) else tuple(gpu)
     if not several:
         raise InputError("name at least one GPU")
-    return tuple(_gpu(each) for each in several)
-
-
-def _gpu(gpu: int | str | Gpu) -> Gpu:
-    if isinstance(gpu, Gpu):
-        return gpu
-    if isinstance(gpu, str):
-        return parse_gpu(gpu)
-    if gpu < _FEWEST_BYTES:
-        raise InputError(f'a GPU of {gpu} bytes is too small: for GiB, write "{gpu}GiB"')
-    return Gpu(size(gpu), gpu)
+    return tuple(each if isinstance(each, Gpu) else parse_gpu(each) for each in several)
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
@@ -165,9 +161,5 @@ def _free_by_driver() -> dict[str, int]:
         printed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = (line.partition(",") for line in printed.stdout.splitlines())
-    return {
-        uuid.strip().removeprefix("GPU-"): int(mebibytes) * 2**20
-        for uuid, _, mebibytes in rows
-        if mebibytes.strip().isdigit()
-    }
+    found = re.findall(r"^GPU-(\S+), (\d+)$", printed.stdout, re.MULTILINE)
+    return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in found}

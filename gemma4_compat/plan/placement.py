@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..model import parts
@@ -23,7 +22,7 @@ class Unit:
 
     The rest has no modules, and stays on GPU 0.  ``weights`` are the bytes on a GPU, ``buffers``
     are on a GPU always, ``onloaded`` and ``largest`` are the bytes of all weights, and of the
-    largest one, while an offloaded unit computes.
+    largest one, while an offloaded unit computes.  ``device`` is the index of a GPU, or "cpu".
     """
 
     part: str
@@ -34,65 +33,59 @@ class Unit:
     adapter: int = 0
     onloaded: int = 0
     largest: int = 0
+    device: int | str = 0
+
+    @property
+    def gpu(self) -> int:
+        """The GPU on which the unit computes; an offloaded one computes on GPU 0."""
+        return self.device if isinstance(self.device, int) else 0
 
 
 @dataclass
 class Placement:
-    """Where each unit is: the index of a GPU, or "cpu".  Units that are not in it are on GPU 0."""
+    """The units of a model on these GPUs, and the memory that a job needs there."""
 
     units: Sequence[Unit]
     gpus: Sequence[Gpu]
     job: Job
-    devices: dict[int, int | str] = field(default_factory=dict)
 
-    def device(self, unit: int) -> int | str:
-        return self.devices.get(unit, 0)
+    def on(self, gpu: int) -> list[Unit]:
+        """The units that compute on a GPU."""
+        return [unit for unit in self.units if unit.gpu == gpu]
+
+    def offloaded(self) -> list[Unit]:
+        return [unit for unit in self.units if unit.device == "cpu"]
 
     def cpu(self) -> int:
         """The bytes of offloaded weights, if all of them are quantised."""
-        on_cpu = (index for index, device in self.devices.items() if device == "cpu")
-        return sum(self.units[index].weights for index in on_cpu)
+        return sum(unit.weights for unit in self.offloaded())
 
     def device_map(self) -> dict[str, int | str]:
         """The device map, with GPU 0 before other GPUs: accelerate's main device is the first."""
-        placed = [(name, d) for i, d in self.devices.items() for name in self.units[i].modules]
-        on_cpu = {name: device for name, device in placed if device == "cpu"}
-        return {**on_cpu, "": 0, **{name: device for name, device in placed if device != "cpu"}}
+        on_cpu = {name: unit.device for unit in self.offloaded() for name in unit.modules}
+        others = {name: unit.device for unit in self.units if unit.gpu for name in unit.modules}
+        return {**on_cpu, "": 0, **others}
 
     def cache(self, demand: Demand, gpu: int) -> int:
         """The KV cache on a GPU; offloaded layers have theirs on GPU 0."""
-        return sum(
-            demand.cache.get(unit.layer, 0)
-            for index, unit in enumerate(self.units)
-            if unit.layer is not None and self._computes_on(index) == gpu
-        )
+        layers = (unit.layer for unit in self.on(gpu) if unit.layer is not None)
+        return sum(demand.cache.get(layer, 0) for layer in layers)
 
     def activations(self, demand: Demand, gpu: int) -> int:
         """Activations on a GPU, with the weights that are copied to it for a forward."""
-        if not self.has_layers(gpu):
-            return 0
-        return demand.activations + (self._streamed() if gpu == 0 else 0)
+        if gpu == 0:
+            return demand.activations + self._streamed()
+        return demand.activations if any(u.layer is not None for u in self.on(gpu)) else 0
 
     def adapter(self, gpu: int) -> int:
-        return sum(u.adapter for i, u in enumerate(self.units) if self._computes_on(i) == gpu)
+        return sum(unit.adapter for unit in self.on(gpu))
 
     def weights(self, gpu: int) -> int:
-        return sum(
-            unit.buffers + (unit.weights if self.device(index) == gpu else 0)
-            for index, unit in enumerate(self.units)
-            if self._computes_on(index) == gpu
-        )
-
-    def is_used(self, gpu: int) -> bool:
-        return gpu == 0 or gpu in self.devices.values()
-
-    def has_layers(self, gpu: int) -> bool:
-        on_gpu = (i for i in range(len(self.units)) if self._computes_on(i) == gpu)
-        return gpu == 0 or any(self.units[index].layer is not None for index in on_gpu)
+        return sum(u.buffers + (u.weights if u.device == gpu else 0) for u in self.on(gpu))
 
     def needed(self, demand: Demand, gpu: int) -> int:
         """All the memory that a GPU needs."""
-        if not self.is_used(gpu):
+        if not self.on(gpu):
             return 0
         adapter = self.adapter(gpu) * (1 + self.job.states)
         besides = self.cache(demand, gpu) + self.activations(demand, gpu)
@@ -101,13 +94,9 @@ class Placement:
     def fits(self, demand: Demand) -> bool:
         return all(self.needed(demand, number) <= gpu.free for number, gpu in enumerate(self.gpus))
 
-    def _computes_on(self, unit: int) -> int:
-        device = self.device(unit)
-        return device if isinstance(device, int) else 0
-
     def _streamed(self) -> int:
         """The GPU memory of offloaded weights during a forward: three layers, or one tensor."""
-        on_cpu = [self.units[i] for i, device in self.devices.items() if device == "cpu"]
+        on_cpu = self.offloaded()
         layers = sorted(unit.onloaded for unit in on_cpu if unit.layer is not None)
         others = [u.largest for u in on_cpu if u.layer is None and u.part != parts.PLE]
         return max(sum(layers[-_STREAMED_LAYERS:]), max(others, default=0))
@@ -120,31 +109,27 @@ def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Pl
     and the decoder layers from the last one on are moved away from GPU 0: to the first other GPU
     that has room, else to the CPU.
     """
-    steps = [i for i, unit in enumerate(placement.units) if unit.modules]
-    embeddings = [i for i in steps if placement.units[i].part == parts.PLE]
-    if not keep_ple:
-        placement.devices.update(dict.fromkeys(embeddings, "cpu"))
     first = 1  # Layers that follow each other stay together.
-    for index in steps:
-        if placement.fits(demand):
+    for unit in (unit for unit in placement.units if unit.modules):
+        if unit.part == parts.PLE and not keep_ple:
+            unit.device = "cpu"
+        elif placement.fits(demand):
             break
-        if index in placement.devices:
-            continue
-        is_layer = placement.units[index].layer is not None
-        device = _move(placement, index, demand, first if is_layer else 1)
-        if is_layer:
-            first = device if isinstance(device, int) else len(placement.gpus)
+        elif unit.layer is None:
+            _move(placement, unit, demand, 1)
+        else:
+            _move(placement, unit, demand, first)
+            first = unit.gpu or len(placement.gpus)
     return placement
 
 
-def _move(placement: Placement, unit: int, demand: Demand, first: int) -> int | str:
+def _move(placement: Placement, unit: Unit, demand: Demand, first: int) -> None:
     """Move a unit to the first GPU from ``first`` on that has room, else to the CPU."""
     for gpu in range(first, len(placement.gpus)):
-        placement.devices[unit] = gpu
+        unit.device = gpu
         if placement.needed(demand, gpu) <= placement.gpus[gpu].free:
-            return gpu
-    placement.devices[unit] = "cpu"
-    return "cpu"
+            return
+    unit.device = "cpu"
 
 
 def units_of(
@@ -177,17 +162,15 @@ def units_of(
 
 def _steps(model: Any) -> Iterator[Unit]:
     tops: dict[str, list[str]] = {parts.PLE: [], parts.VISION: [], parts.AUDIO: []}
-    layers = []
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         part = parts.part_of(name)
         if part in tops and not parts.is_under(name, tops[part]):
             if next(module.parameters(), None) is not None:
                 tops[part].append(name)
-        elif part == parts.LAYERS and re.search(r"(^|\.)layers\.\d+$", name):
-            layers.append(name)
     yield from (Unit(part, tuple(names)) for part, names in tops.items() if names)
     # From the last one on.  In models that share keys and values the last layers are the largest.
     # And transformers < 5.23 treats layers.3 as a pattern that also matches layers.30: in this
     # order layers.30 to layers.39 are always offloaded before layers.3.
-    for name in reversed(layers):
-        yield Unit(parts.LAYERS, (name,), int(name.rpartition(".")[2]))
+    for layer, name in reversed(parts.decoder_layers(modules).items()):
+        yield Unit(parts.LAYERS, (name,), layer)

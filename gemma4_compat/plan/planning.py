@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..model import parts, sizes
 from ..model.device_maps import covering
 from ..model.files import Location, located, read_config
-from ..model.host_memory import available_memory, page_locked_limit
+from ..model.host_memory import available_memory
 from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line
@@ -19,7 +19,6 @@ from .demand import (
     CONTEXT,
     TRAINED_CONTEXT,
     Demand,
-    Job,
     generating,
     longest_context,
     onloaded_bytes,
@@ -28,7 +27,7 @@ from .demand import (
 )
 from .gpus import Gpu, gpus_of, parse_size
 from .placement import Placement, Unit, place, units_of
-from .result import Memory, Plan, further
+from .result import COSTS, Memory, Offload, Plan
 
 
 def plan(
@@ -79,8 +78,9 @@ def plan(
         >>> plan("gemma-4-E2B-it", "RTX 4070").device_map
         {'model.language_model.embed_tokens_per_layer': 'cpu', '': 0}
     """
-    gpus = _usable(gpus_of(gpu), _bytes(reserve))
-    context = _context(context, train)
+    gpus = _usable(gpus_of(gpu), parse_size(reserve))
+    if context is None:
+        context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
     adapter = None if adapter is None else located(adapter)
     model, quant, label = _model(model_dir, quant)
@@ -90,13 +90,22 @@ def plan(
 
     whole = sizes.tensor_sizes(model)
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
-    job, uncheckpointed = _job(model, model_dir, quant, adapter, train, rank, context)
+    if train:  # PEFT changes a model, so this is another one.
+        job = training(with_adapter(_model(model_dir, quant)[0], adapter, rank))
+    else:
+        job = generating(model, () if adapter is None else sizes.adapter_sizes(adapter))
     demand = job.demand(context)
-    available = _ram(ram, gpus)
-    units = units_of(model, whole, onloaded, job.adapter)
-    placement = place(Placement(units, gpus, job), demand, keep_ple=keep_ple)
+    available = None if ram is None else parse_size(ram)
+    if ram is None and all(each.here for each in gpus):
+        available = available_memory()
+
+    def placed(keep_ple: bool) -> Placement:
+        units = units_of(model, whole, onloaded, job.adapter)
+        return place(Placement(units, gpus, job), demand, keep_ple=keep_ple)
+
+    placement = placed(keep_ple)
     if available is not None and placement.cpu() > available:
-        kept = place(Placement(units, gpus, job), demand, keep_ple=True)
+        kept = placed(True)
         if kept.fits(demand) and kept.cpu() <= available:
             placement = kept
 
@@ -124,19 +133,12 @@ def plan(
         device_map=load.device_map,
         further=tuple(_further(placement)),
         longest_context=longest_context(job, demand, limit, placement.fits),
-        uncheckpointed=uncheckpointed,
         ram=available,
-        page_locked=sum(row.cpu for row in memory if row.name in (parts.PLE, parts.LAYERS)),
-        page_locked_limit=page_locked_limit(),
         code="\n".join(load.lines()),
     )
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-def _bytes(given: int | str) -> int:
-    return parse_size(given) if isinstance(given, str) else given
 
 
 def _usable(gpus: tuple[Gpu, ...], reserve: int) -> tuple[Gpu, ...]:
@@ -145,26 +147,14 @@ def _usable(gpus: tuple[Gpu, ...], reserve: int) -> tuple[Gpu, ...]:
     return (replace(gpus[0], free=gpus[0].free - reserve), *gpus[1:])
 
 
-def _context(context: int | None, train: bool) -> int:
-    if context is None:
-        return TRAINED_CONTEXT if train else CONTEXT
-    if context < 1:
-        raise InputError(f"context must be at least 1 token, not {context}")
-    return context
-
-
 def _limit(model: Any, context: int) -> int:
     """The longest context that the model supports."""
+    if context < 1:
+        raise InputError(f"context must be at least 1 token, not {context}")
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
     if context > max(limit, CONTEXT):
         raise InputError(f"context of {context} tokens: the model supports {limit} at most")
     return int(max(limit, context))
-
-
-def _ram(ram: int | str | None, gpus: tuple[Gpu, ...]) -> int | None:
-    if ram is not None:
-        return _bytes(ram)
-    return available_memory() if all(gpu.here for gpu in gpus) else None
 
 
 def _check_adapter(adapter: Location, model_dir: Location) -> None:
@@ -196,25 +186,6 @@ def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
     if quantization.get("load_in_8bit"):
         return model, None, "8-bit checkpoint"
     return model, None, f"4-bit checkpoint ({quantization.get('bnb_4bit_quant_type', 'fp4')})"
-
-
-def _job(
-    model: Any,
-    model_dir: Location,
-    quant: str | None,
-    adapter: Location | None,
-    train: bool,
-    rank: int,
-    context: int,
-) -> tuple[Job, int]:
-    """The job and, when training, the activations without gradient checkpointing."""
-    if not train:
-        return generating(model, sizes.adapter_sizes(adapter) if adapter is not None else ()), 0
-
-    # PEFT changes a model, so this is another one.
-    adapted = with_adapter(_model(model_dir, quant)[0], adapter, rank)
-    without = training(adapted, checkpointing=False).activations(context)
-    return training(adapted, checkpointing=True), without
 
 
 def _placed_sizes(
@@ -251,29 +222,31 @@ def _memory(
         if any(gpus) or cpu:
             yield Memory("weights", part, tuple(gpus), cpu)
 
-    adapter = tuple(placement.adapter(number) for number in numbers)
+    def each(of: Callable[[int], int]) -> tuple[int, ...]:
+        return tuple(of(number) for number in numbers)
+
+    adapter = each(placement.adapter)
     if placement.job.adapter:
         yield Memory("adapter", "adapter, float32", adapter)
+    of = "estimate"
     if placement.job.states:
         yield Memory("gradients", "gradients, float32", adapter)
-        yield Memory("optimizer", "AdamW, float32", tuple(2 * each for each in adapter))
+        yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in adapter))
+        of = f"{demand.context} tokens"
     else:
-        cache = tuple(placement.cache(demand, number) for number in numbers)
+        cache = each(lambda number: placement.cache(demand, number))
         yield Memory("kv_cache", f"KV cache, {demand.context} tokens", cache)
-    activations = tuple(placement.activations(demand, number) for number in numbers)
-    of = f"{demand.context} tokens" if placement.job.states else "estimate"
+    activations = each(lambda number: placement.activations(demand, number))
     yield Memory("activations", f"activations ({of})", activations)
-    outside = tuple(
-        gpu.outside if placement.is_used(number) else 0 for number, gpu in enumerate(placement.gpus)
-    )
+    outside = each(lambda number: placement.gpus[number].outside if placement.on(number) else 0)
     yield Memory("outside", "outside PyTorch (estimate)", outside)
 
 
-def _further(placement: Placement) -> Iterator[Any]:
+def _further(placement: Placement) -> Iterator[Offload]:
     left: dict[str, list[Unit]] = {}
-    for index, unit in enumerate(placement.units):
-        if unit.modules and index not in placement.devices:
+    for unit in placement.on(0):
+        if unit.modules and unit.device == 0:
             left.setdefault(unit.part, []).append(unit)
     for part, units in left.items():
         modules = tuple(name for unit in units for name in unit.modules)
-        yield further(part, modules, max(unit.weights for unit in units))
+        yield Offload(part, modules, max(unit.weights for unit in units), COSTS[part])

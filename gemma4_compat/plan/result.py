@@ -12,7 +12,8 @@ from ..text import size, table, wrap
 from .demand import PREFILL
 from .gpus import Gpu
 
-_COSTS = {
+#: what it costs to have a part on the CPU
+COSTS = {
     parts.PLE: "about 5 % of the decoding speed",
     parts.VISION: "copied for each image",
     parts.AUDIO: "copied for each sound",
@@ -61,10 +62,7 @@ class Plan(Result):
         train: whether the plan is for training an adapter.
         memory: the bytes on each device, by kind.
         longest_context: the longest context in tokens that fits with this device map; 0 if none.
-        uncheckpointed: when training, the activations without gradient checkpointing.
         ram: the CPU memory that may be used, or ``None`` if it is unknown.
-        page_locked: the CPU memory that is to be page-locked.
-        page_locked_limit: the most that this package page-locks on this machine.
         code: Python code that loads the model as planned.
     """
 
@@ -80,10 +78,7 @@ class Plan(Result):
     device_map: Mapping[str, int | str]
     further: tuple[Offload, ...]
     longest_context: int
-    uncheckpointed: int
     ram: int | None
-    page_locked: int
-    page_locked_limit: int
     code: str
 
     def bytes_of(self, kind: str, gpu: int | None = None) -> int:
@@ -175,22 +170,9 @@ def _advice(plan: Plan) -> Iterator[str]:
         yield f"longest context that fits: {plan.longest_context} tokens"
     if any(plan._excess()):
         yield wrap(f"Everything that can be offloaded is offloaded. {_instead(plan)}")
-    if plan.train:
-        much = plan.needed[0] - plan.bytes_of("activations", 0) + plan.uncheckpointed
-        fits = "fit" if much <= plan.gpus[0].free else "do not fit"
-        yield wrap(
-            f"The activations are those with gradient checkpointing; without it, they take "
-            f"{size(plan.uncheckpointed)} and {fits}."
-        )
-    elif plan.context > PREFILL and plan.longest_context:
+    if not plan.train and plan.context > PREFILL and plan.longest_context:
         yield wrap(
             f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
-        )
-    if plan.page_locked > plan.page_locked_limit:
-        yield wrap(
-            f"{size(plan.page_locked)} on the CPU would be page-locked, but the limit is "
-            f"{size(plan.page_locked_limit)}: the rest is copied more slowly. "
-            "gemma4_compat.limit_page_locked(nbytes) sets the limit."
         )
     if plan.dtype == "float16":
         yield wrap(
@@ -210,8 +192,3 @@ def _label(offload: Offload) -> str:
     if len(offload.modules) > 1 and offload.part == parts.LAYERS:
         return f"each of {len(offload.modules)} {offload.part}, up to"
     return offload.part
-
-
-def further(part: str, modules: tuple[str, ...], saves: int) -> Offload:
-    """What can also be offloaded, with its cost."""
-    return Offload(part, modules, saves, _COSTS[part])

@@ -357,7 +357,7 @@ def test_no_model():
     [
         ({}, "empty"),
         ("auto", "is not a device map"),
-        (["cpu"], "is an object such as"),
+        (["cpu"], "is not a device map such as"),
         ({"": None}, '"": None is not a device'),
         ({"": True}, "is not a device"),
         ({"": -1}, "is not a device"),
@@ -381,7 +381,7 @@ TOWER = {"model.vision_tower": "cpu", "": 0}
     [
         ('{"model.vision_tower": "cpu", "": 0}', TOWER),
         ("{'model.vision_tower': 'cpu', '': 0,}", TOWER),
-        ("device_map = {\n    'model.vision_tower': 'cpu',  # offloaded\n    '': 0,\n}", TOWER),
+        ("{\n    'model.vision_tower': 'cpu',  # offloaded\n    '': 0,\n}", TOWER),
         ("model.vision_tower=cpu,=0", TOWER),
         (" model.vision_tower = cpu , = 0 ", TOWER),
         ("model.vision_tower=cpu\n\n=0\n", TOWER),  # in a file
@@ -408,25 +408,22 @@ FORMS = r".*KEY=DEVICE pairs \(.*\), JSON or a Python dict, or name a file .*\(-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{'': 0", "^'{'': 0' is not JSON .*, and not a Python dict" + FORMS),
-        ('{"": 0', "is not JSON .*, and not a Python dict" + FORMS),
-        ("", "^'' is neither a file nor a device map" + FORMS),
-        (r"C:\my maps\m.json", r"^'C:\\my maps\\m.json' is neither a file nor" + FORMS),
-        ("model.vision_tower", "is neither a file nor a device map" + FORMS),
-        ("=0,model.vision_tower", "is neither a file nor a device map" + FORMS),
-        ('{"": 0, "": 1}', 'two entries ""'),
-        ("{'': 0, '': 1}", 'two entries ""'),
-        ("=0,=1", 'two entries ""'),
-        ("{**{}}", "not a Python dict"),
-        ("{'': device}", "not a Python dict"),
-        ("{[]: 0}", "not a Python dict"),
+        ("{'': 0", "^'{'': 0' is not a device map" + FORMS),
+        ('{"": 0', "is not a device map" + FORMS),
+        ("", "^'' is not a device map" + FORMS),
+        (r"C:\my maps\m.json", r"^'C:\\my maps\\m.json' is not a device map" + FORMS),
+        ("model.vision_tower", "is not a device map" + FORMS),
+        ("=0,model.vision_tower", "is not a device map" + FORMS),
+        ("{**{}}", "is not a device map" + FORMS),
+        ("{'': device}", "is not a device map" + FORMS),
+        ("{[]: 0}", "is not a device map" + FORMS),
         ("{0: 0}", "module names must be strings"),
         ("=gpu", r"'gpu' is not a device \(did you mean cpu"),
         ("=", "\"\": '' is not a device"),
-        ("auto", "'auto' is not a device map: from_pretrained makes one"),
-        ("[]", "is an object such as"),
-        ("[" * 100_000, r"^'\[{57}\.\.\.' is not JSON"),
-        ("{" * 100_000, "is not JSON|removed the quotes"),
+        ("auto", "'auto' is not a device map" + FORMS),
+        ("[]", "is not a device map" + FORMS),
+        ("[" * 100_000, r"^'\[{57}\.\.\.' is not a device map"),
+        ("{" * 100_000, "is not a device map" + FORMS),
     ],
 )
 def test_bad_maps(text, message, tmp_path):
@@ -436,29 +433,11 @@ def test_bad_maps(text, message, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "'{model.vision_tower:",  # cmd.exe
-        "'{:0}'",
-        '{model.vision_tower: cpu, ": 0}',  # Windows PowerShell
-        "{model.vision_tower:cpu,:0}",
-        "{: 0}",
-        '{": 0}',
-    ],
-)
-def test_a_shell_that_removes_quotes(text):
-    """What these shells make of '{"model.vision_tower": "cpu", "": 0}' and of '{"": 0}'."""
-    with pytest.raises(InputError, match=r"removed the quotes: .* KEY=DEVICE .* or --map FILE$"):
-        read_map(text)
-
-
 def test_bad_map_files(tmp_path):
     for content, message in (
-        (b"", "contains no device map"),
-        (b"{", "is not JSON"),
-        (b"\xff\x00\xff", "not a text in UTF-8"),
-        (b"a" * (2**24 + 1), "too large"),
+        (b"", "is not a device map"),
+        (b"{", "is not a device map"),
+        (b"\xff\x00\xff", "cannot be read: UnicodeDecodeError"),
     ):
         file = tmp_path / "map.json"
         file.write_bytes(content)
@@ -472,9 +451,6 @@ def test_several_maps(model_dir, capsys):
     tower = ("--map", "model.vision_tower=cpu")
     assert run(model_dir, *tower, "--map", "=0", "--json") == 0
     assert json.loads(capsys.readouterr().out)["device_map"] == TOWER
-    assert run(model_dir, *tower, "--map", json.dumps(TOWER)) == 2
-    message = '--map: the device map has two entries "model.vision_tower"\n'
-    assert capsys.readouterr().err.endswith(message)
 
 
 def test_devices_as_torch_knows_them(model_dir):

@@ -276,7 +276,7 @@ def test_command(model_dir, adapter_dir, capsys):
         (["--adapter", "nowhere"], "nowhere"),
         (["--model", "EMPTY"], "no config.json"),
         (["--map", '{"": 0}'], "--map is checked against a model"),
-        (["--model", "MODEL", "--map", "{"], "--map: '{' is not JSON"),
+        (["--model", "MODEL", "--map", "{"], "--map: '{' is not a device map"),
         (["--model", "DAMAGED"], "model.safetensors: "),
     ],
 )

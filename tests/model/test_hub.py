@@ -151,7 +151,7 @@ def test_an_existing_path_wins(kind, on_hub):
         assert refusal(files.read_config, MODEL) == f"{MODEL}: not a folder"
     else:
         path.symlink_to("nowhere")
-        assert "a link to nowhere" in refusal(files.read_config, MODEL)
+        assert refusal(files.read_config, MODEL) == f"{MODEL}: no such folder"
     assert on_hub.tokens == []
 
 
@@ -277,9 +277,7 @@ def test_half_a_cache_with_an_index(on_hub, offline):
     files.read_config(MODEL)
     files.located(MODEL).file("model.safetensors.index.json")
     offline("switch")
-    message = refusal(files.weight_headers, MODEL)
-    assert f"the cache of the Hub has no {SHARDS[0]}" in message
-    assert message.endswith("(a shard that model.safetensors.index.json names)")
+    assert f"the cache of the Hub has no {SHARDS[0]}" in refusal(files.weight_headers, MODEL)
 
 
 # -- what the Hub refuses -----------------------------------------------------------------------
@@ -292,31 +290,19 @@ def test_refusals(on_hub):
     for read, id, message in (
         (files.read_config, "google/typo", "not a folder here, and not found on the Hub."),
         (files.read_config, "google/gated", f"gated: accept the licence at {on_hub.url}/google/ga"),
-        (files.read_config, "google/broken", "not a folder here, the cache of the Hub"),
+        (files.read_config, "google/broken", "not a folder here, and the cache of the Hub"),
         (files.read_config, ADAPTER, "no config.json (an adapter's folder?)"),
         (files.weight_headers, "google/bin", "no model.safetensors and no model"),
         (files.adapter_header, MODEL, "no adapter_model.safetensors"),
         (inspect_adapter, MODEL, "no adapter_model.safetensors (is it the folder of a model?)"),
     ):  # fmt: skip
         assert refusal(read, id).startswith(f"{id}: {message}"), id
-    assert "only pytorch_model.bin" in refusal(files.weight_headers, "google/bin")
     assert refusal(files.read_config, "google/gated").endswith("and log in: hf auth login")
-
-
-def test_a_cache_that_cannot_be_written(on_hub, tmp_path):
-    (tmp_path / "cache").touch()
-    message = refusal(files.read_config, MODEL)
-    assert message.startswith(f"{MODEL}: config.json cannot be stored in the cache of the Hub: ")
-
-
-def test_old_huggingface_hub(on_hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.__version__", "0.36.0")
-    assert "Hub ids need huggingface_hub 1.0" in refusal(files.read_config, MODEL)
 
 
 def test_without_huggingface_hub(on_hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    expected = f"{MODEL}: no such folder; if it is a Hub id: pip install huggingface_hub"
+    expected = f"{MODEL}: no such folder; if it is a Hub id: pip install -U huggingface_hub"
     assert refusal(files.read_config, MODEL) == expected
 
 

@@ -74,8 +74,7 @@ class _all_layers:
         pass
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_training_needs_what_a_training_of_all_layers_needs(model_dir, monkeypatch, checkpointing):
+def test_training_needs_what_a_training_of_all_layers_needs(model_dir, monkeypatch):
     """Layers of a kind are counted once and multiplied.
 
     In so small a model the peak can be in the backward of a layer, where that is a little less.
@@ -87,9 +86,9 @@ def test_training_needs_what_a_training_of_all_layers_needs(model_dir, monkeypat
         config = peft.LoraConfig(r=4, target_modules=r".*layers\.\d+\.mlp\.(up|down)_proj")
         return peft.get_peft_model(model, config)
 
-    few = peak.training_peak(adapted(), 32, checkpointing=checkpointing)
+    few = peak.training_peak(adapted(), 32)
     monkeypatch.setattr(peak, "one_layer_of_each_kind", _all_layers)
-    every = peak.training_peak(adapted(), 32, checkpointing=checkpointing)
+    every = peak.training_peak(adapted(), 32)
     assert 0.95 * every <= few <= 1.15 * every
 
 
@@ -207,9 +206,8 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("kind", [None, "nf4-nested"])
-def test_a_training_step_on_a_gpu(wide_dir, kind, checkpointing):
+def test_a_training_step_on_a_gpu(wide_dir, kind):
     peft = pytest.importorskip("peft")
 
     def adapted(model):
@@ -218,9 +216,8 @@ def test_a_training_step_on_a_gpu(wide_dir, kind, checkpointing):
         return peft.get_peft_model(model, config)
 
     model = adapted(on_gpu(wide_dir, kind)).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
     ids = torch.full((1, 1024), 3, device=0)
 
     def run():
@@ -228,5 +225,5 @@ def test_a_training_step_on_a_gpu(wide_dir, kind, checkpointing):
 
     plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
     real = measured(run)
-    predicted = peak.training_peak(adapted(plain), 1024, checkpointing=checkpointing)
+    predicted = peak.training_peak(adapted(plain), 1024)
     assert real <= predicted <= 1.15 * real
