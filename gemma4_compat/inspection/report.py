@@ -19,9 +19,9 @@ from typing import Any
 from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
+from ..errors import InputError
 from ..model.files import (
     INDEX,
-    LOCATIONS,
     WEIGHTS,
     Location,
     is_in,
@@ -30,9 +30,10 @@ from ..model.files import (
     weight_headers,
     with_repository,
 )
-from ..model.hub import Repository, Unavailable, short_name
-from ..model.meta import QUANTS
+from ..model.host_memory import machine_memory
+from ..model.hub import Repository, short_name
 from ..model.parts import PARTS
+from ..model.sizes import TensorSize
 from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH
@@ -40,23 +41,8 @@ from ..versions import WITH_TORCH
 #: not listed unless installed
 _OPTIONAL = ("huggingface_hub", "trl", "kernels", "triton", "deepspeed")
 REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", *_OPTIONAL)
-_NOTEBOOKS = {"google.colab": "Google Colab", "ipykernel": "a notebook"}
-#: variables of other libraries that change where or how a model is loaded
-_OTHERS = (
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "BNB_CUDA_VERSION",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "HF_HUB_OFFLINE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "WORLD_SIZE",
-)
 #: account names that identify nobody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
-_PLAIN = re.compile(r"[\d,]*|[A-Za-z]\w{,9}|[a-z_]+:\w{,9}(,[a-z_]+:\w{,9})*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
     # The last component is kept.  URLs, "4/8-bit" and the like are not paths.
@@ -77,17 +63,15 @@ class Report(Result):
     """The machine, the libraries, the patches, and the model, map or adapter; all plain data.
 
     ``libraries`` maps names to versions, or to ``None`` if not installed.  ``patches`` maps names
-    to state and reason.  ``model`` describes a checkpoint, ``placement`` a loaded model,
-    ``device_map`` a checked map and ``adapter`` an adapter.
+    to state and reason.  ``model`` describes a checkpoint, ``device_map`` a checked map and
+    ``adapter`` an adapter.
     """
 
     system: Mapping[str, str]
     gpus: tuple[Mapping[str, Any], ...]
     libraries: Mapping[str, str | None]
     patches: Mapping[str, Mapping[str, str]]
-    switches: Mapping[str, str]
     model: Mapping[str, Any] | None
-    placement: Mapping[str, Any] | None
     device_map: Mapping[str, Any] | None
     adapter: Mapping[str, Any] | None
 
@@ -105,7 +89,7 @@ class Report(Result):
 
 
 def build_report(
-    model: Any = None,
+    model: Location | None = None,
     adapter: Location | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> Report:
@@ -116,7 +100,7 @@ def build_report(
 
     Args:
         model: a checkpoint's folder or Hub id, of which only ``config.json`` and the headers of the
-            weights are read, or a loaded model, which is not changed.
+            weights are read.
         adapter: an adapter's folder, Hub id or safetensors file; only headers are read.
         device_map: a device map to check against the model.
 
@@ -127,36 +111,28 @@ def build_report(
     """
     from .. import status
 
+    if device_map is not None and model is None:
+        raise InputError("a device map is checked against a model: give the model too")
     model, adapter = with_repository(model), with_repository(adapter)
-    private = _Private([each for each in (model, adapter) if isinstance(each, LOCATIONS)])
+    clean = _Private([each for each in (model, adapter) if each is not None]).clean
     patches = status(import_targets=True)
-    described = placement = mapped = fits = None
-    if isinstance(model, LOCATIONS):
+    described = mapped = fits = None
+    if model is not None:
         described = _checkpoint(located(model))
-    elif model is not None:
-        from .model import inspect_model
-
-        placement = _as_data(private.clean(inspect_model(model)))
-    if device_map is not None:
-        from ..errors import InputError
+    if model is not None and device_map is not None:
         from .device_map import check_device_map
 
-        if model is None:
-            raise InputError("a device map is checked against a model: give the model too")
-        mapped = _as_data(private.clean(check_device_map(model, device_map)))
+        mapped = _as_data(clean(check_device_map(model, device_map)))
     if adapter is not None:
         from .adapter import inspect_adapter
 
-        fits = _as_data(private.clean(inspect_adapter(adapter, model)))
-    clean = private.clean
+        fits = _as_data(clean(inspect_adapter(adapter, model)))
     return Report(
         system=clean(_system()),
         gpus=tuple(clean(list(_gpus()))),
         libraries=clean(_libraries()),
         patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
-        switches=clean(_switches()),
         model=clean(described),
-        placement=placement,
         device_map=mapped,
         adapter=fits,
     )
@@ -256,33 +232,17 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _system() -> dict[str, str]:
-    facts = {"OS": f"{platform.system()} {platform.release()}"}
-    try:
-        facts["OS"] += f", {platform.freedesktop_os_release()['PRETTY_NAME']}"
-    except (OSError, KeyError):
-        if platform.system() == "Windows":
-            facts["OS"] = f"Windows {platform.release()} ({platform.version()})"
-    facts["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
-    facts["CPU"] = f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}"
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        facts["memory"] = size(memory)
-    except (AttributeError, ValueError, OSError):
-        pass
-    if notebook := next((name for name in _NOTEBOOKS if name in sys.modules), None):
-        facts["runs in"] = _NOTEBOOKS[notebook]
-    driver = _driver()
-    if driver is not None:
-        facts["NVIDIA driver"] = driver
-    torch = _torch()
-    if torch is not None:
+    facts = {
+        "OS": platform.platform(),
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "CPU": f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}",
+    }
+    if (torch := _torch()) is not None:
         facts["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
-        bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-        if bf16 is not None and bf16():
-            facts["CPU"] += " with AVX512-BF16"
-        for name in ("cuda", "hip"):
-            if getattr(torch.version, name, None):
-                facts[f"torch built for {name.upper()}"] = str(getattr(torch.version, name))
+    with contextlib.suppress(ImportError):  # accelerate is not installed
+        facts["memory"] = size(machine_memory())
+    if (driver := _driver()) is not None:
+        facts["NVIDIA driver"] = driver
     return facts
 
 
@@ -330,77 +290,48 @@ def _libraries() -> dict[str, str | None]:
     return versions
 
 
-def _switches() -> dict[str, str]:
-    """The variables that are set: known ones with their values, unknown ones as "(set)"."""
-    from .. import status
-
-    ours = {"GEMMA4_COMPAT", "GEMMA4_COMPAT_STRICT"}
-    ours |= {f"GEMMA4_COMPAT_{each.name.upper()}" for each in status()}
-    known = re.compile(r"[01]|on|off|true|false|yes|no|auto|force|", re.IGNORECASE)
-    return {
-        name: os.environ[name] if name in ours and known.fullmatch(os.environ[name]) else "(set)"
-        for name in sorted(os.environ)
-        if name.startswith("GEMMA4_COMPAT")
-    } | {
-        # numbers and the allocator's settings; the serial number of a GPU is private
-        name: os.environ[name] if _PLAIN.fullmatch(os.environ[name]) else "(set)"
-        for name in _OTHERS
-        if name in os.environ
-    }
-
-
 # -- the model ------------------------------------------------------------------------------------
 
 
 def _checkpoint(model_dir: Path | Repository) -> dict[str, Any]:
-    from .device_map import model_sizes
+    from .mapped import Mapped
 
     config = read_config(model_dir)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     quantised = config.get("quantization_config")
+    mapped = Mapped(model_dir, {"": 0})
     data: dict[str, Any] = {
-        "name": _name(model_dir),
+        "name": short_name(
+            str(model_dir if isinstance(model_dir, Repository) else model_dir.absolute())
+        ),
+        "class": type(mapped.model).__name__,
         "model_type": config["model_type"],
-        "architectures": config.get("architectures"),
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         "written_by": config.get("transformers_version"),
         "layers": text.get("num_hidden_layers"),
         "layers_that_share_kv": text.get("num_kv_shared_layers"),
         "quantised": quantised.get("quant_method") if isinstance(quantised, dict) else None,
+        "weights": None,
+        "bytes": {
+            part: sizes for part in PARTS if any((sizes := _sizes(mapped.whole, part)).values())
+        },
     }
-    try:
-        headers = weight_headers(model_dir) if _has_weights(model_dir) else ()
-    except Unavailable as error:
-        headers, data["weights_unavailable"] = (), str(error)
-    if headers:
+    if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
+        headers = weight_headers(model_dir)
         data["weights"] = {
             "files": len(headers),
             "tensors": sum(len(header.tensors) for header in headers),
             "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
             "missing_bytes": sum(header.missing for header in headers),
         }
-    view = model_sizes(model_dir)
-    data["class"] = view.architecture
-    data["bytes"] = {
-        part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
-        for part in _parts(view.bytes.values())
-    }
-    data["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
     return data
 
 
-def _name(folder: Path | Repository) -> str:
-    return short_name(str(folder)) if isinstance(folder, Repository) else folder.absolute().name
-
-
-def _has_weights(folder: Path | Repository) -> bool:
-    return is_in(folder, INDEX) or is_in(folder, WEIGHTS)
-
-
-def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
-    present = {part for parts in by_quant for part in parts}
-    return [part for part in PARTS if part in present]
+def _sizes(whole: Mapping[str, Iterable[TensorSize]], part: str) -> dict[str, int]:
+    return {
+        quant: sum(t.bytes for t in tensors if t.part == part) for quant, tensors in whole.items()
+    }
 
 
 # -- Markdown -------------------------------------------------------------------------------------
@@ -427,13 +358,10 @@ def _markdown(report: Report) -> Iterator[str]:
         yield f"- {state} ({len(names)}): {', '.join(names)}"
         if state in (State.FAILED.value, State.DRIFTED.value):
             yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
-    for name, value in report.switches.items():
-        yield f"- environment: {name}={value}"
     if report.model is not None:
         yield from ("", f"### Model: {report.model['name']}", "")
         yield from _model_lines(report.model)
     for title, data in (
-        ("Loaded model", report.placement),
         ("Device map", report.device_map),
         ("Adapter", report.adapter),
     ):
@@ -450,20 +378,19 @@ def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
     yield f"- dtype: {model['dtype']}, written by transformers {model['written_by']}"
     if model["quantised"]:
         yield f"- already quantised: {model['quantised']}"
-    weights = model.get("weights")
+    weights = model["weights"]
     if weights is None:
-        why = model.get("weights_unavailable", "no safetensors files in the folder")
-        yield f"- weights: {why}"
+        yield "- weights: no safetensors files in the folder"
     else:
         files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
         yield f"- weights: {files}, {size(weights['bytes'])}"
         if weights["missing_bytes"]:
             yield f"- **cut off**: {size(weights['missing_bytes'])} of the weights are missing"
     yield ""
-    quants = model["quantisations"]
+    quants = list(next(iter(model["bytes"].values())))
     yield f"| part | {' | '.join(quants)} |"
     yield f"|---|{'---:|' * len(quants)}"
     for part, numbers in model["bytes"].items():
-        yield f"| {part} | {' | '.join(size(numbers[quant]) for quant in quants)} |"
+        yield f"| {part} | {' | '.join(map(size, numbers.values()))} |"
     totals = (sum(numbers[quant] for numbers in model["bytes"].values()) for quant in quants)
     yield f"| all | {' | '.join(map(size, totals))} |"
