@@ -40,9 +40,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.model is None:
-        return ()
-    return ("torch", "transformers", *(() if options.adapter is None else ("peft",)))
+    with_map = ("torch", "transformers") if options.device_map is not None else ()
+    with_both = ("torch", "transformers", "peft") if options.model and options.adapter else ()
+    return with_both or with_map
 
 
 def _run(options: argparse.Namespace) -> Result:

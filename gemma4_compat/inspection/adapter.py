@@ -30,7 +30,7 @@ from ..model.files import (
     read_adapter_config,
     read_header,
 )
-from ..model.hub import Repository, short_name
+from ..model.hub import Repository
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
@@ -40,6 +40,7 @@ from .targets import (
     matching,
     needs_patch,
     note_lines,
+    title,
     with_patches,
 )
 
@@ -68,16 +69,6 @@ _KINDS = ("refused", "ignored", "missing")
 
 
 @dataclass(frozen=True)
-class Tower:
-    """An adapter's tensors for one part of the model; ``targets`` counts its layers by name."""
-
-    name: str
-    tensors: int
-    layers: int
-    targets: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class Group:
     """Tensors, or layers, with the same outcome for the same reason.
 
@@ -97,8 +88,8 @@ class Group:
 class AdapterInspection(Result):
     """An adapter, as its safetensors header and its ``adapter_config.json`` describe it.
 
-    ``bytes`` is the size of the tensors in the file.  ``ranks`` counts layers by their rank.  If a
-    model was given, ``loads`` tensors load into it with the patches in ``needs`` applied, and
+    ``bytes`` is the size of the tensors in the file.  ``towers`` counts tensors and layers by part
+    of the model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it with the patches in ``needs`` applied, and
     ``groups`` are the others; else ``model`` is ``None``.
     """
 
@@ -109,10 +100,9 @@ class AdapterInspection(Result):
     parameters: int
     bytes: int
     dtypes: Mapping[str, int]
-    towers: tuple[Tower, ...]
+    towers: Mapping[str, Mapping[str, int]]
     ranks: Mapping[int, int]
     rank: int | None
-    alpha: float | None
     target_modules: str | tuple[str, ...] | None
     notes: tuple[str, ...]
     model: str | None = None
@@ -179,10 +169,9 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
         parameters=sum(key.entry.numel for key in keys),
         bytes=sum(key.entry.bytes for key in keys),
         dtypes=dict(sorted(Counter(key.entry.dtype for key in keys).items())),
-        towers=tuple(_towers(keys)),
+        towers=_towers(keys),
         ranks=dict(sorted(ranks.items())),
         rank=config.get("r"),
-        alpha=config.get("lora_alpha"),
         target_modules=tuple(sorted(targets)) if isinstance(targets, list) else targets,
         notes=tuple(_notes(header, keys, config)),
     )
@@ -192,24 +181,16 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
 def _header_and_config(path: Location) -> tuple[Header, dict[str, Any]]:
     """The header of the safetensors file, and the content of ``adapter_config.json``."""
     if not isinstance(path, Repository) and exists(Path(path)) and not os.path.isdir(path):
-        file = Path(path)
-        if file.suffix in (".bin", ".pt", ".pth"):
-            raise InputError(f"{file}: a pickle file; only safetensors files are read")
-        config = file.parent / ADAPTER_CONFIG
-        return read_header(file), read_adapter_config(config) if config.is_file() else {}
+        beside = Path(path).parent / ADAPTER_CONFIG
+        return read_header(path), read_adapter_config(beside) if beside.is_file() else {}
     folder = located(path, "file or folder")
-    found = file_in(folder, ADAPTER_CONFIG)
+    config = file_in(folder, ADAPTER_CONFIG)
     if not is_in(folder, ADAPTER_WEIGHTS):
-        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}{_instead(folder)}")
-    if found is None:
+        why = " (is it the folder of a model?)" if is_in(folder, "config.json") else ""
+        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}{why}")
+    if config is None:
         raise InputError(f"{folder}: no {ADAPTER_CONFIG}, which PEFT needs")
-    return header_in(folder, ADAPTER_WEIGHTS), read_adapter_config(found)
-
-
-def _instead(folder: Path | Repository) -> str:
-    if is_in(folder, "adapter_model.bin"):
-        return " (there is an adapter_model.bin, but pickle files are not read)"
-    return " (is it the folder of a model?)" if is_in(folder, "config.json") else ""
+    return header_in(folder, ADAPTER_WEIGHTS), read_adapter_config(config)
 
 
 # -- the tensors ----------------------------------------------------------------------------------
@@ -236,43 +217,34 @@ class _Key:
 
     @classmethod
     def of(cls, entry: Entry) -> _Key:
-        name = entry.name.removeprefix(_PREFIX).removeprefix("base_model.")
+        name = re.sub(r"^base_model\.(model\.)?", "", entry.name).replace(".base_layer", "")
         steps = name.split(".")
         for number, step in enumerate(steps):
             method = next((m for start, m in _METHODS.items() if step.startswith(start)), "")
             if method:
                 layer, rest = ".".join(steps[:number]), ".".join(steps[number + 1 :])
-                return cls(entry, _unwrapped(layer), step, method, rest)
-        return cls(entry, _unwrapped(name.rpartition(".")[0]), steps[-1], "", "")
-
-
-def _unwrapped(name: str) -> str:
-    return re.sub(r"(\.base_layer)+$", "", name)
+                return cls(entry, layer, step, method, rest)
+        return cls(entry, name.rpartition(".")[0], steps[-1], "", "")
 
 
 def _kind(keys: Iterable[_Key], config: Mapping[str, Any]) -> str:
-    methods = Counter(key.method for key in keys if key.method)
     parts = {key.part for key in keys}
-    names = [method for method, _ in methods.most_common()]
     if "lora_magnitude_vector" in parts:
-        names[names.index("LoRA")] = "DoRA"
-    elif "lora_E" in parts:
-        names[names.index("LoRA")] = "AdaLoRA"
-    return ", ".join(names) or str(config["peft_type"])
+        return "DoRA"
+    if "lora_E" in parts:
+        return "AdaLoRA"
+    methods = dict.fromkeys(key.method for key in keys if key.method)
+    return ", ".join(methods) or str(config["peft_type"])
 
 
-def _towers(keys: list[_Key]) -> Iterator[Tower]:
+def _towers(keys: list[_Key]) -> dict[str, dict[str, int]]:
     tensors = Counter(tower_of(key.layer) for key in keys)
-    layers = dict.fromkeys(key.layer for key in keys if key.method and key.layer)
-    for tower in TOWERS:
-        if tensors[tower]:
-            names = Counter(_last(layer) for layer in layers if tower_of(layer) == tower)
-            yield Tower(tower, tensors[tower], names.total(), dict(sorted(names.items())))
-
-
-def _last(layer: str) -> str:
-    above, _, last = layer.rpartition(".")
-    return f"{above.rpartition('.')[2]}.{last}" if last == "linear" else last
+    layers = Counter(map(tower_of, {key.layer for key in keys if key.method and key.layer}))
+    return {
+        tower: {"tensors": tensors[tower], "layers": layers[tower]}
+        for tower in TOWERS
+        if tensors[tower]
+    }
 
 
 def _notes(header: Header, keys: list[_Key], config: Mapping[str, Any]) -> Iterator[str]:
@@ -329,7 +301,7 @@ def _fitted(
     return replace(
         found,
         model=base.name,
-        architecture=base.architecture,
+        architecture=type(base.model).__name__,
         loads=loads,
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=_merged(groups),
@@ -438,14 +410,10 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
 
 def _lines(found: AdapterInspection) -> Iterator[str]:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
-    kind = found.kind
-    for rank, count in found.ranks.items():
-        kind += f", rank {rank} on {text.plural(count, 'layer')}"
-    if found.alpha is not None:
-        kind += f", alpha {found.alpha}"
+    ranks = (f", rank {r} on {text.plural(n, 'layer')}" for r, n in found.ranks.items())
     rows = {
         "file": found.file,
-        "adapter": kind,
+        "adapter": "".join([found.kind, *ranks]),
         "base model": found.base_model or "unknown",
         "holds": f"{text.plural(found.tensors, 'tensor')} ({dtypes}), {found.parameters:,} "
         f"parameters, {text.size(found.bytes)}",
@@ -455,14 +423,8 @@ def _lines(found: AdapterInspection) -> Iterator[str]:
     for label, value in rows.items():
         yield text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
     yield ""
-    yield text.table(
-        [
-            (t.name, t.tensors, t.layers, ", ".join(f"{n}\xa0{c}" for n, c in t.targets.items()))
-            for t in found.towers
-        ],
-        ("tower", "tensors", "layers", "by name"),
-        right=(1, 2),
-    )
+    towers = [(name, each["tensors"], each["layers"]) for name, each in found.towers.items()]
+    yield text.table(towers, ("tower", "tensors", "layers"), right=(1, 2))
     if found.notes:
         yield ""
         yield from note_lines(found.notes)
@@ -472,8 +434,7 @@ def _lines(found: AdapterInspection) -> Iterator[str]:
 
 
 def _fit_lines(found: AdapterInspection) -> Iterator[str]:
-    name = short_name(found.model or "")
-    yield f"in {name} ({found.architecture})".replace("in  (", "in (")
+    yield f"in {title(str(found.model), str(found.architecture))}"
     needs = with_patches(found.needs).removeprefix(", ") if found.loads else ""
     rows = [("loads", text.plural(found.loads, "tensor"), needs)]
     for group in found.groups:

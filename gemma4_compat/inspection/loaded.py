@@ -18,15 +18,14 @@ DISK = "disk"
 class Part:
     """A part of the model; devices are "cuda:0", "cpu" or "disk".
 
-    ``linear`` counts its linear layers by "4-bit", "8-bit", "bf16"...  ``weights`` and
-    ``quant_state`` are bytes by the device that stores them.  ``computes_on`` are the execution
-    devices.
+    ``linear`` counts its linear layers by "4-bit", "8-bit", "bf16"...  ``weights`` are bytes by the
+    device that stores them, with the quant states of bitsandbytes.  ``computes_on`` are the
+    execution devices.
     """
 
     name: str
     linear: Mapping[str, int]
     weights: Mapping[str, int]
-    quant_state: Mapping[str, int]
     computes_on: tuple[str, ...]
 
 
@@ -123,11 +122,10 @@ class Loaded:
         for name in PARTS:
             tensors = [each for each in self.own if each.part == name]
             weights: dict[str, int] = {}
-            states: dict[str, int] = {}
             for each in tensors:
                 _add(weights, each.rests_on, each.tensor)
                 for state, place in self._quant_state(each):
-                    _add(states, place, state)
+                    _add(weights, place, state)
             linear: dict[str, int] = {}
             for path in {each.module for each in tensors} & self.linear.keys():
                 linear[self.linear[path]] = linear.get(self.linear[path], 0) + 1
@@ -137,7 +135,6 @@ class Loaded:
                     name=name,
                     linear=dict(sorted(linear.items())),
                     weights=weights,
-                    quant_state=states,
                     computes_on=tuple(sorted(computing, key=order)),
                 )
 

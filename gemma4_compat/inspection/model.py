@@ -55,7 +55,7 @@ class ModelInspection(Result):
     @property
     def bytes(self) -> dict[str, int]:
         """The size of the whole model by device: weights, quant states and adapters."""
-        of_parts = (numbers for part in self.parts for numbers in (part.weights, part.quant_state))
+        of_parts = (part.weights for part in self.parts)
         of_adapters = (numbers for parts in self.adapters.values() for numbers in parts.values())
         total: dict[str, int] = {}
         for numbers in (*of_parts, *of_adapters):
@@ -144,8 +144,8 @@ def _lines(found: ModelInspection) -> Iterator[str]:
     if found.input_device is not None:
         yield f"inputs go to {found.input_device}"
     yield ""
-    head = ["part", "linear layers", "runs on", "stored on", "weights", "quant"]
-    yield table([*_part_rows(found)], head, right=(4, 5))
+    head = ["part", "linear layers", "runs on", "stored on", "weights"]
+    yield table([*_part_rows(found)], head, right=(4,))
     if found.adapters:
         yield ""
         head = ["adapter", "part", "stored on", "weights"]
@@ -160,12 +160,11 @@ def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
     for part in found.parts:
         kinds = ", ".join(f"{number} {kind}" for kind, number in part.linear.items())
         first = (part.name, kinds, ", ".join(part.computes_on))
-        for device in sorted({*part.weights, *part.quant_state}, key=order):
-            sizes = (numbers.get(device, 0) for numbers in (part.weights, part.quant_state))
-            yield (*first, _place(device), *(size(number) if number else "" for number in sizes))
+        for device in sorted(part.weights, key=order):
+            yield (*first, _place(device), size(part.weights[device]))
             first = ("", "", "")
     for device, number in found.bytes.items():
-        yield "all", "", "", _place(device), size(number), ""
+        yield "all", "", "", _place(device), size(number)
 
 
 def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib
 import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,29 +32,25 @@ from ..model.files import (
 )
 from ..model.host_memory import machine_memory
 from ..model.hub import Repository, short_name
-from ..model.parts import PARTS
-from ..model.sizes import TensorSize
 from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH
 
-#: not listed unless installed
-_OPTIONAL = ("huggingface_hub", "trl", "kernels", "triton", "deepspeed")
-REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", *_OPTIONAL)
+REPORTED = (
+    *WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl", "kernels", "triton",
+)  # fmt: skip
 #: account names that identify nobody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
     # The last component is kept.  URLs, "4/8-bit" and the like are not paths.
-    re.compile(
-        r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)"
-    ),
+    r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)",
     # Python's own messages double the backslashes.
-    re.compile(r"(?<![\w?(])[A-Za-z]:[\\/]+(?:[^\\/\"'\n]+[\\/]+)*([^\\/\s\"']*)"),
-    re.compile(r"(?<![\w\\])\\{2,}(?:[^\\\"'\n]+\\+)+([^\\\s\"']*)"),
+    r"(?<![\w?(])[A-Za-z]:[\\/]+(?:[^\\/\"'\n]+[\\/]+)*([^\\/\s\"']*)",
+    r"(?<![\w\\])\\{2,}(?:[^\\\"'\n]+\\+)+([^\\\s\"']*)",
 )
-_ONLY_A_PATH = re.compile(
-    r"(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?"
+_ONLY_A_PATH = (
+    r"\A(?:(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?)\Z"
 )
 
 
@@ -62,16 +58,14 @@ _ONLY_A_PATH = re.compile(
 class Report(Result):
     """The machine, the libraries, the patches, and the model, map or adapter; all plain data.
 
-    ``libraries`` maps names to versions, or to ``None`` if not installed.  ``patches`` maps names
-    to state and reason.  ``model`` describes a checkpoint, ``device_map`` a checked map and
-    ``adapter`` an adapter.
+    ``system``, ``libraries`` and ``model``, a checkpoint, map names of facts to texts.  ``patches``
+    maps names to state and reason.  ``device_map`` is a checked map and ``adapter`` an adapter.
     """
 
     system: Mapping[str, str]
-    gpus: tuple[Mapping[str, Any], ...]
-    libraries: Mapping[str, str | None]
+    libraries: Mapping[str, str]
     patches: Mapping[str, Mapping[str, str]]
-    model: Mapping[str, Any] | None
+    model: Mapping[str, str] | None
     device_map: Mapping[str, Any] | None
     adapter: Mapping[str, Any] | None
 
@@ -106,8 +100,7 @@ def build_report(
 
     Raises:
         InputError: a file, folder or repository is missing or damaged.
-        InputError: transformers does not know the model, or the device map is invalid.
-        InputError: a device map is given without a model.
+        InputError: the device map is invalid, or given without a model.
     """
     from .. import status
 
@@ -116,9 +109,7 @@ def build_report(
     model, adapter = with_repository(model), with_repository(adapter)
     clean = _Private([each for each in (model, adapter) if each is not None]).clean
     patches = status(import_targets=True)
-    described = mapped = fits = None
-    if model is not None:
-        described = _checkpoint(located(model))
+    mapped = fits = None
     if model is not None and device_map is not None:
         from .device_map import check_device_map
 
@@ -129,10 +120,9 @@ def build_report(
         fits = _as_data(clean(inspect_adapter(adapter, model)))
     return Report(
         system=clean(_system()),
-        gpus=tuple(clean(list(_gpus()))),
         libraries=clean(_libraries()),
         patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
-        model=clean(described),
+        model=None if model is None else clean(_checkpoint(located(model))),
         device_map=mapped,
         adapter=fits,
     )
@@ -158,16 +148,23 @@ class _Private:
                     exact[form] = path.absolute().name
         for home in _homes():
             exact[home] = "~"
-        # The longest first: paths inside the home folder before the home folder.
-        self.exact = [
-            (re.compile(rf"(?<![\w/\\]){re.escape(path)}(?!\w)"), exact[path])
-            for path in sorted(exact, key=len, reverse=True)
-        ]
         secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
-        self.secrets = sorted((s for s in secrets if len(s) >= 8), key=len, reverse=True)
-        self.names = [
-            (re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", re.IGNORECASE), instead)
-            for name, instead in _names()
+        secrets = {secret for secret in secrets if len(secret) >= 8}
+        #: patterns, and what replaces them, in this order
+        self.steps: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+            (r"file://", ""),
+            *((re.escape(secret), "<secret>") for secret in _longest_first(secrets)),
+            (r"\bhf_[A-Za-z0-9]{8,}", "<secret>"),
+            *(
+                (rf"(?<![\w/\\]){re.escape(path)}(?!\w)", exact[path].replace("\\", r"\\"))
+                for path in _longest_first(exact)
+            ),
+            (_ONLY_A_PATH, lambda match: re.split(r"[/\\]", match[0].rstrip("/\\"))[-1]),
+            *((path, lambda match: match[1] or "<path>") for path in _PATHS),
+            *(
+                (rf"(?i)(?<![^\W_]){re.escape(name)}(?![^\W_])", instead)
+                for name, instead in _names()
+            ),
         ]
 
     def clean(self, value: Any) -> Any:
@@ -188,24 +185,14 @@ class _Private:
         return value
 
     def text(self, text: str) -> str:
-        text = text.replace("file://", "")
-        for secret in self.secrets:
-            text = text.replace(secret, "<secret>")
-        text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "<secret>", text)
-        for pattern, instead in self.exact:
-            text = _replaced(pattern, instead, text)
-        if _ONLY_A_PATH.fullmatch(text):  # it may contain spaces
-            text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-        for pattern in _PATHS:
-            text = pattern.sub(lambda match: match[1] or "<path>", text)
-        for pattern, instead in self.names:
-            text = _replaced(pattern, instead, text)
+        for pattern, instead in self.steps:
+            text = re.sub(pattern, instead, text)
         return text
 
 
-def _replaced(pattern: re.Pattern[str], instead: str, text: str) -> str:
-    """``re.sub`` with ``instead`` taken literally, backslashes included."""
-    return pattern.sub(lambda _: instead, text)
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    """Paths inside the home folder come before the home folder."""
+    return sorted(texts, key=len, reverse=True)
 
 
 def _homes() -> Iterator[str]:
@@ -223,7 +210,7 @@ def _names() -> Iterator[tuple[str, str]]:
     hosts = {os.environ.get("HOSTNAME"), os.environ.get("COMPUTERNAME"), platform.node()}
     hosts |= {(host or "").partition(".")[0] for host in hosts}
     for names, instead in ((users, "<user>"), (hosts, "<host>")):
-        for name in sorted(filter(None, names), key=len, reverse=True):
+        for name in _longest_first(filter(None, names)):
             if len(name) > 1 and name.lower() not in _NOBODY:
                 yield name, instead
 
@@ -237,53 +224,39 @@ def _system() -> dict[str, str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "CPU": f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}",
     }
-    if (torch := _torch()) is not None:
+    torch: Any = None
+    with contextlib.suppress(Exception):  # it is missing or broken
+        torch = importlib.import_module("torch")
+    if torch is not None:
         facts["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
     with contextlib.suppress(ImportError):  # accelerate is not installed
         facts["memory"] = size(machine_memory())
     if (driver := _driver()) is not None:
         facts["NVIDIA driver"] = driver
-    return facts
-
-
-def _torch() -> Any | None:
-    try:
-        import torch
-    except Exception:  # missing or broken; the report lists its version either way
-        return None
-    return torch
+    has_gpu = torch is not None and torch.cuda.is_available()
+    for index in range(torch.cuda.device_count() if has_gpu else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"capability {gpu.major}.{gpu.minor}"
+        facts[f"GPU {index}"] = f"{gpu.name}, {size(gpu.total_memory)}, {capability}"
+    return facts if has_gpu else {**facts, "GPU": "none that PyTorch sees"}
 
 
 def _driver() -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         ran = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except FileNotFoundError:
+        return None
     except (OSError, subprocess.SubprocessError):
         return "nvidia-smi fails"
     return next(iter(ran.stdout.split()), None)
 
 
-def _gpus() -> Iterator[dict[str, Any]]:
-    torch = _torch()
-    if torch is None or not torch.cuda.is_available():
-        return
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        capability = f"{gpu.major}.{gpu.minor}"
-        yield {"name": gpu.name, "memory": gpu.total_memory, "capability": capability}
-
-
-def _libraries() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"gemma4_compat": __version__}
+def _libraries() -> dict[str, str]:
+    versions = {"gemma4_compat": __version__, **dict.fromkeys(REPORTED, "not installed")}
     for name in REPORTED:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = installed_version(name) or "unknown version"
-        except importlib.metadata.PackageNotFoundError:
-            if name not in _OPTIONAL:
-                versions[name] = None
     torch = sys.modules.get("torch")
     if torch is not None:  # with the build, as in 2.13.0+cu130
         versions["torch"] = str(torch.__version__)
@@ -293,64 +266,40 @@ def _libraries() -> dict[str, str | None]:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _checkpoint(model_dir: Path | Repository) -> dict[str, Any]:
-    from .mapped import Mapped
-
+def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
     config = read_config(model_dir)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    quantised = config.get("quantization_config")
-    mapped = Mapped(model_dir, {"": 0})
-    data: dict[str, Any] = {
-        "name": short_name(
-            str(model_dir if isinstance(model_dir, Repository) else model_dir.absolute())
-        ),
-        "class": type(mapped.model).__name__,
-        "model_type": config["model_type"],
-        "dtype": config.get("dtype") or config.get("torch_dtype"),
-        "written_by": config.get("transformers_version"),
-        "layers": text.get("num_hidden_layers"),
-        "layers_that_share_kv": text.get("num_kv_shared_layers"),
-        "quantised": quantised.get("quant_method") if isinstance(quantised, dict) else None,
-        "weights": None,
-        "bytes": {
-            part: sizes for part in PARTS if any((sizes := _sizes(mapped.whole, part)).values())
-        },
+    text = config.get("text_config") or config
+    path = model_dir if isinstance(model_dir, Repository) else model_dir.absolute()
+    classes = ", ".join(config.get("architectures") or ())
+    written_by = config.get("transformers_version")
+    facts = {
+        "name": short_name(str(path)),
+        "class": f"{classes} (model_type {config['model_type']})",
+        "layers": str(text.get("num_hidden_layers")),
+        "dtype": f"{config.get('dtype')}, written by transformers {written_by}",
+        "weights": "no safetensors files in the folder",
     }
+    if shared := text.get("num_kv_shared_layers"):
+        facts["layers"] += f", {shared} of them share keys and values"
+    if quantised := config.get("quantization_config"):
+        facts["already quantised"] = str(quantised.get("quant_method"))
     if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
         headers = weight_headers(model_dir)
-        data["weights"] = {
-            "files": len(headers),
-            "tensors": sum(len(header.tensors) for header in headers),
-            "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
-            "missing_bytes": sum(header.missing for header in headers),
-        }
-    return data
-
-
-def _sizes(whole: Mapping[str, Iterable[TensorSize]], part: str) -> dict[str, int]:
-    return {
-        quant: sum(t.bytes for t in tensors if t.part == part) for quant, tensors in whole.items()
-    }
+        entries = [entry for header in headers for entry in header.tensors.values()]
+        files = f"{plural(len(entries), 'tensor')} in {plural(len(headers), 'file')}"
+        facts["weights"] = f"{files}, {size(sum(entry.bytes for entry in entries))}"
+        if missing := sum(header.missing for header in headers):
+            facts["**cut off**"] = f"{size(missing)} of the weights are missing"
+    return facts
 
 
 # -- Markdown -------------------------------------------------------------------------------------
 
 
 def _markdown(report: Report) -> Iterator[str]:
-    yield "### System"
-    yield ""
-    for name, value in report.system.items():
-        yield f"- {name}: {value}"
-    for index, gpu in enumerate(report.gpus):
-        yield f"- GPU {index}: {gpu['name']}, {size(gpu['memory'])}, capability {gpu['capability']}"
-    if not report.gpus:
-        yield "- GPU: none that PyTorch sees"
-    for name, version in report.libraries.items():
-        yield f"- {name}: {version or 'not installed'}"
-    yield ""
-    yield "### Patches of gemma4_compat"
-    yield ""
+    yield from ("### System", "")
+    yield from _facts({**report.system, **report.libraries})
+    yield from ("", "### Patches of gemma4_compat", "")
     by_state: dict[str, list[str]] = {}
     for name, patch in report.patches.items():
         by_state.setdefault(patch["state"], []).append(name)
@@ -359,38 +308,12 @@ def _markdown(report: Report) -> Iterator[str]:
         if state in (State.FAILED.value, State.DRIFTED.value):
             yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
     if report.model is not None:
-        yield from ("", f"### Model: {report.model['name']}", "")
-        yield from _model_lines(report.model)
-    for title, data in (
-        ("Device map", report.device_map),
-        ("Adapter", report.adapter),
-    ):
+        yield from ("", "### Model", "")
+        yield from _facts(report.model)
+    for title, data in (("Device map", report.device_map), ("Adapter", report.adapter)):
         if data is not None:
             yield from ("", f"### {title}", "", "```text", data["text"], "```")
 
 
-def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
-    yield f"- class: {model['class']} (model_type {model['model_type']})"
-    layers = f"{model['layers']}"
-    if model["layers_that_share_kv"]:
-        layers += f", {model['layers_that_share_kv']} of them share keys and values"
-    yield f"- layers: {layers}"
-    yield f"- dtype: {model['dtype']}, written by transformers {model['written_by']}"
-    if model["quantised"]:
-        yield f"- already quantised: {model['quantised']}"
-    weights = model["weights"]
-    if weights is None:
-        yield "- weights: no safetensors files in the folder"
-    else:
-        files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
-        yield f"- weights: {files}, {size(weights['bytes'])}"
-        if weights["missing_bytes"]:
-            yield f"- **cut off**: {size(weights['missing_bytes'])} of the weights are missing"
-    yield ""
-    quants = list(next(iter(model["bytes"].values())))
-    yield f"| part | {' | '.join(quants)} |"
-    yield f"|---|{'---:|' * len(quants)}"
-    for part, numbers in model["bytes"].items():
-        yield f"| {part} | {' | '.join(map(size, numbers.values()))} |"
-    totals = (sum(numbers[quant] for numbers in model["bytes"].values()) for quant in quants)
-    yield f"| all | {' | '.join(map(size, totals))} |"
+def _facts(facts: Mapping[str, str]) -> Iterator[str]:
+    return (f"- {name}: {fact}" for name, fact in facts.items())

@@ -65,7 +65,6 @@ class TargetScan(Result):
 
     model: str
     architecture: str
-    quantised: str | None
     targets: str | tuple[str, ...]
     matches: tuple[Matches, ...]
     layers: tuple[str, ...]
@@ -149,8 +148,7 @@ def scan_targets(
     matches = tuple(Matches(t, name, counted[t, name, takes], takes) for t, name, takes in order)
     return TargetScan(
         model=base.name,
-        architecture=base.architecture,
-        quantised=base.quantised,
+        architecture=type(base.model).__name__,
         targets=targets,
         matches=matches,
         layers=tuple(layers),
@@ -173,8 +171,6 @@ class BaseModel:
     """
 
     name: str
-    architecture: str
-    quantised: str | None
     model: Any
     modules: Mapping[str, Any]
 
@@ -188,11 +184,9 @@ def base_model_of(model: Any) -> BaseModel:
     """The model, or the one that a checkpoint's ``config.json`` describes, on the meta device."""
     if isinstance(model, LOCATIONS):
         name = str(model)
-        model, quantised = checkpoint_model(model)
+        model, _ = checkpoint_model(model)
     else:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        method = getattr(model, "quantization_method", None)
-        quantised = None if method is None else str(getattr(method, "value", method))
         name = str(getattr(model, "name_or_path", ""))
     modules: dict[str, Any] = {}
     adapted: list[str] = []
@@ -203,7 +197,7 @@ def base_model_of(model: Any) -> BaseModel:
             adapted.append(path)
             module = module.get_base_layer()
         modules[path] = module
-    return BaseModel(name, type(model).__name__, quantised, model, modules)
+    return BaseModel(name, model, modules)
 
 
 # -- matching -------------------------------------------------------------------------------------
@@ -275,6 +269,11 @@ def with_patches(needs: Iterable[str]) -> str:
     return f", with the patch {', '.join(needs)}" if needs else ""
 
 
+def title(model: str, architecture: str) -> str:
+    """ "gemma-4-E4B-it (Gemma4ForConditionalGeneration)"; a model in memory may have no name."""
+    return f"{short_name(model)} ({architecture})".strip()
+
+
 def note_lines(notes: Iterable[str]) -> Iterator[str]:
     for note in notes:
         yield text.wrap(note, " " * 6, "note: ")
@@ -298,8 +297,7 @@ def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) 
 
 
 def _lines(scan: TargetScan) -> Iterator[str]:
-    quantised = f", {scan.quantised}" if scan.quantised else ""
-    yield f"{short_name(scan.model)} ({scan.architecture}{quantised})".strip()
+    yield title(scan.model, scan.architecture)
     targets = scan.targets if isinstance(scan.targets, str) else text.some(scan.targets)
     yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
     yield ""

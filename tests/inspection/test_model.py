@@ -75,8 +75,6 @@ def test_every_byte_of_a_whole_model(model_dir, kind):
     assert snapshot(model) == before
     assert found.ok
     assert found.bytes == {"cpu": sum(held(model).values())}
-    in_states = sum(sum(each.quant_state.values()) for each in found.parts)
-    assert (in_states > 0) is (kind is not None)
     assert found.input_device == "cpu"
     assert found.offloaded == {}
     assert found.adapters == {}

@@ -54,8 +54,9 @@ def test_a_gpu_is_named():
     import torch
 
     found = build_report()
-    assert len(found.gpus) == torch.cuda.device_count()
-    if not found.gpus:
+    gpus = [name for name in found.system if name.startswith("GPU ")]
+    assert len(gpus) == torch.cuda.device_count()
+    if not gpus:
         assert "- GPU: none that PyTorch sees" in str(found)
 
 
@@ -73,13 +74,14 @@ def test_values_of_variables_named_like_secrets(model_dir, tmp_path, monkeypatch
 
 def test_model_map_and_adapter(model_dir, adapter_dir):
     found = build_report(model_dir, adapter_dir, MAP)
-    assert found.model["class"] == "Gemma4ForConditionalGeneration"
-    assert (found.model["layers"], found.model["layers_that_share_kv"]) == (6, 3)
-    assert found.model["weights"]["missing_bytes"] == 0
+    assert "Gemma4ForConditionalGeneration" in found.model["class"]
+    assert found.model["layers"] == "6, 3 of them share keys and values"
+    assert " in 1 file, " in found.model["weights"]
+    assert "cut off" not in str(found)
     assert found.device_map["unknown"] == {"model.multi_modal_projector": "model.embed_vision"}
     text = str(found)
     assert "model.multi_modal_projector is not a module of this model" in text
-    for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
+    for heading in ("### System", "### Patches", "### Model", "### Device map", "### Adapter"):
         assert heading in text
     assert text.count("```") == 4
     assert found.adapter["tensors"] == 112
@@ -90,7 +92,6 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
     whole = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1000])
     found = build_report(tmp_path)
-    assert found.model["weights"]["missing_bytes"] == 1000
     assert "**cut off**: 1000 B" in str(found)
     (tmp_path / "model.safetensors").unlink()
     assert "no safetensors files in the folder" in str(build_report(tmp_path))
@@ -201,7 +202,6 @@ def test_the_current_folder_is_no_dot(model_dir, monkeypatch):
     found = build_report(".")
     assert found.model["name"] == model_dir.name
     assert found.libraries["gemma4_compat"] == gemma4_compat.__version__
-    assert found.model["bytes"]
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -218,11 +218,9 @@ def test_command(model_dir, adapter_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert isinstance(build_report(), Report)
     assert set(found) == {
-        "system", "gpus", "libraries", "patches", "model", "device_map", "adapter",
+        "system", "libraries", "patches", "model", "device_map", "adapter",
     }  # fmt: skip
-    optional = {"trl", "huggingface_hub", "kernels", "triton", "deepspeed"}
-    listed = set(found["libraries"])
-    assert listed - optional == {"gemma4_compat", *REPORTED} - optional
+    assert set(found["libraries"]) == {"gemma4_compat", *REPORTED}
 
 
 @pytest.mark.parametrize(
