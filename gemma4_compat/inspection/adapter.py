@@ -36,7 +36,6 @@ from ..result import Result
 from .targets import (
     BaseModel,
     base_model_of,
-    lora_parameters,
     matching,
     needs_patch,
     note_lines,
@@ -89,8 +88,9 @@ class AdapterInspection(Result):
     """An adapter, as its safetensors header and its ``adapter_config.json`` describe it.
 
     ``bytes`` is the size of the tensors in the file.  ``towers`` counts tensors and layers by part
-    of the model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it with the patches in ``needs`` applied, and
-    ``groups`` are the others; else ``model`` is ``None``.
+    of the model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into
+    it with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
+    ``None``.
     """
 
     file: str
@@ -270,7 +270,7 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = {base.inner(name): name for name in targeted}
+    inside = [base.inner(name) for name in targeted]
     adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
     whole_file = _refusal(header, config)
     groups: list[Group] = []
@@ -288,12 +288,7 @@ def _fitted(
             groups.append(fate)
     loads = len(keys) - len(groups)
     filled = {base.inner(_name_in_model(key.layer, base)) for key in keys if key.method}
-    is_lora, rank = config.get("peft_type") == "LORA", config.get("r") or 1
-    for layer, name in inside.items():
-        if is_lora and lora_parameters(base.modules[layer], rank) is None:
-            kind = type(base.modules[name]).__name__
-            reason = f"target_modules names {kind}, which LoRA does not support"
-            groups.append(Group("refused", reason, name))
+    for layer in inside:
         if layer not in filled:
             reason = f"{tower_of(layer)}: in target_modules, but the file has no tensors for them"
             groups.append(Group("missing", reason, layer, harmless=True))
@@ -368,17 +363,11 @@ def _fate(
 
 def _absent(key: _Key, base: BaseModel) -> Group:
     """Why the model has no module of this name."""
-    tower, shared = tower_of(key.layer), shared_layers(base.model.config)
-    layer = re.match(r"(.*?(?:^|\.)layers)\.(\d+)\.", key.layer)
-    stack = base.modules.get(layer[1]) if layer is not None else None
-    reason = "the model has no such layer"
+    shared = shared_layers(base.model.config)
     if is_shared_kv(key.layer, shared):
         reason = f"layers {shared[0]} to {shared[-1]} reuse the keys and values of earlier layers"
         return Group("ignored", f"{reason}: no effect", key.entry.name, harmless=True)
-    if layer is not None and stack is not None and int(layer[2]) >= len(stack):
-        reason = f"for layers from {len(stack)} on; {layer[1]} has {len(stack)} layers"
-    elif tower in ("vision", "audio") and not any(tower_of(n) == tower for n in base.modules):
-        reason = f"the model has no {tower} tower"
+    reason = f"{tower_of(key.layer)}: the model has no such layers"
     return Group("ignored", reason, key.entry.name)
 
 

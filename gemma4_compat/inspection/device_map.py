@@ -164,9 +164,7 @@ def _messages(check: DeviceMapCheck) -> Iterator[tuple[str, str]]:
             device = "cpu" if entry is None else check.device_map[entry]
             text += f"; the closest name is {name}, which is on {device_label(device)}"
         yield "unknown", text
-    for name in check.uncovered[:8]:
-        yield "missing", f"{name} has no entry"
-    if len(check.uncovered) > 8:
-        yield "missing", f"and {len(check.uncovered) - 8} more have no entry"
+    if check.uncovered:
+        yield "missing", f"{some(check.uncovered, 8)}: no entry"
     for trap in check.traps:
         yield trap.level, trap.text

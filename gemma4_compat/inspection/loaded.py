@@ -140,10 +140,11 @@ class Loaded:
 
     def _quant_state(self, each: _Tensor) -> Iterator[tuple[Any, str]]:
         """The tensors that bitsandbytes keeps for a weight, each with the device that stores it."""
-        for name, tensor in _quant_tensors(self.modules[each.module], each.tensor).items():
+        is_8bit = type(each.tensor).__name__ == "Int8Params"
+        for tensor in _quant_tensors(self.modules[each.module], each.tensor):
             place = device_text(tensor.device)
-            if place == "meta" and name == "SCB":  # 8-bit: offloaded with the weight
-                place = self._offloaded(each.module, name)[0] or place
+            if place == "meta" and is_8bit:  # offloaded with the weight
+                place = self._offloaded(each.module, "SCB")[0] or place
             yield tensor, place
 
     def offloaded(self) -> dict[str, int]:
@@ -251,20 +252,18 @@ def _storage(hook: Any, name: str) -> tuple[str | None, Any]:
     return DISK if on_disk else None, None
 
 
-def _quant_tensors(module: Any, weight: Any) -> dict[str, Any]:
+def _quant_tensors(module: Any, weight: Any) -> list[Any]:
     """The tensors of a weight's quant state (4-bit), or its scales (8-bit)."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
         inner = getattr(state, "state2", None)
-        if inner is not None:
-            tensors |= {"state2.absmax": inner.absmax, "state2.code": inner.code}
+        tensors = [state.absmax, state.code, state.offset]
+        tensors += [] if inner is None else [inner.absmax, inner.code]
     else:
-        scales = getattr(weight, "SCB", None)
-        if scales is None and type(weight).__name__ == "Int8Params":
-            scales = getattr(getattr(module, "state", None), "SCB", None)
-        tensors = {"SCB": scales}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        tensors = [getattr(weight, "SCB", None)]
+        if tensors == [None] and type(weight).__name__ == "Int8Params":
+            tensors = [getattr(getattr(module, "state", None), "SCB", None)]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _linear_kind(module: Any) -> str | None:

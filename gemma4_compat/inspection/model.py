@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,13 +13,6 @@ from ..patches.offloading import host_embedding, offload_streaming
 from ..result import Result
 from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text, order
-
-#: the attribute that has the model inside ``torch.compile`` and wrappers for several GPUs
-_INSIDE = {
-    "OptimizedModule": "_orig_mod",
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-}
 
 
 @dataclass(frozen=True)
@@ -94,12 +87,12 @@ def inspect_model(model: Any) -> ModelInspection:
         >>> inspection.problems
         ()
     """
+    from accelerate.utils import extract_model_from_parallel
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect_model needs a torch.nn.Module, not {type(model).__name__}")
-    while type(model).__name__ in _INSIDE:
-        model = getattr(model, _INSIDE[type(model).__name__])
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     loaded = Loaded(model)
     config = getattr(getattr(base, "config", None), "quantization_config", None)
@@ -161,10 +154,10 @@ def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
         kinds = ", ".join(f"{number} {kind}" for kind, number in part.linear.items())
         first = (part.name, kinds, ", ".join(part.computes_on))
         for device in sorted(part.weights, key=order):
-            yield (*first, _place(device), size(part.weights[device]))
+            yield (*first, device, size(part.weights[device]))
             first = ("", "", "")
     for device, number in found.bytes.items():
-        yield "all", "", "", _place(device), size(number)
+        yield "all", "", "", device, size(number)
 
 
 def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
@@ -172,17 +165,16 @@ def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
         label = name if name in found.active else f"{name} (not active)"
         for part, by_device in parts.items():
             for device, number in by_device.items():
-                yield label, part, _place(device), size(number)
-
-
-def _place(device: str) -> str:
-    return "no values" if device == "meta" else device
+                yield label, part, device, size(number)
 
 
 def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
     for problem in found.problems:
         patch = f" [{problem.patch}]" if problem.patch else ""
-        yield "problem", f"{problem.text}{patch}: {_some(problem.modules)}"
+        names = [
+            name.removeprefix("base_model.model.") for name in problem.modules
+        ]  # PEFT's prefix
+        yield "problem", f"{problem.text}{patch}: {some(names, 3)}"
     for way, number in found.offloaded.items():
         text = f"accelerate's hooks copy the weights of {plural(number, 'module')} from {way}"
         yield "offload", f"{text} for each forward"
@@ -190,7 +182,3 @@ def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
         yield "decoding", found.decoding
     if found.page_locked:
         yield "locked", f"{size(found.page_locked)} of host memory is page-locked for the GPU"
-
-
-def _some(names: Iterable[str]) -> str:
-    return some([name.removeprefix("base_model.model.") for name in names], 3)  # PEFT's prefix

@@ -35,6 +35,8 @@ from ..model.hub import Repository, short_name
 from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH
+from .adapter import inspect_adapter
+from .device_map import check_device_map
 
 REPORTED = (
     *WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl", "kernels", "triton",
@@ -111,12 +113,8 @@ def build_report(
     patches = status(import_targets=True)
     mapped = fits = None
     if model is not None and device_map is not None:
-        from .device_map import check_device_map
-
         mapped = _as_data(clean(check_device_map(model, device_map)))
     if adapter is not None:
-        from .adapter import inspect_adapter
-
         fits = _as_data(clean(inspect_adapter(adapter, model)))
     return Report(
         system=clean(_system()),

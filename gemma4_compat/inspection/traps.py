@@ -35,16 +35,10 @@ def traps_of(mapped: Mapped) -> Iterator[Trap]:
 def uncovered(mapped: Mapped) -> str | None:
     if not mapped.uncovered():
         return None
-    if len(set(mapped.map.values())) > 1 or "disk" in mapped.map.values():
-        return (
-            "some modules have no entry, and from_pretrained raises 'The device_map provided does "
-            'not give any device for the following parameters\'; add an entry for ""'
-        )
-    if mapped.main == "cpu":
-        return None
     return (
-        "modules without an entry stay on the CPU and compute there, without a warning "
-        'and without hooks between the devices; add an entry for ""'
+        "some modules have no entry: from_pretrained raises 'The device_map provided does not give "
+        "any device for the following parameters', or leaves them on the CPU without a warning and "
+        'without hooks between the devices; add an entry for ""'
     )
 
 

@@ -296,7 +296,7 @@ def test_broad_adapter_for_the_text_only_class(adapter_dir, model_dir):
     fit = inspect_adapter(adapter_dir, model)
     assert (fit.loads, counts(fit, "ignored")) == peft_loads(model, adapter_dir)
     assert {group.reason for group in fit.groups if group.kind == "ignored"} == {
-        "the model has no vision tower", "the model has no audio tower",
+        "vision: the model has no such layers", "audio: the model has no such layers",
     }  # fmt: skip
     assert fit.verdict == "fits only in PART"
 
@@ -318,8 +318,8 @@ def test_for_more_layers_and_other_towers(adapter_dir, tmp_path):
     write_config(tmp_path, text, vision)
     found = inspect_adapter(adapter_dir, tmp_path)
     told = reasons(found)
-    assert "for layers from 4 on; model.language_model.layers has 4 layers" in told
-    assert "ignored 12: the model has no audio tower" in told
+    assert "ignored 20: language: the model has no such layers" in told
+    assert "ignored 12: audio: the model has no such layers" in told
     assert not found.ok
     assert counts(found, "ignored") == 12 + 2 * 5 * 2
 
