@@ -30,7 +30,7 @@ from ..model.files import (
     read_adapter_config,
     read_header,
 )
-from ..model.hub import Repository
+from ..model.hub import Repository, short_name
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
@@ -38,8 +38,6 @@ from .targets import (
     base_model_of,
     matching,
     needs_patch,
-    note_lines,
-    title,
     with_patches,
 )
 
@@ -87,10 +85,10 @@ class Group:
 class AdapterInspection(Result):
     """An adapter, as its safetensors header and its ``adapter_config.json`` describe it.
 
-    ``bytes`` is the size of the tensors in the file.  ``towers`` counts tensors and layers by part
-    of the model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into
-    it with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
-    ``None``.
+    ``bytes`` is the size of the tensors, of which ``missing_bytes`` are cut off.  ``towers`` counts
+    tensors and layers by part of the model, ``ranks`` layers by their rank.  If a model was given,
+    ``loads`` tensors load into it with the patches in ``needs`` applied, and ``groups`` are the
+    others; else ``model`` is ``None``.
     """
 
     file: str
@@ -99,12 +97,12 @@ class AdapterInspection(Result):
     tensors: int
     parameters: int
     bytes: int
+    missing_bytes: int
     dtypes: Mapping[str, int]
     towers: Mapping[str, Mapping[str, int]]
     ranks: Mapping[int, int]
     rank: int | None
     target_modules: str | tuple[str, ...] | None
-    notes: tuple[str, ...]
     model: str | None = None
     architecture: str | None = None
     loads: int = 0
@@ -168,14 +166,14 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
         tensors=len(keys),
         parameters=sum(key.entry.numel for key in keys),
         bytes=sum(key.entry.bytes for key in keys),
+        missing_bytes=header.missing,
         dtypes=dict(sorted(Counter(key.entry.dtype for key in keys).items())),
         towers=_towers(keys),
         ranks=dict(sorted(ranks.items())),
         rank=config.get("r"),
         target_modules=tuple(sorted(targets)) if isinstance(targets, list) else targets,
-        notes=tuple(_notes(header, keys, config)),
     )
-    return found if model is None else _fitted(found, header, keys, config, base_model_of(model))
+    return found if model is None else _fitted(found, keys, config, base_model_of(model))
 
 
 def _header_and_config(path: Location) -> tuple[Header, dict[str, Any]]:
@@ -247,22 +245,11 @@ def _towers(keys: list[_Key]) -> dict[str, dict[str, int]]:
     }
 
 
-def _notes(header: Header, keys: list[_Key], config: Mapping[str, Any]) -> Iterator[str]:
-    if header.missing:
-        yield f"the file is cut off: {text.size(header.missing)} of its tensors are missing"
-    if not config:
-        yield f"its folder has no {ADAPTER_CONFIG}; PEFT needs one"
-    whole = sorted({key.layer for key in keys if not key.method})
-    if whole:
-        yield f"the file also holds full tensors of the model: {text.some(whole, 3)}"
-
-
 # -- the fit with a model -------------------------------------------------------------------------
 
 
 def _fitted(
     found: AdapterInspection,
-    header: Header,
     keys: list[_Key],
     config: Mapping[str, Any],
     base: BaseModel,
@@ -270,9 +257,9 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = [base.inner(name) for name in targeted]
+    inside = dict.fromkeys(base.inner(name) for name in targeted)
     adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
-    whole_file = _refusal(header, config)
+    whole_file = _refusal(found, config)
     groups: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
@@ -312,16 +299,16 @@ def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
     return tuple(sorted(merged.values(), key=lambda each: (_KINDS.index(each.kind), -each.count)))
 
 
-def _refusal(header: Header, config: Mapping[str, Any]) -> Group | None:
+def _refusal(found: AdapterInspection, config: Mapping[str, Any]) -> Group | None:
     """Why PEFT loads no tensor of this file into any model."""
     from peft import PeftType
 
-    if header.missing:
-        return Group("refused", "the file is cut off", str(header.file))
+    if found.missing_bytes:
+        return Group("refused", "the file is cut off", found.file)
     peft_type = config.get("peft_type")
     if config and peft_type not in {str(each.value) for each in PeftType}:
         reason = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return Group("refused", reason, str(header.file))
+        return Group("refused", reason, found.file)
     return None
 
 
@@ -400,8 +387,9 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
 def _lines(found: AdapterInspection) -> Iterator[str]:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
     ranks = (f", rank {r} on {text.plural(n, 'layer')}" for r, n in found.ranks.items())
+    cut_off = f", cut off: {text.size(found.missing_bytes)} are missing"
     rows = {
-        "file": found.file,
+        "file": found.file + (cut_off if found.missing_bytes else ""),
         "adapter": "".join([found.kind, *ranks]),
         "base model": found.base_model or "unknown",
         "holds": f"{text.plural(found.tensors, 'tensor')} ({dtypes}), {found.parameters:,} "
@@ -414,16 +402,13 @@ def _lines(found: AdapterInspection) -> Iterator[str]:
     yield ""
     towers = [(name, each["tensors"], each["layers"]) for name, each in found.towers.items()]
     yield text.table(towers, ("tower", "tensors", "layers"), right=(1, 2))
-    if found.notes:
-        yield ""
-        yield from note_lines(found.notes)
     if found.model is not None:
         yield ""
         yield from _fit_lines(found)
 
 
 def _fit_lines(found: AdapterInspection) -> Iterator[str]:
-    yield f"in {title(str(found.model), str(found.architecture))}"
+    yield f"in {short_name(str(found.model))} ({found.architecture})".replace("  (", " (")
     needs = with_patches(found.needs).removeprefix(", ") if found.loads else ""
     rows = [("loads", text.plural(found.loads, "tensor"), needs)]
     for group in found.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,21 +127,20 @@ class Loaded:
                 _add(weights, each.rests_on, each.tensor)
                 for state, place in self._quant_state(each):
                     _add(weights, place, state)
-            linear: dict[str, int] = {}
-            for path in {each.module for each in tensors} & self.linear.keys():
-                linear[self.linear[path]] = linear.get(self.linear[path], 0) + 1
+            paths = {each.module for each in tensors} & self.linear.keys()
+            linear = Counter(self.linear[path] for path in paths)
             computing = {each.computes_on for each in tensors} - {"meta"}
             if tensors:
                 yield Part(
                     name=name,
                     linear=dict(sorted(linear.items())),
                     weights=weights,
-                    computes_on=tuple(sorted(computing, key=order)),
+                    computes_on=tuple(sorted(computing)),
                 )
 
     def _quant_state(self, each: _Tensor) -> Iterator[tuple[Any, str]]:
         """The tensors that bitsandbytes keeps for a weight, each with the device that stores it."""
-        is_8bit = type(each.tensor).__name__ == "Int8Params"
+        is_8bit = getattr(each.tensor, "quant_state", None) is None
         for tensor in _quant_tensors(self.modules[each.module], each.tensor):
             place = device_text(tensor.device)
             if place == "meta" and is_8bit:  # offloaded with the weight
@@ -169,12 +169,12 @@ class Loaded:
 
     # -- what is wrong
 
-    def problems(self, quantisation: str | None, config: Any) -> Iterator[Problem]:
+    def problems(self, quantisation: str | None) -> Iterator[Problem]:
         from .. import __name__ as package
 
         again = f"import {package} before the model is loaded, and load it again"
         damaged = [
-            _base_name(each.module)
+            each.module.removesuffix(".base_layer")
             for each in self.own
             if any(place == "meta" for _, place in self._quant_state(each))
         ]
@@ -191,17 +191,14 @@ class Loaded:
             yield Problem(text, tuple(lost), "peft_redispatch")
         bits = (quantisation or "").partition(" ")[0]
         if bits in ("4-bit", "8-bit") and self.linear and bits not in self.linear.values():
+            layers = [path.removesuffix(".base_layer") for path in sorted(self.linear)]
             text = (
-                f"{bits} was requested, but not one of {plural(len(self.linear), 'linear layer')} "
-                "is quantised"
+                f"{bits} was requested, but not one of {plural(len(layers), 'linear layer')} is "
+                f"quantised: with {OFFLOAD_FLAG}=True transformers quantises nothing that the "
+                "device map puts on the CPU or the disk. Load the model without that flag, or "
+                "with a device map that uses a GPU"
             )
-            if (config if isinstance(config, dict) else vars(config)).get(OFFLOAD_FLAG):
-                text += (
-                    f": with {OFFLOAD_FLAG}=True transformers quantises nothing that the device "
-                    "map puts on the CPU or the disk. Load the model without that flag, or with a "
-                    "device map that uses a GPU"
-                )
-            yield Problem(text, tuple(sorted(map(_base_name, self.linear))))
+            yield Problem(text, tuple(layers))
 
 
 # -- reading a model ------------------------------------------------------------------------------
@@ -219,12 +216,6 @@ def _identity(tensor: Any) -> Any:
 
 def _add(total: dict[str, int], device: str, tensor: Any) -> None:
     total[device] = total.get(device, 0) + int(tensor.numel() * tensor.element_size())
-
-
-def order(device: str) -> tuple[int, str]:
-    """A sort key: devices that compute come first, then the CPU, the disk and meta."""
-    last = ("cpu", DISK, "meta")
-    return (last.index(device) + 1 if device in last else 0), device
 
 
 def device_text(device: Any) -> str:
@@ -296,7 +287,3 @@ def _adapter_tensors(module: Any) -> Iterator[tuple[str, Any]]:
         for adapter, value in held.items() if hasattr(held, "items") else ():
             tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
             yield from ((adapter, tensor) for tensor in tensors if torch.is_tensor(tensor))
-
-
-def _base_name(path: str) -> str:
-    return path.removesuffix(".base_layer")

@@ -12,7 +12,7 @@ from ..patches.generation.captured_decoding import how_it_decodes
 from ..patches.offloading import host_embedding, offload_streaming
 from ..result import Result
 from ..text import plural, size, some, table, wrap
-from .loaded import Loaded, Part, Problem, device_text, order
+from .loaded import Loaded, Part, Problem, device_text
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelInspection(Result):
         for numbers in (*of_parts, *of_adapters):
             for device, number in numbers.items():
                 total[device] = total.get(device, 0) + number
-        return {device: total[device] for device in sorted(total, key=order)}
+        return {device: total[device] for device in sorted(total)}
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
@@ -111,7 +111,7 @@ def inspect_model(model: Any) -> ModelInspection:
         offloaded=loaded.offloaded(),
         adapters=loaded.adapters(),
         active=loaded.active(),
-        problems=tuple(loaded.problems(quantisation, config)),
+        problems=tuple(loaded.problems(quantisation)),
     )
 
 
@@ -153,7 +153,7 @@ def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
     for part in found.parts:
         kinds = ", ".join(f"{number} {kind}" for kind, number in part.linear.items())
         first = (part.name, kinds, ", ".join(part.computes_on))
-        for device in sorted(part.weights, key=order):
+        for device in sorted(part.weights):
             yield (*first, device, size(part.weights[device]))
             first = ("", "", "")
     for device, number in found.bytes.items():

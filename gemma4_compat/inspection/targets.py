@@ -32,11 +32,8 @@ from ..result import Result
 _SETTINGS = (
     "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
-_VERDICTS = {
-    "yes": "supported",
-    "patched": "needs the patch clippable_linear",
-    "no": "NOT supported by LoRA",
-}
+_SUPPORTED, _PATCHED = "supported", "needs the patch clippable_linear"
+_REFUSED = "NOT supported by LoRA"
 _WRAPS = "With clippable_linear (import gemma4_compat first) the adapter wraps the layer inside."
 
 
@@ -44,8 +41,8 @@ _WRAPS = "With clippable_linear (import gemma4_compat first) the adapter wraps t
 class Matches:
     """How many modules of one class are matched in one tower.
 
-    ``takes`` says whether PEFT can adapt this class: "yes", "patched" (with the patch
-    ``clippable_linear``) or "no".
+    ``takes`` says whether PEFT can adapt this class: "supported", "needs the patch
+    clippable_linear" or "NOT supported by LoRA".
     """
 
     tower: str
@@ -85,7 +82,7 @@ class TargetScan(Result):
     @property
     def ok(self) -> bool:
         """Whether PEFT, with the patches in ``needs``, creates an adapter for these targets."""
-        return bool(self.matches) and all(match.takes != "no" for match in self.matches)
+        return bool(self.matches) and all(match.takes != _REFUSED for match in self.matches)
 
     @property
     def verdict(self) -> str:
@@ -136,14 +133,12 @@ def scan_targets(
     for name in matched:
         inner = base.inner(name)
         number = lora_parameters(base.modules[inner], rank)
-        takes = "patched" if inner != name and needs_patch("clippable_linear") else "yes"
-        if number is not None:
+        takes = _PATCHED if inner != name and needs_patch("clippable_linear") else _SUPPORTED
+        if number is None:
+            takes = _REFUSED
+        else:
             layers[inner] = number
-        counted[
-            tower_of(name),
-            type(base.modules[name]).__name__,
-            takes if number is not None else "no",
-        ] += 1
+        counted[tower_of(name), type(base.modules[name]).__name__, takes] += 1
     order = sorted(counted, key=lambda key: (TOWERS.index(key[0]), key[1]))
     matches = tuple(Matches(t, name, counted[t, name, takes], takes) for t, name, takes in order)
     return TargetScan(
@@ -152,7 +147,7 @@ def scan_targets(
         targets=targets,
         matches=matches,
         layers=tuple(layers),
-        needs=("clippable_linear",) if any(m.takes == "patched" for m in matches) else (),
+        needs=("clippable_linear",) if any(m.takes == _PATCHED for m in matches) else (),
         rank=rank,
         parameters=sum(layers.values()),
         notes=tuple(_notes(base, matched, targets)),
@@ -269,16 +264,6 @@ def with_patches(needs: Iterable[str]) -> str:
     return f", with the patch {', '.join(needs)}" if needs else ""
 
 
-def title(model: str, architecture: str) -> str:
-    """ "gemma-4-E4B-it (Gemma4ForConditionalGeneration)"; a model in memory may have no name."""
-    return f"{short_name(model)} ({architecture})".strip()
-
-
-def note_lines(notes: Iterable[str]) -> Iterator[str]:
-    for note in notes:
-        yield text.wrap(note, " " * 6, "note: ")
-
-
 def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) -> Iterator[str]:
     last_names = {name.rpartition(".")[2] for name in base.modules}
     for target in dict.fromkeys(() if isinstance(targets, str) else targets):
@@ -297,17 +282,17 @@ def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) 
 
 
 def _lines(scan: TargetScan) -> Iterator[str]:
-    yield title(scan.model, scan.architecture)
+    yield f"{short_name(scan.model)} ({scan.architecture})".strip()
     targets = scan.targets if isinstance(scan.targets, str) else text.some(scan.targets)
     yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
     yield ""
     if scan.matches:
-        rows = [(m.tower, m.name, m.count, _VERDICTS[m.takes]) for m in scan.matches]
+        rows = [(m.tower, m.name, m.count, m.takes) for m in scan.matches]
         if len(rows) > 1:
             rows.append(("all", "", scan.count, ""))
         yield text.table(rows, ("tower", "class", "modules", ""), right=(2,))
         yield ""
-    for takes, advice in (("patched", _WRAPS), ("no", "Name the linear layers inside.")):
+    for takes, advice in ((_PATCHED, _WRAPS), (_REFUSED, "Name the linear layers inside.")):
         classes = Counter(m.name for m in scan.matches for _ in range(m.count) if m.takes == takes)
         if classes:
             counts = ", ".join(f"{count} {name}" for name, count in classes.items())
@@ -318,5 +303,6 @@ def _lines(scan: TargetScan) -> Iterator[str]:
             f"LoRA of rank {scan.rank} on {text.plural(len(scan.layers), 'layer')}: "
             f"{scan.parameters:,} parameters, {text.size(scan.bytes)} in float32"
         )
-    yield from note_lines(scan.notes)
+    for note in scan.notes:
+        yield text.wrap(note, " " * 6, "note: ")
     yield scan.verdict
