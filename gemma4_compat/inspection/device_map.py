@@ -42,20 +42,18 @@ class DeviceMapCheck(Result):
     @property
     def ok(self) -> bool:
         """No entry is unknown, no module is uncovered, and no trap is an error or a warning."""
-        return not self.unknown and not self.uncovered and not self._levels() - {"note"}
-
-    def _levels(self) -> set[str]:
-        return {trap.level for trap in self.traps}
+        only_notes = all(trap.level == "note" for trap in self.traps)
+        return not self.unknown and not self.uncovered and only_notes
 
     @property
     def verdict(self) -> str:
         if self.uncovered:
             return 'this map does not work: add "": 0, or another device for the rest'
-        if "error" in self._levels():
+        if any(trap.level == "error" for trap in self.traps):
             return "this map does not work"
         if not self.ok:
-            unknown = f"correct or remove {some(list(self.unknown), 3)}"
-            what_to_do = unknown if self.unknown else "see the warning above"
+            names = some(list(self.unknown), 3)
+            what_to_do = f"correct or remove {names}" if names else "see the warning above"
             return f"this map works, but not as written: {what_to_do}"
         return "fine"
 
@@ -165,6 +163,7 @@ def _messages(check: DeviceMapCheck) -> Iterator[tuple[str, str]]:
             text += f"; the closest name is {name}, which is on {device_label(device)}"
         yield "unknown", text
     if check.uncovered:
-        yield "missing", f"{some(check.uncovered, 8)}: no entry"
+        names = some(check.uncovered, 8)
+        yield "missing", f"{names}: no entry. Loading raises, or they stay on the CPU without hooks"
     for trap in check.traps:
         yield trap.level, trap.text

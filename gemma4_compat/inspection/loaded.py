@@ -54,10 +54,6 @@ class _Tensor:
     computes_on: str
     offloaded: bool
 
-    @property
-    def part(self) -> str:
-        return part_of(self.name)
-
 
 class Loaded:
     """A loaded model, read in one pass; nothing is moved, loaded or changed."""
@@ -109,8 +105,9 @@ class Loaded:
         while True:
             hook = offload_hook(self.modules[above])
             if hook is not None and (above == path or getattr(hook, "place_submodules", False)):
-                place, stored = _storage(hook, name)
-                if place is not None:
+                stored = host_tensor(hook.weights_map, name)
+                if stored is not None or _is_on_disk(hook.weights_map, name):
+                    place = DISK if stored is None else device_text(stored.device)
                     return place, device_text(hook.execution_device), stored
             if not above:
                 return None, "", None
@@ -121,7 +118,7 @@ class Loaded:
 
     def parts(self) -> Iterator[Part]:
         for name in PARTS:
-            tensors = [each for each in self.own if each.part == name]
+            tensors = [each for each in self.own if part_of(each.name) == name]
             weights: dict[str, int] = {}
             for each in tensors:
                 _add(weights, each.rests_on, each.tensor)
@@ -148,18 +145,19 @@ class Loaded:
             yield tensor, place
 
     def offloaded(self) -> dict[str, int]:
-        modules: dict[str, set[str]] = {}
-        for each in (*self.own, *self.adapted):
-            if each.offloaded:
-                way = f"{each.rests_on} to {each.computes_on}"
-                modules.setdefault(way, set()).add(each.module)
-        return {way: len(modules[way]) for way in sorted(modules)}
+        ways = {
+            (each.module, f"{each.rests_on} to {each.computes_on}")
+            for each in (*self.own, *self.adapted)
+            if each.offloaded
+        }
+        return dict(sorted(Counter(way for _, way in ways).items()))
 
     def adapters(self) -> dict[str, dict[str, dict[str, int]]]:
         adapters: dict[str, dict[str, dict[str, int]]] = {}
-        for each in sorted(self.adapted, key=lambda each: PARTS.index(each.part)):
-            parts = adapters.setdefault(str(each.adapter), {})
-            _add(parts.setdefault(each.part, {}), each.rests_on, each.tensor)
+        for part in PARTS:
+            for each in (each for each in self.adapted if part_of(each.name) == part):
+                parts = adapters.setdefault(str(each.adapter), {})
+                _add(parts.setdefault(part, {}), each.rests_on, each.tensor)
         return adapters
 
     def active(self) -> tuple[str, ...]:
@@ -170,9 +168,6 @@ class Loaded:
     # -- what is wrong
 
     def problems(self, quantisation: str | None) -> Iterator[Problem]:
-        from .. import __name__ as package
-
-        again = f"import {package} before the model is loaded, and load it again"
         damaged = [
             each.module.removesuffix(".base_layer")
             for each in self.own
@@ -180,15 +175,17 @@ class Loaded:
         ]
         if damaged:
             text = f"the quant state of {plural(len(damaged), 'quantised layer')} has no values"
-            yield Problem(f"{text}: {again}", tuple(damaged), "quant_state_offload")
-        lost = [each.name for each in self.own if each.rests_on == "meta"]
-        if lost:
-            text = f"{plural(len(lost), 'tensor')} on meta, without a hook that onloads them"
-            yield Problem(f"{text}: no weights were loaded", tuple(lost))
-        lost = [each.name for each in self.adapted if each.rests_on == "meta"]
-        if lost:
-            text = f"{plural(len(lost), 'tensor')} of adapters on meta, without values: {again}"
-            yield Problem(text, tuple(lost), "peft_redispatch")
+            text += ": import gemma4_compat before the model is loaded, and load it again"
+            yield Problem(text, tuple(damaged), "quant_state_offload")
+        for tensors, of, patch in (
+            (self.own, "", None),
+            (self.adapted, " of adapters", "peft_redispatch"),
+        ):
+            if lost := [each.name for each in tensors if each.rests_on == "meta"]:
+                text = (
+                    f"{plural(len(lost), 'tensor')}{of} on meta, without a hook that onloads them"
+                )
+                yield Problem(f"{text}: no weights were loaded", tuple(lost), patch)
         bits = (quantisation or "").partition(" ")[0]
         if bits in ("4-bit", "8-bit") and self.linear and bits not in self.linear.values():
             layers = [path.removesuffix(".base_layer") for path in sorted(self.linear)]
@@ -228,19 +225,10 @@ def device_text(device: Any) -> str:
     return "cpu" if device.type == "cpu" else str(device)
 
 
-def _storage(hook: Any, name: str) -> tuple[str | None, Any]:
-    """The device that stores a weight for a hook, and the weight if it is in memory.
-
-    The device is "cpu" or "disk", or ``None`` if the hook has no such weight.  The weights map is
-    not indexed: that would read the weight from disk.
-    """
-    weights = hook.weights_map
-    tensor = host_tensor(weights, name)
-    if tensor is not None:
-        return device_text(tensor.device), tensor
+def _is_on_disk(weights: Any, name: str) -> bool:
+    # The weights map is not indexed: that would read the weight.
     name = getattr(weights, "prefix", "") + name
-    on_disk = name in getattr(getattr(weights, "dataset", weights), "index", {})
-    return DISK if on_disk else None, None
+    return name in getattr(getattr(weights, "dataset", weights), "index", {})
 
 
 def _quant_tensors(module: Any, weight: Any) -> list[Any]:

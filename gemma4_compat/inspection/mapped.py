@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,7 +58,10 @@ class Mapped:
 
     def _measure(self, plain: Location) -> None:
         # When it quantises, transformers treats the names as regular expressions.
-        patterns = {key: device for key, device in self.map.items() if _is_pattern(key)}
+        patterns = {}
+        for key, device in self.map.items():
+            with suppress(re.error):
+                patterns[re.compile(key).pattern] = device
         for quant in self.quants:
             model = self.model if quant == "bf16" else meta_model(plain, bnb_config(quant))
             self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
@@ -147,14 +151,6 @@ class Mapped:
         for quant, device, nbytes in self._held():
             saved[quant] -= nbytes if device not in OFFLOADED else 0
         return saved
-
-
-def _is_pattern(key: str) -> bool:
-    try:
-        re.compile(key)
-    except re.error:
-        return False
-    return True
 
 
 def _quantised(model: Any) -> set[str]:

@@ -56,8 +56,7 @@ class TargetScan(Result):
     """What the targets match.
 
     ``layers`` are the names of the layers that get an adapter; for a matched wrapper, the layer
-    inside it.  ``parameters`` and ``bytes`` are the size of a LoRA adapter of ``rank`` in float32,
-    the dtype in which PEFT creates it.
+    inside it.  ``parameters`` are those of a LoRA adapter of ``rank``.
     """
 
     model: str
@@ -76,10 +75,6 @@ class TargetScan(Result):
         return sum(match.count for match in self.matches)
 
     @property
-    def bytes(self) -> int:
-        return 4 * self.parameters
-
-    @property
     def ok(self) -> bool:
         """Whether PEFT, with the patches in ``needs``, creates an adapter for these targets."""
         return bool(self.matches) and all(match.takes != _REFUSED for match in self.matches)
@@ -93,7 +88,7 @@ class TargetScan(Result):
         return f"PEFT supports these targets{with_patches(self.needs)}"
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "count": self.count, "bytes": self.bytes, "ok": self.ok}
+        return {**asdict(self), "count": self.count, "ok": self.ok}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -301,7 +296,7 @@ def _lines(scan: TargetScan) -> Iterator[str]:
     if scan.layers:
         yield text.wrap(
             f"LoRA of rank {scan.rank} on {text.plural(len(scan.layers), 'layer')}: "
-            f"{scan.parameters:,} parameters, {text.size(scan.bytes)} in float32"
+            f"{scan.parameters:,} parameters, {text.size(4 * scan.parameters)} in float32"
         )
     for note in scan.notes:
         yield text.wrap(note, " " * 6, "note: ")

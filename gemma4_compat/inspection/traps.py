@@ -32,16 +32,6 @@ def traps_of(mapped: Mapped) -> Iterator[Trap]:
             yield Trap(find.__name__, level, text)
 
 
-def uncovered(mapped: Mapped) -> str | None:
-    if not mapped.uncovered():
-        return None
-    return (
-        "some modules have no entry: from_pretrained raises 'The device_map provided does not give "
-        "any device for the following parameters', or leaves them on the CPU without a warning and "
-        'without hooks between the devices; add an entry for ""'
-    )
-
-
 def quantised_already(mapped: Mapped) -> str | None:
     if mapped.quantization is None or mapped.splits:
         return None
@@ -182,7 +172,6 @@ def not_quantised(mapped: Mapped) -> str | None:
 
 #: each trap's function and its level, in the order in which they are shown
 TRAPS: dict[Callable[[Mapped], str | None], str] = {
-    uncovered: "error",
     quantised_checkpoint: "error",
     no_such_gpu: "error",
     tied: "warning",

@@ -425,8 +425,8 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert run(adapter_dir, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "file", "kind", "base_model", "tensors", "parameters", "bytes", "missing_bytes", "dtypes", "towers", "ranks",
-        "rank", "target_modules", "model", "architecture", "loads", "needs",
+        "file", "kind", "base_model", "tensors", "parameters", "bytes", "missing_bytes", "dtypes",
+        "towers", "ranks", "rank", "target_modules", "model", "architecture", "loads", "needs",
         "groups", "ok", "verdict",
     }  # fmt: skip
     assert found["model"] is None
