@@ -51,6 +51,6 @@ COMMAND = Command(
     help="what an adapter contains, and whether it fits a model",
     description=_HELP,
     arguments=_arguments,
-    needs=lambda options: () if options.model is None else ("torch", "transformers"),
+    needs=lambda options: () if options.model is None else ("torch", "transformers", "peft"),
     run=_run,
 )

@@ -12,7 +12,7 @@ from ._libraries import quiet_libraries
 _HELP = f"""\
 Check a device map before loading: names that the model does not have, modules
 without an entry, the bytes on each device, what offloading saves on the GPU,
-and known problems, each with the patch that fixes it.
+and known problems that have no patch.
 
 Reads config.json and no weights, and needs no GPU.  Modules that a map puts on
 the CPU are not quantised: that is transformers' design.
@@ -29,18 +29,13 @@ argument or file.
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model_dir(parser)
     add_map(parser, required=True, help="KEY=DEVICE, JSON or a file: see above")
-    parser.add_argument(
-        "--offload-folder", metavar="DIR", help="from_pretrained's offload_folder, for the disk"
-    )
 
 
 def _run(options: argparse.Namespace) -> Result:
     from ..inspection.device_map import check_device_map
 
     with quiet_libraries():
-        return check_device_map(
-            options.model_dir, dict(options.device_map), offload_folder=options.offload_folder
-        )
+        return check_device_map(options.model_dir, dict(options.device_map))
 
 
 COMMAND = Command(

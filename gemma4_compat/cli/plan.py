@@ -94,8 +94,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
     quantisers = () if options.quant == "bf16" else ("accelerate", "bitsandbytes")
-    trains = ("peft",) if options.train else ()
-    return ("torch", "transformers", *quantisers, *trains)
+    adapts = ("peft",) if options.train or options.adapter is not None else ()
+    return ("torch", "transformers", *quantisers, *adapts)
 
 
 def _run(options: argparse.Namespace) -> Result:

@@ -39,6 +39,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _needs(options: argparse.Namespace) -> tuple[str, ...]:
+    with_map = ("torch", "transformers") if options.device_map is not None else ()
+    with_both = ("torch", "transformers", "peft") if options.model and options.adapter else ()
+    return with_both or with_map
+
+
 def _run(options: argparse.Namespace) -> Result:
     if options.device_map is not None and options.model is None:
         raise InputError("--map is checked against a model: name it with --model")
@@ -54,6 +60,6 @@ COMMAND = Command(
     help="what to paste into an issue, with nothing private in it",
     description=_HELP,
     arguments=_arguments,
-    needs=lambda options: () if options.model is None else ("torch", "transformers"),
+    needs=_needs,
     run=_run,
 )

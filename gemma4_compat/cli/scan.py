@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from ..result import Result
 from ._arguments import add_model_dir, argument, at_least_one
@@ -13,10 +14,10 @@ _HELP = """\
 Show which modules of a model an adapter's target_modules match, before making
 the adapter.
 
-Reads config.json and no weights.  Names are matched as PEFT matches them, by
-PEFT itself if it is installed.  --targets is a list of names (q_proj,v_proj), a
-regular expression, or all-linear.  Prints the matched modules by tower and
-class, the patch that they need, and a LoRA adapter's size.
+Reads config.json and no weights.  PEFT itself matches the names.  --targets is
+a list of names (q_proj,v_proj), a regular expression, or all-linear.  Prints
+the matched modules by tower and class, the patch that they need, and a LoRA
+adapter's size.
 
 Exit code: 0 PEFT accepts the targets, with the named patches; 1 no module
 matches, or LoRA cannot adapt a matched module; 2 invalid argument or file.
@@ -24,12 +25,14 @@ matches, or LoRA cannot adapt a matched module; 2 invalid argument or file.
 
 
 def _targets(text: str) -> str | tuple[str, ...]:
-    from ..inspection.targets import check_expression, parse_targets
+    """Plain names with commas between them are a list, other texts a regular expression."""
+    from ..inspection.targets import check_expression
 
-    targets = parse_targets(text)
-    if isinstance(targets, str):
-        check_expression(targets)
-    return targets
+    text = text.strip()
+    if text != "all-linear" and re.fullmatch(r"[\w.-]+(\s*,\s*[\w.-]+)*", text):
+        return tuple(name.strip() for name in text.split(","))
+    check_expression(text)
+    return text
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +65,6 @@ COMMAND = Command(
     help="which modules an adapter's target_modules match",
     description=_HELP,
     arguments=_arguments,
-    needs=lambda options: ("torch", "transformers"),
+    needs=lambda options: ("torch", "transformers", "peft"),
     run=_run,
 )

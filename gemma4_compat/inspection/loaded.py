@@ -2,273 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..model.hooks import offload_hook, placed_model
-from ..model.parts import PARTS, fused_experts, is_under, part_of
+from ..model.hooks import host_tensor, offload_hook
+from ..model.parts import PARTS, fused_experts, part_of
 from ..text import plural
 from .mapped import OFFLOAD_FLAG
-from .placement import (
-    DISK,
-    AdapterPlacement,
-    Offloaded,
-    PartPlacement,
-    Problem,
-    add,
-    order,
-    ordered,
-)
+
+DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model; devices are "cuda:0", "cpu" or "disk".
+
+    ``linear`` counts its linear layers by "4-bit", "8-bit", "bf16"...  ``weights`` are bytes by the
+    device that stores them, with the quant states of bitsandbytes.  ``computes_on`` are the
+    execution devices.
+    """
+
+    name: str
+    linear: Mapping[str, int]
+    weights: Mapping[str, int]
+    computes_on: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem, the modules or tensors that have it, and the patch that prevents it."""
+
+    text: str
+    modules: tuple[str, ...]
+    patch: str | None = None
 
 
 @dataclass
 class _Tensor:
-    """A tensor of the model; tied tensors count as one."""
+    """A tensor of the model; tied tensors count as one.
+
+    ``adapter`` is the adapter that it belongs to, or ``None``.
+    """
 
     name: str
     module: str
     tensor: Any
+    adapter: str | None
     rests_on: str  # where it is stored; "meta": nowhere
     computes_on: str
     offloaded: bool
-
-    @property
-    def bytes(self) -> int:
-        return int(self.tensor.numel() * self.tensor.element_size())
 
 
 class Loaded:
     """A loaded model, read in one pass; nothing is moved, loaded or changed."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
-        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.modules: dict[str, Any] = dict(model.named_modules())
-        self.of_adapters = {
+        self.adapter_of = {
             id(tensor): adapter
             for module in self.modules.values()
-            for adapter, _, tensor in _adapter_tensors(module)
+            for adapter, tensor in _adapter_tensors(module)
         }
-        self.tensors = list(self._tensors())
+        tensors = list(self._tensors())
+        #: the tensors of the base model, and those of adapters
+        self.own = [each for each in tensors if each.adapter is None]
+        self.adapted = [each for each in tensors if each.adapter is not None]
+        paths = dict.fromkeys(each.module for each in self.own)
+        kinds = {path: _linear_kind(self.modules[path]) for path in paths}
+        #: the linear layers, and how they are stored: "4-bit", "8-bit", "bf16"...
+        self.linear = {path: kind for path, kind in kinds.items() if kind is not None}
 
     def _tensors(self) -> Iterator[_Tensor]:
         seen: set[Any] = set()
         for path, module in self.modules.items():
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in kind.items():
-                    if tensor is None or _identity(tensor) in seen:
-                        continue
-                    placed, stored = self._placed(path, name, tensor)
-                    if not {_identity(tensor), _identity(stored)} & seen:
-                        yield placed
-                    seen |= {_identity(tensor), _identity(stored)}
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or _identity(tensor) in seen:
+                    continue
+                placed, stored = self._placed(path, name, tensor)
+                if not {_identity(tensor), _identity(stored)} & seen:
+                    yield placed
+                seen |= {_identity(tensor), _identity(stored)}
 
     def _placed(self, path: str, name: str, tensor: Any) -> tuple[_Tensor, Any]:
         """The placement of a tensor, and the tensor in memory that holds its values."""
         full = f"{path}.{name}" if path else name
-        device = device_text(tensor.device)
-        if device != "meta":
-            return _Tensor(full, path, tensor, device, device, False), tensor
-        for hooked, hook in self._hooks_over(path):
-            key = full[len(hooked) + 1 :] if hooked else full
-            place, stored = _storage(hook, key)
+        adapter, device = self.adapter_of.get(id(tensor)), device_text(tensor.device)
+        if device == "meta":
+            place, computes_on, stored = self._offloaded(path, name)
             if place is not None:
-                computes_on = device_text(hook.execution_device)
-                placed = _Tensor(full, path, tensor, place, computes_on, True)
+                placed = _Tensor(full, path, tensor, adapter, place, computes_on, True)
                 return placed, tensor if stored is None else stored
-        return _Tensor(full, path, tensor, "meta", "meta", False), tensor
+        return _Tensor(full, path, tensor, adapter, device, device, False), tensor
 
-    def _hooks_over(self, path: str) -> Iterator[tuple[str, Any]]:
-        """The offload hook of a module, then those of outer modules that place their submodules."""
-        above: str | None = path
-        while above is not None:
-            hook = offload_hook(self.modules[above]) if above in self.modules else None
+    def _offloaded(self, path: str, name: str) -> tuple[str | None, str, Any]:
+        """Where a hook stores a tensor and computes with it, and the tensor if it is in memory.
+
+        The hook is the module's own, or that of an outer module that places its submodules.
+        """
+        above: str = path
+        while True:
+            hook = offload_hook(self.modules[above])
             if hook is not None and (above == path or getattr(hook, "place_submodules", False)):
-                yield above, hook
-            above = above.rpartition(".")[0] if above else None
+                stored = host_tensor(hook.weights_map, name)
+                if stored is not None or _is_on_disk(hook.weights_map, name):
+                    place = DISK if stored is None else device_text(stored.device)
+                    return place, device_text(hook.execution_device), stored
+            if not above:
+                return None, "", None
+            above, _, last = above.rpartition(".")
+            name = f"{last}.{name}"
 
     # -- the parts of an inspection
 
-    def own(self) -> Iterator[_Tensor]:
-        """The tensors of the base model."""
-        return (each for each in self.tensors if id(each.tensor) not in self.of_adapters)
-
-    def parts(self) -> Iterator[PartPlacement]:
+    def parts(self) -> Iterator[Part]:
         for name in PARTS:
-            tensors = [each for each in self.own() if part_of(each.name) == name]
-            if not tensors:
-                continue
+            tensors = [each for each in self.own if part_of(each.name) == name]
             weights: dict[str, int] = {}
-            states: dict[str, int] = {}
-            linear: dict[str, int] = {}
             for each in tensors:
-                add(weights, each.rests_on, each.bytes)
+                _add(weights, each.rests_on, each.tensor)
                 for state, place in self._quant_state(each):
-                    add(states, place, state.numel() * state.element_size())
-            for path in {each.module for each in tensors}:
-                kind = _linear_kind(self.modules[path])
-                if kind is not None:
-                    add(linear, kind, 1)
+                    _add(weights, place, state)
+            paths = {each.module for each in tensors} & self.linear.keys()
+            linear = Counter(self.linear[path] for path in paths)
             computing = {each.computes_on for each in tensors} - {"meta"}
-            yield PartPlacement(
-                name=name,
-                linear=dict(sorted(linear.items())),
-                weights=ordered(weights),
-                quant_state=ordered(states),
-                computes_on=tuple(sorted(computing, key=order)),
-                offloaded=len({each.module for each in tensors if each.offloaded}),
-            )
+            if tensors:
+                yield Part(
+                    name=name,
+                    linear=dict(sorted(linear.items())),
+                    weights=weights,
+                    computes_on=tuple(sorted(computing)),
+                )
 
     def _quant_state(self, each: _Tensor) -> Iterator[tuple[Any, str]]:
         """The tensors that bitsandbytes keeps for a weight, each with the device that stores it."""
-        for name, tensor in _quant_tensors(self.modules[each.module], each.tensor).items():
+        is_8bit = getattr(each.tensor, "quant_state", None) is None
+        for tensor in _quant_tensors(self.modules[each.module], each.tensor):
             place = device_text(tensor.device)
-            if place == "meta" and name == "SCB":  # 8-bit: offloaded with the weight
-                for hooked, hook in self._hooks_over(each.module):
-                    key = f"{each.module}.SCB"[len(hooked) + 1 if hooked else 0 :]
-                    place = _storage(hook, key)[0] or place
+            if place == "meta" and is_8bit:  # offloaded with the weight
+                place = self._offloaded(each.module, "SCB")[0] or place
             yield tensor, place
 
-    def offloaded(self) -> Iterator[Offloaded]:
-        modules_by_devices: dict[tuple[str, str], set[str]] = {}
-        for each in self.tensors:
-            if each.offloaded:
-                devices = (each.rests_on, each.computes_on)
-                modules_by_devices.setdefault(devices, set()).add(each.module)
-        for (rests_on, computes_on), modules in sorted(modules_by_devices.items()):
-            yield Offloaded(len(modules), rests_on, computes_on)
+    def offloaded(self) -> dict[str, int]:
+        ways = {
+            (each.module, f"{each.rests_on} to {each.computes_on}")
+            for each in (*self.own, *self.adapted)
+            if each.offloaded
+        }
+        return dict(sorted(Counter(way for _, way in ways).items()))
 
-    def adapters(self) -> Iterator[AdapterPlacement]:
-        placed = {id(each.tensor): each for each in self.tensors}
-        configs = getattr(self.model, "peft_config", None) or {}
-        active = {name for module in self.modules.values() for name in _active(module)}
-        computing: dict[str, set[str]] = {}  # devices by module, submodules included
-        for each in self.own():
-            path = each.module
-            while path and each.rests_on != "meta":
-                computing.setdefault(path, set()).add(each.computes_on)
-                path = path.rpartition(".")[0]
-        for adapter in configs:
-            parts: dict[str, dict[str, int]] = {}
-            on_meta, elsewhere = [], []
-            for path, module in self.modules.items():
-                for name, key, tensor in _adapter_tensors(module):
-                    if name != adapter or id(tensor) not in placed:
-                        continue
-                    each, full = placed[id(tensor)], f"{path}.{key}"
-                    add(parts.setdefault(part_of(path), {}), each.rests_on, each.bytes)
-                    if each.rests_on == "meta":
-                        on_meta.append(full)
-                    elif each.computes_on not in computing.get(path, {each.computes_on}):
-                        elsewhere.append(full)
-            yield AdapterPlacement(
-                name=adapter,
-                kind=_kind(configs[adapter]),
-                active=adapter in active,
-                parts={name: ordered(parts[name]) for name in PARTS if name in parts},
-                on_meta=tuple(on_meta),
-                elsewhere=tuple(elsewhere),
-            )
+    def adapters(self) -> dict[str, dict[str, dict[str, int]]]:
+        adapters: dict[str, dict[str, dict[str, int]]] = {}
+        for part in PARTS:
+            for each in (each for each in self.adapted if part_of(each.name) == part):
+                parts = adapters.setdefault(str(each.adapter), {})
+                _add(parts.setdefault(part, {}), each.rests_on, each.tensor)
+        return adapters
+
+    def active(self) -> tuple[str, ...]:
+        layers = (m for m in self.modules.values() if hasattr(m, "get_base_layer"))
+        names = (layer.active_adapters for layer in layers if not layer.disable_adapters)
+        return tuple(dict.fromkeys(name for each in names for name in each))
 
     # -- what is wrong
 
-    def problems(self, adapters: Iterable[AdapterPlacement]) -> Iterator[Problem]:
-        from .. import __name__ as package
-
-        again = f"import {package} before the model is loaded, and load it again"
-        damaged = tuple(
-            _base_name(each.module)
-            for each in self.own()
+    def problems(self, quantisation: str | None) -> Iterator[Problem]:
+        damaged = [
+            each.module.removesuffix(".base_layer")
+            for each in self.own
             if any(place == "meta" for _, place in self._quant_state(each))
-        )
+        ]
         if damaged:
             text = f"the quant state of {plural(len(damaged), 'quantised layer')} has no values"
-            yield Problem(f"{text}: {again}", damaged, "quant_state_offload")
-        lost = tuple(each.name for each in self.own() if each.rests_on == "meta")
-        if lost:
-            text = f"{plural(len(lost), 'tensor')} on meta, without a hook that onloads them"
-            yield Problem(f"{text}: no weights were loaded", lost)
-        for adapter in adapters:
-            if adapter.on_meta:
+            text += ": import gemma4_compat before the model is loaded, and load it again"
+            yield Problem(text, tuple(damaged), "quant_state_offload")
+        for tensors, of, patch in (
+            (self.own, "", None),
+            (self.adapted, " of adapters", "peft_redispatch"),
+        ):
+            if lost := [each.name for each in tensors if each.rests_on == "meta"]:
                 text = (
-                    f"{plural(len(adapter.on_meta), 'tensor')} of the adapter {adapter.name!r} on "
-                    f"meta, without values: {again}"
+                    f"{plural(len(lost), 'tensor')}{of} on meta, without a hook that onloads them"
                 )
-                yield Problem(text, adapter.on_meta, "peft_redispatch")
-            if adapter.elsewhere:
-                text = (
-                    f"{plural(len(adapter.elsewhere), 'tensor')} of the adapter {adapter.name!r} "
-                    "on another device than the one that their layers compute on"
-                )
-                yield Problem(text, adapter.elsewhere, "peft_redispatch")
-        for name, device, actual in self._undone():
-            text = f'the device map has "{name}" on {device}, but it is on {actual}: {again}'
-            yield Problem(text, (name,), "peft_redispatch")
-
-    def not_quantised(self, asked: str | None) -> Iterator[Problem]:
-        """A problem if 4 or 8 bit were requested, but no linear layer has them."""
-        bits = (asked or "").partition(" ")[0]
-        if bits not in ("4-bit", "8-bit"):
-            return
-        kinds = {path: _linear_kind(self.modules[path]) for path in {e.module for e in self.own()}}
-        linear = tuple(sorted(_base_name(path) for path, kind in kinds.items() if kind is not None))
-        if not linear or bits in kinds.values():
-            return
-        layers = plural(len(linear), "linear layer")
-        text = f"{bits} was requested, but not one of {layers} is quantised"
-        config = getattr(self.base.config, "quantization_config", None)
-        options = config if isinstance(config, dict) else vars(config)
-        if options.get(OFFLOAD_FLAG):
-            text += (
-                f": with {OFFLOAD_FLAG}=True transformers quantises nothing that the device map "
-                "puts on the CPU or the disk. Load the model without that flag, or with a device "
-                "map that uses a GPU"
+                yield Problem(f"{text}: no weights were loaded", tuple(lost), patch)
+        bits = (quantisation or "").partition(" ")[0]
+        if bits in ("4-bit", "8-bit") and self.linear and bits not in self.linear.values():
+            layers = [path.removesuffix(".base_layer") for path in sorted(self.linear)]
+            text = (
+                f"{bits} was requested, but not one of {plural(len(layers), 'linear layer')} is "
+                f"quantised: with {OFFLOAD_FLAG}=True transformers quantises nothing that the "
+                "device map puts on the CPU or the disk. Load the model without that flag, or "
+                "with a device map that uses a GPU"
             )
-        yield Problem(text, linear)
-
-    def _undone(self) -> Iterator[tuple[str, str, str]]:
-        """Device map entries that PEFT's redispatch has undone: name, mapped and actual device."""
-        base = mapped_model(self.model)
-        if base is None:
-            return
-        given = {name: str(device) for name, device in base.hf_device_map.items()}
-        gpus = [device for device in given.values() if device not in ("cpu", DISK)]
-        own = {id(each.tensor): each for each in self.own()}
-        placed = [
-            (name, own[id(parameter)])
-            for name, parameter in base.named_parameters()
-            if id(parameter) in own
-        ]
-        for name, device in given.items():
-            inner = [other for other in given if other != name and is_under(other, [name])]
-            actual = sorted(
-                each.rests_on
-                for full, each in placed
-                if (not name or is_under(full, [name])) and not is_under(full, inner)
-            )
-            if not name or not actual or (device == "cpu" and not gpus):
-                continue
-            wanted = {DISK, "meta"} if device == DISK else {"cpu", DISK, "meta"}
-            if device in ("cpu", DISK) and not wanted & set(actual):
-                yield name, device, actual[0]
-
-    def notes(self) -> Iterator[str]:
-        adapted = bool(getattr(self.model, "peft_config", None))
-        if adapted and mapped_model(self.model) is not None:
-            yield (
-                "the base model's from_pretrained decides the placement; a device_map given to "
-                "PEFT has no effect: adapters are placed where their layers compute"
-            )
+            yield Problem(text, tuple(layers))
 
 
 # -- reading a model ------------------------------------------------------------------------------
-
-
-def mapped_model(model: Any) -> Any | None:
-    """The model with the user's device map; PEFT's redispatch sets another map on the PeftModel."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base if vars(base).get("hf_device_map") is not None else placed_model(model)
 
 
 def _identity(tensor: Any) -> Any:
@@ -281,56 +211,38 @@ def _identity(tensor: Any) -> Any:
         return id(tensor)
 
 
+def _add(total: dict[str, int], device: str, tensor: Any) -> None:
+    total[device] = total.get(device, 0) + int(tensor.numel() * tensor.element_size())
+
+
 def device_text(device: Any) -> str:
     """A device as "cuda:0", "cpu" or "meta"."""
     import torch
 
-    if isinstance(device, int):
-        return f"cuda:{device}" if not hasattr(torch, "accelerator") else _accelerator(device)
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta", "mps"):
         return f"{device.type}:0"
     return "cpu" if device.type == "cpu" else str(device)
 
 
-def _accelerator(index: int) -> str:
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    return f"{'cuda' if current is None else current.type}:{index}"
-
-
-def _storage(hook: Any, name: str) -> tuple[str | None, Any]:
-    """The device that stores a weight for a hook, and the weight if it is in memory.
-
-    The device is "cpu" or "disk", or ``None`` if the hook has no such weight.  The weights map is
-    not indexed: that would read the weight from disk.
-    """
-    weights = hook.weights_map
-    key = getattr(weights, "prefix", "") + name
-    weights = getattr(weights, "dataset", weights)
-    in_memory = weights if isinstance(weights, dict) else getattr(weights, "state_dict", {})
-    if key in in_memory:
-        return device_text(in_memory[key].device), in_memory[key]
-    if key in getattr(weights, "index", {}):
-        return DISK, None
-    return None, None
+def _is_on_disk(weights: Any, name: str) -> bool:
+    # The weights map is not indexed: that would read the weight.
+    name = getattr(weights, "prefix", "") + name
+    return name in getattr(getattr(weights, "dataset", weights), "index", {})
 
 
-def _quant_tensors(module: Any, weight: Any) -> dict[str, Any]:
+def _quant_tensors(module: Any, weight: Any) -> list[Any]:
     """The tensors of a weight's quant state (4-bit), or its scales (8-bit)."""
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        tensors = {"absmax": state.absmax, "code": state.code, "offset": state.offset}
         inner = getattr(state, "state2", None)
-        if inner is not None:
-            tensors |= {"state2.absmax": inner.absmax, "state2.code": inner.code}
+        tensors = [state.absmax, state.code, state.offset]
+        tensors += [] if inner is None else [inner.absmax, inner.code]
     else:
-        scales = getattr(weight, "SCB", None)
-        if scales is None and type(weight).__name__ == "Int8Params":
-            scales = getattr(getattr(module, "state", None), "SCB", None)
-        tensors = {"SCB": scales}
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        tensors = [getattr(weight, "SCB", None)]
+        if tensors == [None] and type(weight).__name__ == "Int8Params":
+            tensors = [getattr(getattr(module, "state", None), "SCB", None)]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _linear_kind(module: Any) -> str | None:
@@ -349,38 +261,17 @@ def _weight_kind(weight: Any) -> str:
     return quantised or short.get(dtype, dtype)
 
 
-def _adapter_tensors(module: Any) -> Iterator[tuple[str, str, Any]]:
-    """The adapter tensors of a PEFT layer itself: adapter, name, tensor."""
+def _adapter_tensors(module: Any) -> Iterator[tuple[str, Any]]:
+    """The adapter tensors of a PEFT layer itself, each with its adapter's name."""
     import torch
 
-    names = [*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())]
-    if "modules_to_save" in getattr(module, "_modules", {}):
-        names.append("modules_to_save")
-    if not hasattr(module, "get_base_layer") and "modules_to_save" not in names:
+    names = {*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())}
+    if "modules_to_save" in module._modules:
+        names.add("modules_to_save")
+    elif not hasattr(module, "get_base_layer"):
         return
-    for name in dict.fromkeys(names):
+    for name in names:
         held: Any = getattr(module, name, None)
-        if not hasattr(held, "items"):
-            continue
-        for adapter, value in held.items():
-            if isinstance(value, torch.nn.Module):
-                for inner, parameter in value.named_parameters():
-                    yield adapter, f"{name}.{adapter}.{inner}", parameter
-            elif torch.is_tensor(value):
-                yield adapter, f"{name}.{adapter}", value
-
-
-def _active(module: Any) -> Sequence[str]:
-    if not hasattr(module, "get_base_layer"):
-        return ()
-    active = getattr(module, "active_adapters", ())
-    return () if callable(active) or getattr(module, "disable_adapters", False) else active
-
-
-def _kind(config: Any) -> str:
-    kind = getattr(config, "peft_type", "")
-    return str(getattr(kind, "value", kind))
-
-
-def _base_name(path: str) -> str:
-    return path.removesuffix(".base_layer")
+        for adapter, value in held.items() if hasattr(held, "items") else ():
+            tensors = value.parameters() if isinstance(value, torch.nn.Module) else (value,)
+            yield from ((adapter, tensor) for tensor in tensors if torch.is_tensor(tensor))

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..model.hooks import input_device
 from ..patches.generation.captured_decoding import how_it_decodes
 from ..patches.offloading import host_embedding, offload_streaming
-from .loaded import Loaded, device_text, mapped_model
-from .placement import ModelInspection
+from ..result import Result
+from ..text import plural, size, some, table, wrap
+from .loaded import Loaded, Part, Problem, device_text
+
+
+@dataclass(frozen=True)
+class ModelInspection(Result):
+    """The placement of a loaded model, and what is wrong with it; see `inspect_model`.
+
+    ``page_locked`` is host memory in bytes, ``input_device`` where the inputs belong.
+    ``offloaded`` counts modules that accelerate onloads for each forward, by "disk to cuda:0".
+    ``adapters`` are bytes by name, part of the model and device; ``active`` names those in use.
+    """
+
+    model: str
+    base: str
+    quantisation: str | None
+    input_device: str | None
+    decoding: str | None
+    page_locked: int
+    parts: tuple[Part, ...]
+    offloaded: Mapping[str, int]
+    adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
+    active: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        return "nothing is damaged" if self.ok else plural(len(self.problems), "problem")
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The size of the whole model by device: weights, quant states and adapters."""
+        of_parts = (part.weights for part in self.parts)
+        of_adapters = (numbers for parts in self.adapters.values() for numbers in parts.values())
+        total: dict[str, int] = {}
+        for numbers in (*of_parts, *of_adapters):
+            for device, number in numbers.items():
+                total[device] = total.get(device, 0) + number
+        return {device: total[device] for device in sorted(total)}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    __repr__ = __str__
 
 
 def inspect_model(model: Any) -> ModelInspection:
@@ -19,13 +73,9 @@ def inspect_model(model: Any) -> ModelInspection:
     or of an adapter that are on meta without a hook that onloads them.  It is also a problem if 4
     or 8 bit were requested and no linear layer is quantised.
 
-    The base model's ``from_pretrained`` decides the placement.  A ``device_map`` given to
-    ``PeftModel.from_pretrained`` has no effect: an adapter has no placement of its own, and its
-    tensors go to the devices that the adapted layers compute on.
-
     Args:
         model: a ``torch.nn.Module``, also inside ``torch.compile`` or ``DataParallel``.  Input
-            device, device map and adapters are reported for a transformers or PEFT model only.
+            device and adapters are reported for a transformers or PEFT model only.
 
     Raises:
         TypeError: ``model`` is not a ``torch.nn.Module``.
@@ -37,45 +87,35 @@ def inspect_model(model: Any) -> ModelInspection:
         >>> inspection.problems
         ()
     """
+    from accelerate.utils import extract_model_from_parallel
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect_model needs a torch.nn.Module, not {type(model).__name__}")
-    model = _unwrapped(model)
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     loaded = Loaded(model)
-    base = loaded.base
-    adapters = tuple(loaded.adapters())
-    quantisation = _quantisation(base)
+    config = getattr(getattr(base, "config", None), "quantization_config", None)
+    quantisation = _quantisation(config)
+    inputs = None
+    with suppress(TypeError, ValueError, AttributeError):
+        inputs = device_text(input_device(model))
     return ModelInspection(
         model=type(model).__name__,
         base=type(base).__name__,
         quantisation=quantisation,
-        device_map=_device_map(model),
-        input_device=_input_device(model),
+        input_device=inputs,
         decoding=how_it_decodes(base),
         page_locked=host_embedding.page_locked(base) + offload_streaming.page_locked(base),
         parts=tuple(loaded.parts()),
-        offloaded=tuple(loaded.offloaded()),
-        adapters=adapters,
-        problems=(*loaded.problems(adapters), *loaded.not_quantised(quantisation)),
-        notes=tuple(loaded.notes()),
+        offloaded=loaded.offloaded(),
+        adapters=loaded.adapters(),
+        active=loaded.active(),
+        problems=tuple(loaded.problems(quantisation)),
     )
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside ``torch.compile``, ``DataParallel`` and ``DistributedDataParallel``."""
-    inside = {
-        "OptimizedModule": "_orig_mod",
-        "DataParallel": "module",
-        "DistributedDataParallel": "module",
-    }
-    while type(model).__name__ in inside:
-        model = getattr(model, inside[type(model).__name__])
-    return model
-
-
-def _quantisation(base: Any) -> str | None:
-    config = getattr(getattr(base, "config", None), "quantization_config", None)
+def _quantisation(config: Any) -> str | None:
     if config is None:
         return None
     options = config if isinstance(config, dict) else config.to_dict()
@@ -88,13 +128,57 @@ def _quantisation(base: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _device_map(model: Any) -> dict[str, str] | None:
-    base = mapped_model(model)
-    return None if base is None else {name: str(d) for name, d in base.hf_device_map.items()}
+# -- what is printed ------------------------------------------------------------------------------
 
 
-def _input_device(model: Any) -> str | None:
-    try:
-        return device_text(input_device(model))
-    except (TypeError, ValueError, AttributeError):
-        return None
+def _lines(found: ModelInspection) -> Iterator[str]:
+    yield found.base if found.model == found.base else f"{found.base} in {found.model}"
+    yield found.quantisation or "not quantised"
+    if found.input_device is not None:
+        yield f"inputs go to {found.input_device}"
+    yield ""
+    head = ["part", "linear layers", "runs on", "stored on", "weights"]
+    yield table([*_part_rows(found)], head, right=(4,))
+    if found.adapters:
+        yield ""
+        head = ["adapter", "part", "stored on", "weights"]
+        yield table([*_adapter_rows(found)], head, right=(3,))
+    yield ""
+    for kind, text in _messages(found):
+        yield wrap(text, " " * 9, f"{kind:<9}")
+    yield found.verdict
+
+
+def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
+    for part in found.parts:
+        kinds = ", ".join(f"{number} {kind}" for kind, number in part.linear.items())
+        first = (part.name, kinds, ", ".join(part.computes_on))
+        for device in sorted(part.weights):
+            yield (*first, device, size(part.weights[device]))
+            first = ("", "", "")
+    for device, number in found.bytes.items():
+        yield "all", "", "", device, size(number)
+
+
+def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
+    for name, parts in found.adapters.items():
+        label = name if name in found.active else f"{name} (not active)"
+        for part, by_device in parts.items():
+            for device, number in by_device.items():
+                yield label, part, device, size(number)
+
+
+def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
+    for problem in found.problems:
+        patch = f" [{problem.patch}]" if problem.patch else ""
+        names = [
+            name.removeprefix("base_model.model.") for name in problem.modules
+        ]  # PEFT's prefix
+        yield "problem", f"{problem.text}{patch}: {some(names, 3)}"
+    for way, number in found.offloaded.items():
+        text = f"accelerate's hooks copy the weights of {plural(number, 'module')} from {way}"
+        yield "offload", f"{text} for each forward"
+    if found.decoding is not None:
+        yield "decoding", found.decoding
+    if found.page_locked:
+        yield "locked", f"{size(found.page_locked)} of host memory is page-locked for the GPU"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib
 import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from typing import Any
 from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
+from ..errors import InputError
 from ..model.files import (
     INDEX,
-    LOCATIONS,
     WEIGHTS,
     Location,
     is_in,
@@ -30,45 +30,29 @@ from ..model.files import (
     weight_headers,
     with_repository,
 )
-from ..model.hub import Repository, Unavailable, short_name
-from ..model.meta import QUANTS
-from ..model.parts import PARTS
+from ..model.host_memory import machine_memory
+from ..model.hub import Repository, short_name
 from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH
+from .adapter import inspect_adapter
+from .device_map import check_device_map
 
-#: not listed unless installed
-_OPTIONAL = ("huggingface_hub", "trl", "kernels", "triton", "deepspeed")
-REPORTED = (*WITH_TORCH, "tokenizers", "safetensors", *_OPTIONAL)
-_NOTEBOOKS = {"google.colab": "Google Colab", "ipykernel": "a notebook"}
-#: variables of other libraries that change where or how a model is loaded
-_OTHERS = (
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "BNB_CUDA_VERSION",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "HF_HUB_OFFLINE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "WORLD_SIZE",
-)
+REPORTED = (
+    *WITH_TORCH, "tokenizers", "safetensors", "huggingface_hub", "trl", "kernels", "triton",
+)  # fmt: skip
 #: account names that identify nobody
 _NOBODY = {"root", "user", "admin", "administrator", "ubuntu", "localhost", "runner"}
-_PLAIN = re.compile(r"[\d,]*|[A-Za-z]\w{,9}|[a-z_]+:\w{,9}(,[a-z_]+:\w{,9})*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|COOKIE|DSN|WEBHOOK", re.IGNORECASE)
 _PATHS = (
     # The last component is kept.  URLs, "4/8-bit" and the like are not paths.
-    re.compile(
-        r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)"
-    ),
+    r"(?<![\w:/.~\\])(?:~|\.{1,2})?/{1,2}(?:[^\s/\"'`,;()\[\]<>]+/)+([^\s/\"'`,;()\[\]<>]*)",
     # Python's own messages double the backslashes.
-    re.compile(r"(?<![\w?(])[A-Za-z]:[\\/]+(?:[^\\/\"'\n]+[\\/]+)*([^\\/\s\"']*)"),
-    re.compile(r"(?<![\w\\])\\{2,}(?:[^\\\"'\n]+\\+)+([^\\\s\"']*)"),
+    r"(?<![\w?(])[A-Za-z]:[\\/]+(?:[^\\/\"'\n]+[\\/]+)*([^\\/\s\"']*)",
+    r"(?<![\w\\])\\{2,}(?:[^\\\"'\n]+\\+)+([^\\\s\"']*)",
 )
-_ONLY_A_PATH = re.compile(
-    r"(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?"
+_ONLY_A_PATH = (
+    r"\A(?:(?:~|\.{1,2})?[/\\][^\n]*|[A-Za-z]:[\\/][^\n]*|[^\s/:()]+(?:/[^\s/()]+){2,}/?)\Z"
 )
 
 
@@ -76,18 +60,14 @@ _ONLY_A_PATH = re.compile(
 class Report(Result):
     """The machine, the libraries, the patches, and the model, map or adapter; all plain data.
 
-    ``libraries`` maps names to versions, or to ``None`` if not installed.  ``patches`` maps names
-    to state and reason.  ``model`` describes a checkpoint, ``placement`` a loaded model,
-    ``device_map`` a checked map and ``adapter`` an adapter.
+    ``system``, ``libraries`` and ``model``, a checkpoint, map names of facts to texts.  ``patches``
+    maps names to state and reason.  ``device_map`` is a checked map and ``adapter`` an adapter.
     """
 
     system: Mapping[str, str]
-    gpus: tuple[Mapping[str, Any], ...]
-    libraries: Mapping[str, str | None]
+    libraries: Mapping[str, str]
     patches: Mapping[str, Mapping[str, str]]
-    switches: Mapping[str, str]
-    model: Mapping[str, Any] | None
-    placement: Mapping[str, Any] | None
+    model: Mapping[str, str] | None
     device_map: Mapping[str, Any] | None
     adapter: Mapping[str, Any] | None
 
@@ -105,7 +85,7 @@ class Report(Result):
 
 
 def build_report(
-    model: Any = None,
+    model: Location | None = None,
     adapter: Location | None = None,
     device_map: Mapping[str, Any] | None = None,
 ) -> Report:
@@ -116,47 +96,31 @@ def build_report(
 
     Args:
         model: a checkpoint's folder or Hub id, of which only ``config.json`` and the headers of the
-            weights are read, or a loaded model, which is not changed.
+            weights are read.
         adapter: an adapter's folder, Hub id or safetensors file; only headers are read.
         device_map: a device map to check against the model.
 
     Raises:
         InputError: a file, folder or repository is missing or damaged.
-        InputError: transformers does not know the model, or the device map is invalid.
-        InputError: a device map is given without a model.
+        InputError: the device map is invalid, or given without a model.
     """
     from .. import status
 
+    if device_map is not None and model is None:
+        raise InputError("a device map is checked against a model: give the model too")
     model, adapter = with_repository(model), with_repository(adapter)
-    private = _Private([each for each in (model, adapter) if isinstance(each, LOCATIONS)])
+    clean = _Private([each for each in (model, adapter) if each is not None]).clean
     patches = status(import_targets=True)
-    described = placement = mapped = fits = None
-    if isinstance(model, LOCATIONS):
-        described = _checkpoint(located(model))
-    elif model is not None:
-        from .model import inspect_model
-
-        placement = _as_data(private.clean(inspect_model(model)))
-    if device_map is not None:
-        from ..errors import InputError
-        from .device_map import check_device_map
-
-        if model is None:
-            raise InputError("a device map is checked against a model: give the model too")
-        mapped = _as_data(private.clean(check_device_map(model, device_map)))
+    mapped = fits = None
+    if model is not None and device_map is not None:
+        mapped = _as_data(clean(check_device_map(model, device_map)))
     if adapter is not None:
-        from .adapter import inspect_adapter
-
-        fits = _as_data(private.clean(inspect_adapter(adapter, model)))
-    clean = private.clean
+        fits = _as_data(clean(inspect_adapter(adapter, model)))
     return Report(
         system=clean(_system()),
-        gpus=tuple(clean(list(_gpus()))),
         libraries=clean(_libraries()),
         patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
-        switches=clean(_switches()),
-        model=clean(described),
-        placement=placement,
+        model=None if model is None else clean(_checkpoint(located(model))),
         device_map=mapped,
         adapter=fits,
     )
@@ -182,16 +146,23 @@ class _Private:
                     exact[form] = path.absolute().name
         for home in _homes():
             exact[home] = "~"
-        # The longest first: paths inside the home folder before the home folder.
-        self.exact = [
-            (re.compile(rf"(?<![\w/\\]){re.escape(path)}(?!\w)"), exact[path])
-            for path in sorted(exact, key=len, reverse=True)
-        ]
         secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
-        self.secrets = sorted((s for s in secrets if len(s) >= 8), key=len, reverse=True)
-        self.names = [
-            (re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", re.IGNORECASE), instead)
-            for name, instead in _names()
+        secrets = {secret for secret in secrets if len(secret) >= 8}
+        #: patterns, and what replaces them, in this order
+        self.steps: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+            (r"file://", ""),
+            *((re.escape(secret), "<secret>") for secret in _longest_first(secrets)),
+            (r"\bhf_[A-Za-z0-9]{8,}", "<secret>"),
+            *(
+                (rf"(?<![\w/\\]){re.escape(path)}(?!\w)", exact[path].replace("\\", r"\\"))
+                for path in _longest_first(exact)
+            ),
+            (_ONLY_A_PATH, lambda match: re.split(r"[/\\]", match[0].rstrip("/\\"))[-1]),
+            *((path, lambda match: match[1] or "<path>") for path in _PATHS),
+            *(
+                (rf"(?i)(?<![^\W_]){re.escape(name)}(?![^\W_])", instead)
+                for name, instead in _names()
+            ),
         ]
 
     def clean(self, value: Any) -> Any:
@@ -212,24 +183,14 @@ class _Private:
         return value
 
     def text(self, text: str) -> str:
-        text = text.replace("file://", "")
-        for secret in self.secrets:
-            text = text.replace(secret, "<secret>")
-        text = re.sub(r"\bhf_[A-Za-z0-9]{8,}", "<secret>", text)
-        for pattern, instead in self.exact:
-            text = _replaced(pattern, instead, text)
-        if _ONLY_A_PATH.fullmatch(text):  # it may contain spaces
-            text = re.split(r"[/\\]", text.rstrip("/\\"))[-1]
-        for pattern in _PATHS:
-            text = pattern.sub(lambda match: match[1] or "<path>", text)
-        for pattern, instead in self.names:
-            text = _replaced(pattern, instead, text)
+        for pattern, instead in self.steps:
+            text = re.sub(pattern, instead, text)
         return text
 
 
-def _replaced(pattern: re.Pattern[str], instead: str, text: str) -> str:
-    """``re.sub`` with ``instead`` taken literally, backslashes included."""
-    return pattern.sub(lambda _: instead, text)
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    """Paths inside the home folder come before the home folder."""
+    return sorted(texts, key=len, reverse=True)
 
 
 def _homes() -> Iterator[str]:
@@ -247,7 +208,7 @@ def _names() -> Iterator[tuple[str, str]]:
     hosts = {os.environ.get("HOSTNAME"), os.environ.get("COMPUTERNAME"), platform.node()}
     hosts |= {(host or "").partition(".")[0] for host in hosts}
     for names, instead in ((users, "<user>"), (hosts, "<host>")):
-        for name in sorted(filter(None, names), key=len, reverse=True):
+        for name in _longest_first(filter(None, names)):
             if len(name) > 1 and name.lower() not in _NOBODY:
                 yield name, instead
 
@@ -256,170 +217,87 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 def _system() -> dict[str, str]:
-    facts = {"OS": f"{platform.system()} {platform.release()}"}
-    try:
-        facts["OS"] += f", {platform.freedesktop_os_release()['PRETTY_NAME']}"
-    except (OSError, KeyError):
-        if platform.system() == "Windows":
-            facts["OS"] = f"Windows {platform.release()} ({platform.version()})"
-    facts["Python"] = f"{platform.python_version()} ({platform.python_implementation()})"
-    facts["CPU"] = f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}"
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        facts["memory"] = size(memory)
-    except (AttributeError, ValueError, OSError):
-        pass
-    if notebook := next((name for name in _NOTEBOOKS if name in sys.modules), None):
-        facts["runs in"] = _NOTEBOOKS[notebook]
-    driver = _driver()
-    if driver is not None:
-        facts["NVIDIA driver"] = driver
-    torch = _torch()
+    facts = {
+        "OS": platform.platform(),
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "CPU": f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}",
+    }
+    torch: Any = None
+    with contextlib.suppress(Exception):  # it is missing or broken
+        torch = importlib.import_module("torch")
     if torch is not None:
         facts["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
-        bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-        if bf16 is not None and bf16():
-            facts["CPU"] += " with AVX512-BF16"
-        for name in ("cuda", "hip"):
-            if getattr(torch.version, name, None):
-                facts[f"torch built for {name.upper()}"] = str(getattr(torch.version, name))
-    return facts
-
-
-def _torch() -> Any | None:
-    try:
-        import torch
-    except Exception:  # missing or broken; the report lists its version either way
-        return None
-    return torch
+    with contextlib.suppress(ImportError):  # accelerate is not installed
+        facts["memory"] = size(machine_memory())
+    if (driver := _driver()) is not None:
+        facts["NVIDIA driver"] = driver
+    has_gpu = torch is not None and torch.cuda.is_available()
+    for index in range(torch.cuda.device_count() if has_gpu else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = f"capability {gpu.major}.{gpu.minor}"
+        facts[f"GPU {index}"] = f"{gpu.name}, {size(gpu.total_memory)}, {capability}"
+    return facts if has_gpu else {**facts, "GPU": "none that PyTorch sees"}
 
 
 def _driver() -> str | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         ran = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except FileNotFoundError:
+        return None
     except (OSError, subprocess.SubprocessError):
         return "nvidia-smi fails"
     return next(iter(ran.stdout.split()), None)
 
 
-def _gpus() -> Iterator[dict[str, Any]]:
-    torch = _torch()
-    if torch is None or not torch.cuda.is_available():
-        return
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        capability = f"{gpu.major}.{gpu.minor}"
-        yield {"name": gpu.name, "memory": gpu.total_memory, "capability": capability}
-
-
-def _libraries() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"gemma4_compat": __version__}
+def _libraries() -> dict[str, str]:
+    versions = {"gemma4_compat": __version__, **dict.fromkeys(REPORTED, "not installed")}
     for name in REPORTED:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = installed_version(name) or "unknown version"
-        except importlib.metadata.PackageNotFoundError:
-            if name not in _OPTIONAL:
-                versions[name] = None
     torch = sys.modules.get("torch")
     if torch is not None:  # with the build, as in 2.13.0+cu130
         versions["torch"] = str(torch.__version__)
     return versions
 
 
-def _switches() -> dict[str, str]:
-    """The variables that are set: known ones with their values, unknown ones as "(set)"."""
-    from .. import status
-
-    ours = {"GEMMA4_COMPAT", "GEMMA4_COMPAT_STRICT"}
-    ours |= {f"GEMMA4_COMPAT_{each.name.upper()}" for each in status()}
-    known = re.compile(r"[01]|on|off|true|false|yes|no|auto|force|", re.IGNORECASE)
-    return {
-        name: os.environ[name] if name in ours and known.fullmatch(os.environ[name]) else "(set)"
-        for name in sorted(os.environ)
-        if name.startswith("GEMMA4_COMPAT")
-    } | {
-        # numbers and the allocator's settings; the serial number of a GPU is private
-        name: os.environ[name] if _PLAIN.fullmatch(os.environ[name]) else "(set)"
-        for name in _OTHERS
-        if name in os.environ
-    }
-
-
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _checkpoint(model_dir: Path | Repository) -> dict[str, Any]:
-    from .device_map import model_sizes
-
+def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
     config = read_config(model_dir)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    quantised = config.get("quantization_config")
-    data: dict[str, Any] = {
-        "name": _name(model_dir),
-        "model_type": config["model_type"],
-        "architectures": config.get("architectures"),
-        "dtype": config.get("dtype") or config.get("torch_dtype"),
-        "written_by": config.get("transformers_version"),
-        "layers": text.get("num_hidden_layers"),
-        "layers_that_share_kv": text.get("num_kv_shared_layers"),
-        "quantised": quantised.get("quant_method") if isinstance(quantised, dict) else None,
+    text = config.get("text_config") or config
+    path = model_dir if isinstance(model_dir, Repository) else model_dir.absolute()
+    classes = ", ".join(config.get("architectures") or ())
+    written_by = config.get("transformers_version")
+    facts = {
+        "name": short_name(str(path)),
+        "class": f"{classes} (model_type {config['model_type']})",
+        "layers": str(text.get("num_hidden_layers")),
+        "dtype": f"{config.get('dtype')}, written by transformers {written_by}",
+        "weights": "no safetensors files in the folder",
     }
-    try:
-        headers = weight_headers(model_dir) if _has_weights(model_dir) else ()
-    except Unavailable as error:
-        headers, data["weights_unavailable"] = (), str(error)
-    if headers:
-        data["weights"] = {
-            "files": len(headers),
-            "tensors": sum(len(header.tensors) for header in headers),
-            "bytes": sum(entry.bytes for header in headers for entry in header.tensors.values()),
-            "missing_bytes": sum(header.missing for header in headers),
-        }
-    view = model_sizes(model_dir)
-    data["class"] = view.architecture
-    data["bytes"] = {
-        part: {quant: view.bytes[quant].get(part, 0) for quant in view.bytes}
-        for part in _parts(view.bytes.values())
-    }
-    data["quantisations"] = [quant for quant in QUANTS if quant in view.bytes]
-    return data
-
-
-def _name(folder: Path | Repository) -> str:
-    return short_name(str(folder)) if isinstance(folder, Repository) else folder.absolute().name
-
-
-def _has_weights(folder: Path | Repository) -> bool:
-    return is_in(folder, INDEX) or is_in(folder, WEIGHTS)
-
-
-def _parts(by_quant: Iterable[Mapping[str, int]]) -> list[str]:
-    present = {part for parts in by_quant for part in parts}
-    return [part for part in PARTS if part in present]
+    if shared := text.get("num_kv_shared_layers"):
+        facts["layers"] += f", {shared} of them share keys and values"
+    if quantised := config.get("quantization_config"):
+        facts["already quantised"] = str(quantised.get("quant_method"))
+    if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
+        headers = weight_headers(model_dir)
+        entries = [entry for header in headers for entry in header.tensors.values()]
+        files = f"{plural(len(entries), 'tensor')} in {plural(len(headers), 'file')}"
+        facts["weights"] = f"{files}, {size(sum(entry.bytes for entry in entries))}"
+        if missing := sum(header.missing for header in headers):
+            facts["**cut off**"] = f"{size(missing)} of the weights are missing"
+    return facts
 
 
 # -- Markdown -------------------------------------------------------------------------------------
 
 
 def _markdown(report: Report) -> Iterator[str]:
-    yield "### System"
-    yield ""
-    for name, value in report.system.items():
-        yield f"- {name}: {value}"
-    for index, gpu in enumerate(report.gpus):
-        yield f"- GPU {index}: {gpu['name']}, {size(gpu['memory'])}, capability {gpu['capability']}"
-    if not report.gpus:
-        yield "- GPU: none that PyTorch sees"
-    for name, version in report.libraries.items():
-        yield f"- {name}: {version or 'not installed'}"
-    yield ""
-    yield "### Patches of gemma4_compat"
-    yield ""
+    yield from ("### System", "")
+    yield from _facts({**report.system, **report.libraries})
+    yield from ("", "### Patches of gemma4_compat", "")
     by_state: dict[str, list[str]] = {}
     for name, patch in report.patches.items():
         by_state.setdefault(patch["state"], []).append(name)
@@ -427,43 +305,13 @@ def _markdown(report: Report) -> Iterator[str]:
         yield f"- {state} ({len(names)}): {', '.join(names)}"
         if state in (State.FAILED.value, State.DRIFTED.value):
             yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
-    for name, value in report.switches.items():
-        yield f"- environment: {name}={value}"
     if report.model is not None:
-        yield from ("", f"### Model: {report.model['name']}", "")
-        yield from _model_lines(report.model)
-    for title, data in (
-        ("Loaded model", report.placement),
-        ("Device map", report.device_map),
-        ("Adapter", report.adapter),
-    ):
+        yield from ("", "### Model", "")
+        yield from _facts(report.model)
+    for title, data in (("Device map", report.device_map), ("Adapter", report.adapter)):
         if data is not None:
             yield from ("", f"### {title}", "", "```text", data["text"], "```")
 
 
-def _model_lines(model: Mapping[str, Any]) -> Iterator[str]:
-    yield f"- class: {model['class']} (model_type {model['model_type']})"
-    layers = f"{model['layers']}"
-    if model["layers_that_share_kv"]:
-        layers += f", {model['layers_that_share_kv']} of them share keys and values"
-    yield f"- layers: {layers}"
-    yield f"- dtype: {model['dtype']}, written by transformers {model['written_by']}"
-    if model["quantised"]:
-        yield f"- already quantised: {model['quantised']}"
-    weights = model.get("weights")
-    if weights is None:
-        why = model.get("weights_unavailable", "no safetensors files in the folder")
-        yield f"- weights: {why}"
-    else:
-        files = f"{plural(weights['tensors'], 'tensor')} in {plural(weights['files'], 'file')}"
-        yield f"- weights: {files}, {size(weights['bytes'])}"
-        if weights["missing_bytes"]:
-            yield f"- **cut off**: {size(weights['missing_bytes'])} of the weights are missing"
-    yield ""
-    quants = model["quantisations"]
-    yield f"| part | {' | '.join(quants)} |"
-    yield f"|---|{'---:|' * len(quants)}"
-    for part, numbers in model["bytes"].items():
-        yield f"| {part} | {' | '.join(size(numbers[quant]) for quant in quants)} |"
-    totals = (sum(numbers[quant] for numbers in model["bytes"].values()) for quant in quants)
-    yield f"| all | {' | '.join(map(size, totals))} |"
+def _facts(facts: Mapping[str, str]) -> Iterator[str]:
+    return (f"- {name}: {fact}" for name, fact in facts.items())

@@ -160,11 +160,11 @@ def _limit(model: Any, context: int) -> int:
 def _check_adapter(adapter: Location, model_dir: Location) -> None:
     from ..inspection.adapter import inspect_adapter
 
-    fit = inspect_adapter(adapter, model_dir).fit
-    if fit is None or (fit.loads and not any(group.kind == "refused" for group in fit.groups)):
+    found = inspect_adapter(adapter, model_dir)
+    if found.loads and not any(group.kind == "refused" for group in found.groups):
         return
     command = command_line("gemma4-compat", "adapter", str(adapter), "--model", str(model_dir))
-    raise InputError(f"{adapter}: {fit.verdict}. To see why, run {command}")
+    raise InputError(f"{adapter}: {found.verdict}. To see why, run {command}")
 
 
 # -- the model ------------------------------------------------------------------------------------

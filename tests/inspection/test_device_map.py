@@ -15,7 +15,7 @@ from gemma4_compat.model import meta, sizes
 from gemma4_compat.model.device_maps import parse_map, read_map
 from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
-from tests.support import load_model, offloaded, quantization, run_command
+from tests.support import load_model, offloaded, run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -42,7 +42,7 @@ def trap(found, name):
 
 
 def on(found, device):
-    return next(placed.bytes for placed in found.devices if placed.name == device)
+    return found.devices[device]
 
 
 def run(*arguments):
@@ -68,9 +68,8 @@ def test_the_users_map_works(e4b_dir):
 def test_the_users_projector(model_dir):
     given = {"model.multi_modal_projector": "cpu", **SPLIT}
     found = check_device_map(model_dir, given)
-    (unknown,) = found.unknown
-    assert (unknown.key, unknown.closest) == ("model.multi_modal_projector", "model.embed_vision")
-    assert unknown.closest_on == "GPU 0"
+    assert found.unknown == {"model.multi_modal_projector": "model.embed_vision"}
+    assert "model.embed_vision, which is on GPU 0" in " ".join(str(found).split())
     assert not found.ok
     assert found.devices == check_device_map(model_dir, SPLIT).devices
     assert "model.multi_modal_projector is not a module of this model" in str(found)
@@ -87,8 +86,7 @@ def test_the_users_projector(model_dir):
     ],
 )
 def test_nearest_names(model_dir, key, closest):
-    (unknown,) = check_device_map(model_dir, {key: "cpu", "": 0}).unknown
-    assert unknown.closest == closest
+    assert check_device_map(model_dir, {key: "cpu", "": 0}).unknown == {key: closest}
 
 
 def test_a_part_that_the_checkpoint_goes_without(tmp_path):
@@ -99,8 +97,7 @@ def test_a_part_that_the_checkpoint_goes_without(tmp_path):
     config["audio_config"] = None
     (folder / "config.json").write_text(json.dumps(config))
     found = check_device_map(folder, SPLIT)
-    (unknown,) = found.unknown
-    assert unknown.left_out
+    assert not found.unknown
     assert found.ok
     assert "model.audio_tower is not in this checkpoint" in str(found)
 
@@ -136,12 +133,12 @@ def test_entries_and_devices_are_the_whole_model(model_dir, quant):
     found = check_device_map(model_dir, given)
     config = meta.bnb_config(quant, offload=True)
     placed = sizes.tensor_sizes(meta.meta_model(model_dir, config, given))
-    assert sum(entry.bytes[quant] for entry in found.entries) == sum(s.bytes for s in placed)
-    assert [entry.name for entry in found.entries] == list(given)
-    assert [device.name for device in found.devices] == ["GPU 0", "GPU 1", "CPU", "disk"]
+    assert sum(entry[quant] for entry in found.entries.values()) == sum(s.bytes for s in placed)
+    assert list(found.entries) == list(given)
+    assert list(found.devices) == ["GPU 0", "GPU 1", "CPU", "disk"]
     assert on(found, "CPU")[quant] == 512 * 6 * 128 * 2
     rounded = sum(s.on_cuda for s in placed) - sum(s.bytes for s in placed)
-    assert sum(d.bytes[quant] for d in found.devices) - sum(s.bytes for s in placed) <= rounded
+    assert sum(d[quant] for d in found.devices.values()) - sum(s.bytes for s in placed) <= rounded
 
 
 def test_what_plan_says_of_its_own_map(model_dir):
@@ -182,7 +179,7 @@ def test_uncovered_modules(model_dir, tmp_path):
     assert "model.audio_tower" in found.uncovered
     assert "model.language_model.embed_tokens" in found.uncovered
     assert not any(name.startswith("model.language_model.layers") for name in found.uncovered)
-    assert trap(found, "uncovered").level == "error"
+    assert not found.ok
     with pytest.raises(ValueError, match="does not give any device for the following parameters"):
         load_model(model_dir, None, given, offload_folder=str(tmp_path))
     assert not check_device_map(model_dir, {**given, "": "cpu"}).uncovered
@@ -190,7 +187,7 @@ def test_uncovered_modules(model_dir, tmp_path):
 
 def test_uncovered_by_a_map_with_one_gpu(model_dir):
     found = check_device_map(model_dir, {"model.vision_tower": 0})
-    assert "without a warning" in trap(found, "uncovered").text
+    assert "stay on the CPU without hooks" in " ".join(str(found).split())
     assert str(found).endswith('this map does not work: add "": 0, or another device for the rest')
     assert "loaded" not in str(found)  # uncovered modules have no total
 
@@ -204,28 +201,16 @@ def test_a_parameter_may_have_an_entry(model_dir):
 
 def test_the_flag_that_quantised_models_want(model_dir):
     assert trap(check_device_map(model_dir, SPLIT), "offload_flag").level == "note"
-    refused = quantization("nf4")
-    found = check_device_map(model_dir, SPLIT, quantization_config=refused)
-    assert trap(found, "offload_flag").level == "error"
-    assert not found.ok
     with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload"):
         load_model(model_dir, "nf4", {"model.vision_tower": "disk", "": "cpu"})
-    allowed = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
-    assert (
-        trap(check_device_map(model_dir, SPLIT, quantization_config=allowed), "offload_flag")
-        is None
-    )
 
 
-def test_disk_without_a_folder(model_dir, tmp_path):
+def test_disk_without_a_folder(model_dir):
     given = {"model.vision_tower": "disk", "": "cpu"}
     found = check_device_map(model_dir, given)
     assert trap(found, "disk").level == "note"
     model = load_model(model_dir, None, given)  # loads from the checkpoint's own file
     assert offloaded(model)
-    shutil.copy(model_dir / "config.json", tmp_path)  # a folder without safetensors
-    assert trap(check_device_map(tmp_path, given), "disk").level == "warning"
-    assert trap(check_device_map(tmp_path, given, offload_folder="x"), "disk") is None
 
 
 def test_tied_weights_with_one_on_the_gpu(model_dir):
@@ -262,7 +247,6 @@ def test_layers_that_share_keys_and_values(model_dir, e4b_dir):
     second = {LAYER.format(i): 1 for i in range(1, 6)}
     found = check_device_map(model_dir, {**second, "": 0})
     assert trap(found, "kv_between_gpus") is None
-    assert trap(found, "several_gpus") is not None
     offload = check_device_map(model_dir, {LAYER.format(5): "cpu", "": 0})
     assert trap(offload, "kv_between_gpus") is None  # offloaded layers compute on the same GPU
 
@@ -316,37 +300,15 @@ def test_a_gpu_that_is_not_there(model_dir):
     assert trap(found, "no_such_gpu").level == "error"
 
 
-# -- other models, models in memory ---------------------------------------------------------------
+# -- other models -------------------------------------------------------------------------------
 
 
 def test_llama(llama_dir):
     found = check_device_map(llama_dir, {"model.layers.1": "cpu", "": 0})
     assert found.ok
     assert found.architecture == "LlamaForCausalLM"
-    (unknown,) = check_device_map(llama_dir, SPLIT | {"model.vision_tower": 0}).unknown[:1]
-    assert unknown.closest is None
-
-
-def test_a_loaded_model(model_dir, language_adapter_dir):
-    pytest.importorskip("peft")
-    from peft import PeftModel
-
-    model = load_model(model_dir, "nf4")
-    before = {n: (p.device, p.data_ptr()) for n, p in model.named_parameters()}
-    of_folder = check_device_map(model_dir, SPLIT)
-    for given in (model, PeftModel.from_pretrained(model, language_adapter_dir)):
-        found = check_device_map(given, SPLIT)
-        assert found.architecture == "Gemma4ForConditionalGeneration"
-        assert found.devices == of_folder.devices
-        assert not found.unknown
-    assert model.config.quantization_config is not None
-    names = {n.replace(".base_layer", "") for n, _ in model.named_parameters()}
-    assert set(before) <= names
-
-
-def test_no_model():
-    with pytest.raises(InputError, match="neither a folder nor a transformers model"):
-        check_device_map(torch.nn.Linear(1, 1), SPLIT)
+    unknown = check_device_map(llama_dir, SPLIT | {"model.vision_tower": 0}).unknown
+    assert unknown["model.vision_tower"] is None
 
 
 # -- maps that are none ---------------------------------------------------------------------------
@@ -455,7 +417,7 @@ def test_several_maps(model_dir, capsys):
 
 def test_devices_as_torch_knows_them(model_dir):
     found = check_device_map(model_dir, {"": torch.device("cuda:1"), "model.vision_tower": "cuda"})
-    assert [placed.name for placed in found.devices] == ["GPU 0", "GPU 1"]
+    assert list(found.devices) == ["GPU 0", "GPU 1"]
 
 
 # -- folders --------------------------------------------------------------------------------------
@@ -537,35 +499,15 @@ def test_json(model_dir, capsys):
         "saves", "traps", "ok",
     }  # fmt: skip
     assert found["ok"] is False
-    assert found["unknown"][0]["closest"] == "model.embed_vision"
-
-
-def test_nothing_is_quantised(model_dir):
-    """As when loading: with the flag, the whole model stays in bfloat16 on the CPU."""
-    config = quantization("nf4", llm_int8_enable_fp32_cpu_offload=True)
-    found = check_device_map(model_dir, {"": "cpu"}, quantization_config=config)
-    assert not found.ok
-    (trap,) = [trap for trap in found.traps if trap.level == "warning"]
-    assert trap.name == "nothing_quantised"
-    assert "not one linear layer is quantised" in trap.text
-    (on_cpu,) = found.devices
-    assert on_cpu.bytes["nf4"] == on_cpu.bytes["int8"] == on_cpu.bytes["bf16"]
-    without = check_device_map(model_dir, {"": "cpu"}, quantization_config=quantization("nf4"))
-    assert without.ok
-    assert without.devices[0].bytes["nf4"] < on_cpu.bytes["nf4"]
+    assert found["unknown"] == {"model.multi_modal_projector": "model.embed_vision"}
 
 
 @pytest.mark.parametrize("key", ["model.layers[0", "C:\\Users\\me\\model", "("])
-def test_keys_that_are_no_patterns(model_dir, tmp_path, key):
+def test_keys_that_are_no_patterns(model_dir, key):
     """transformers treats the names as regular expressions when it quantises."""
     found = check_device_map(model_dir, {key: "cpu", "": 0})
-    assert [unknown.key for unknown in found.unknown] == [key]
-    assert trap(found, "no_pattern").level == "error"
-    assert key in trap(found, "no_pattern").text
-    options = {"llm_int8_enable_fp32_cpu_offload": True, "offload_folder": str(tmp_path)}
-    with pytest.raises(re.error):
-        load_model(model_dir, "nf4", {key: "disk", "": "cpu"}, **options)
-    assert not trap_names(check_device_map(model_dir, {key: "cpu"})) & {"no_pattern"}
+    assert list(found.unknown) == [key]
+    assert found.saves == dict.fromkeys(meta.QUANTS, 0)
 
 
 def trap_names(found):

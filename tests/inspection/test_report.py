@@ -16,7 +16,7 @@ import gemma4_compat
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.report import REPORTED, Report, _Private, build_report
 from gemma4_compat.patches import load
-from tests.support import load_model, run_command
+from tests.support import run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -47,50 +47,17 @@ def test_system_libraries_and_patches():
     for name in [*found.patches, *found.libraries]:
         assert name in text
     assert "armed" not in {patch["state"] for patch in found.patches.values()}
-    assert found.model is found.placement is found.device_map is found.adapter is None
+    assert found.model is found.device_map is found.adapter is None
 
 
 def test_a_gpu_is_named():
     import torch
 
     found = build_report()
-    assert len(found.gpus) == torch.cuda.device_count()
-    if not found.gpus:
+    gpus = [name for name in found.system if name.startswith("GPU ")]
+    assert len(gpus) == torch.cuda.device_count()
+    if not gpus:
         assert "- GPU: none that PyTorch sees" in str(found)
-
-
-def test_switches(monkeypatch):
-    monkeypatch.setenv("GEMMA4_COMPAT_PEFT_REDISPATCH", "force")
-    monkeypatch.setenv("GEMMA4_COMPAT_NOTE", "my secret plans")
-    monkeypatch.setenv("GEMMA4_COMPAT_OPENAI_KEY", "1")
-    monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "0")
-    found = build_report()
-    assert found.switches["GEMMA4_COMPAT_PEFT_REDISPATCH"] == "force"
-    assert found.switches["GEMMA4_COMPAT_NOTE"] == "(set)"
-    assert found.switches["GEMMA4_COMPAT_OPENAI_KEY"] == "(set)"
-    assert found.switches["GEMMA4_COMPAT_STRICT"] == "0"
-    assert "secret plans" not in str(found)
-
-
-def test_variables_of_other_libraries(monkeypatch):
-    """Those that change how a model is loaded; a value that may be private is not shown."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "/home/jane/x")
-    lines = str(build_report()).splitlines()
-    assert "- environment: CUDA_VISIBLE_DEVICES=0,1" in lines
-    assert "- environment: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in lines
-    assert "- environment: HF_HUB_OFFLINE=1" in lines
-    assert "- environment: ACCELERATE_MIXED_PRECISION=(set)" in lines
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f2c6a1e-1234-5678-9abc-def012345678")
-    assert "CUDA_VISIBLE_DEVICES=(set)" in str(build_report())
-
-
-def test_a_notebook_is_named(monkeypatch):
-    assert "runs in" not in build_report().system
-    monkeypatch.setitem(sys.modules, "ipykernel", None)
-    assert build_report().system["runs in"] == "a notebook"
 
 
 @pytest.mark.parametrize("name", ["OPENAI_KEY", "WANDB_PASS", "HTTP_AUTH", "SENTRY_DSN"])
@@ -107,25 +74,17 @@ def test_values_of_variables_named_like_secrets(model_dir, tmp_path, monkeypatch
 
 def test_model_map_and_adapter(model_dir, adapter_dir):
     found = build_report(model_dir, adapter_dir, MAP)
-    assert found.model["class"] == "Gemma4ForConditionalGeneration"
-    assert (found.model["layers"], found.model["layers_that_share_kv"]) == (6, 3)
-    assert found.model["weights"]["missing_bytes"] == 0
-    assert found.device_map["unknown"][0]["closest"] == "model.embed_vision"
+    assert "Gemma4ForConditionalGeneration" in found.model["class"]
+    assert found.model["layers"] == "6, 3 of them share keys and values"
+    assert " in 1 file, " in found.model["weights"]
+    assert "cut off" not in str(found)
+    assert found.device_map["unknown"] == {"model.multi_modal_projector": "model.embed_vision"}
     text = str(found)
     assert "model.multi_modal_projector is not a module of this model" in text
-    for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
+    for heading in ("### System", "### Patches", "### Model", "### Device map", "### Adapter"):
         assert heading in text
     assert text.count("```") == 4
     assert found.adapter["tensors"] == 112
-
-
-def test_a_model_in_memory(model_dir):
-    model = load_model(model_dir, "nf4")
-    found = build_report(model)
-    assert found.placement["ok"]
-    assert found.model is None
-    assert "4-bit" in str(found)
-    assert "### Loaded model" in str(found)
 
 
 def test_cut_off_weights_are_told(model_dir, tmp_path):
@@ -133,7 +92,6 @@ def test_cut_off_weights_are_told(model_dir, tmp_path):
     whole = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-1000])
     found = build_report(tmp_path)
-    assert found.model["weights"]["missing_bytes"] == 1000
     assert "**cut off**: 1000 B" in str(found)
     (tmp_path / "model.safetensors").unlink()
     assert "no safetensors files in the folder" in str(build_report(tmp_path))
@@ -244,7 +202,6 @@ def test_the_current_folder_is_no_dot(model_dir, monkeypatch):
     found = build_report(".")
     assert found.model["name"] == model_dir.name
     assert found.libraries["gemma4_compat"] == gemma4_compat.__version__
-    assert found.model["bytes"]
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -261,12 +218,9 @@ def test_command(model_dir, adapter_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert isinstance(build_report(), Report)
     assert set(found) == {
-        "system", "gpus", "libraries", "patches", "switches", "model", "placement", "device_map",
-        "adapter",
+        "system", "libraries", "patches", "model", "device_map", "adapter",
     }  # fmt: skip
-    optional = {"trl", "huggingface_hub", "kernels", "triton", "deepspeed"}
-    listed = set(found["libraries"])
-    assert listed - optional == {"gemma4_compat", *REPORTED} - optional
+    assert set(found["libraries"]) == {"gemma4_compat", *REPORTED}
 
 
 @pytest.mark.parametrize(

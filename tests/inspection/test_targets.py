@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import gemma4_compat
+from gemma4_compat.cli.scan import _targets as parse_targets
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
-from gemma4_compat.inspection.targets import parse_targets
+from gemma4_compat.text import size
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests.support import load_model, run_command
 
@@ -51,7 +52,6 @@ def test_the_users_figures(e2b_dir):
     text = " ".join(str(found).split())
     assert "148 Gemma4ClippableLinear: PEFT alone raises" in text
     assert "needs the patch clippable_linear" in text
-    assert ("40 modules in layers that share keys and values" in text) == has_shared_kv
 
 
 def test_inner_layers_need_no_patch(e2b_dir):
@@ -89,7 +89,7 @@ def test_as_peft_makes_it(model_dir, targets):
     assert set(found.layers) == layers
     assert found.parameters == parameters
     assert dtypes == {torch.float32}
-    assert found.bytes == 4 * parameters
+    assert f"{size(4 * parameters)} in float32" in str(found)
 
 
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
@@ -138,7 +138,6 @@ def test_quantised(model_dir, tmp_path, kind):
     # This checkpoint leaves some modules unquantised, such as the audio tower.
     assert {*map(str, map(classes, inner))} == {str({("vision", name): 2, ("audio", "Linear"): 2})}
     assert saved.parameters == loaded.parameters == made(model, BROAD_TARGETS, 16)[0]
-    assert "bitsandbytes" in str(saved)
 
 
 def test_a_model_that_has_an_adapter(model_dir, language_adapter_dir):
@@ -177,20 +176,10 @@ def test_nothing_matches(model_dir):
     with pytest.raises(ValueError, match="not found in the base model"):
         made(load_model(model_dir), ["multi_modal_projector"], 8)
     some = scan_targets(model_dir, ["multi_modal_projector", "q_proj"])
-    assert some.by_target == {"multi_modal_projector": 0, "q_proj": 10}
+    assert some.count == 10
     assert "multi_modal_projector matches no module" in str(some)
     misspelt = scan_targets(model_dir, ["q_porj", "v_proj"])
     assert "q_porj matches no module of this model (did you mean q_proj?)" in misspelt.notes
-
-
-def test_without_peft(model_dir, monkeypatch):
-    """Names and expressions match the same modules without PEFT; all-linear needs PEFT."""
-    with_peft = [scan_targets(model_dir, targets) for targets in TARGETS[:4]]
-    find = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda n: None if n == "peft" else find(n))
-    assert [scan_targets(model_dir, targets) for targets in TARGETS[:4]] == with_peft
-    with pytest.raises(InputError, match="all-linear needs peft"):
-        scan_targets(model_dir, "all-linear")
 
 
 # -- arguments and the command --------------------------------------------------------------------
@@ -198,8 +187,6 @@ def test_without_peft(model_dir, monkeypatch):
 
 def test_parse_targets():
     assert parse_targets("q_proj") == ("q_proj",)
-    for text in ('["q_proj", "v_proj"]', "['q_proj','v_proj']", "[q_proj, v_proj]"):
-        assert parse_targets(text) == ("q_proj", "v_proj")
     assert parse_targets("q_proj, v_proj.linear") == ("q_proj", "v_proj.linear")
     assert parse_targets("all-linear") == "all-linear"
     assert parse_targets(r".*\.(q|v)_proj") == r".*\.(q|v)_proj"
@@ -231,14 +218,13 @@ def test_command_json(model_dir, capsys):
     assert run(model_dir, "--targets", "q_proj,v_proj", "--rank", 4, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "model", "architecture", "quantised", "targets", "matches", "by_target", "layers",
-        "needs", "rank", "parameters", "bytes", "count", "ok", "notes",
+        "model", "architecture", "targets", "matches", "layers", "needs", "rank",
+        "parameters", "count", "ok", "notes",
     }  # fmt: skip
     assert found["targets"] == ["q_proj", "v_proj"]
     assert found["needs"] == ["clippable_linear"]
     assert found["count"] == sum(match["count"] for match in found["matches"])
-    assert {"tower", "class", "count", "takes"} == set(found["matches"][0])
-    assert found["bytes"] == 4 * found["parameters"]
+    assert {"tower", "name", "count", "takes"} == set(found["matches"][0])
 
 
 def test_command_names_what_is_wrong(model_dir, tmp_path, capsys):
