@@ -54,7 +54,7 @@ def _named(names: tuple[str, ...]) -> list[str]:
 def _start() -> Engine:
     all_patches = _patches.load()
     names = {patch.name: patch.requires for patch in all_patches}
-    switches = _read_switches("GEMMA4_COMPAT", names, _logger, groups=_GROUPS)
+    switches = _read_switches("GEMMA4_COMPAT", names, _logger, None, _GROUPS, _patches.GONE)
     engine = Engine(all_patches, switches, _logger, _FLOORS, _NEWEST)
     engine.start()
     return engine

@@ -166,6 +166,13 @@ def test_switches_by_subject(variable, value, on, off):
     assert states[off] == ["disabled", f"{variable}={value}"]
 
 
+def test_a_gone_patch():
+    [line] = python(
+        "-c", "import gemma4_compat", GEMMA4_COMPAT_HOOK_REMOVAL="0"
+    ).stderr.splitlines()
+    assert line.endswith("GEMMA4_COMPAT_HOOK_REMOVAL has no effect: this patch is gone")
+
+
 def test_names_of_groups():
     import gemma4_compat
 

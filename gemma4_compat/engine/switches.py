@@ -53,6 +53,7 @@ def read(
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
     groups: Mapping[str, Iterable[str]] | None = None,
+    gone: Iterable[str] = (),
 ) -> Switches:
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
 
@@ -62,6 +63,7 @@ def read(
     Args:
         patches: the names of all patches, each with those that it requires.
         groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
+        gone: names of patches that earlier releases had.
     """
     environ = os.environ if environ is None else environ
     groups = {} if groups is None else groups
@@ -89,6 +91,8 @@ def read(
                 switches[names[variable]] = Switch.OFF
             elif value in _ON:
                 switches[names[variable]] = Switch.AUTO
+        elif variable in {f"{prefix}_{name.upper()}" for name in gone}:
+            logger.warning("environment variable %s has no effect: this patch is gone", variable)
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
     reasons = {name: why for name, why in reasons.items() if name not in switches}
