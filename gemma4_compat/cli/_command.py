@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ._libraries import library_versions
-from ._terminal import shows_colour, waiting
+from ._terminal import waiting
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def _print(result: Result, options: argparse.Namespace) -> None:
         print(json.dumps(result.as_dict(), indent=2))
         return
     text = str(result)
-    if result.verdict and shows_colour():
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    if result.verdict and sys.stdout.isatty() and not plain:
         green_or_red = 32 if result.ok else 31
         text = text.replace(result.verdict, f"\033[{green_or_red}m{result.verdict}\033[0m", 1)
     print(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,3 @@ def waiting(text: str) -> Iterator[None]:
         yield
     finally:
         print("\r" + " " * len(text), end="\r", file=sys.stderr, flush=True)
-
-
-def shows_colour() -> bool:
-    """Whether stdout is a terminal, and neither NO_COLOR nor TERM=dumb is set."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return sys.stdout.isatty()

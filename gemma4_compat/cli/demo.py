@@ -10,9 +10,8 @@ from ..versions import WITH_TORCH
 from ._command import Command
 
 _HELP = """\
-Build a tiny random Gemma 4, and run users' stories on it, each in a process
-without the patches and in one with them.  Downloads nothing; takes a minute or
-two.
+Build a tiny random Gemma 4, and run users' stories on it, in a process without
+the patches and in one with them.  Downloads nothing; takes a minute or two.
 
 Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
 argument, or the tiny model could not be built.

@@ -11,7 +11,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,10 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"{keep} is not an empty folder")
     start = time.monotonic()
-    with _folder(keep) as folder:
+    # Windows keeps the memory-mapped files of a killed worker open for a moment.
+    temporary = tempfile.TemporaryDirectory(prefix="gemma4-compat-", ignore_cleanup_errors=True)
+    with temporary as path:
+        folder = (keep or Path(path)).resolve()
         print(f"{_BUILD.title} ...", file=sys.stderr)
         [built] = _run("without", [_BUILD], folder)
         if not built.ok:
@@ -157,8 +159,10 @@ def _next_line(process: subprocess.Popen[str]) -> str:
     timer = threading.Timer(_SECONDS, process.kill)
     timer.start()
     assert process.stdout is not None
-    line = process.stdout.readline()
-    timer.cancel()
+    try:
+        line = process.stdout.readline()
+    finally:
+        timer.cancel()
     if not line and time.monotonic() - start >= _SECONDS:
         raise TimeoutError(f"not finished after {_SECONDS} s")
     return line
@@ -181,14 +185,3 @@ def _environment(side: str) -> dict[str, str]:
     # The worker must import the same packages as we do.
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return variables | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.resolve()
-        return
-    # Windows keeps the memory-mapped files of a killed worker open for a moment.
-    with tempfile.TemporaryDirectory(prefix="gemma4-compat-", ignore_cleanup_errors=True) as path:
-        yield Path(path)

@@ -43,9 +43,18 @@ class Stage:
     scratch: Path
     placed: set[str] = field(default_factory=set)
 
-    def load(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
-        """The base model in 4 bits on one device."""
-        return self._load({"": device()}, nested, TOWERS if towers_in_float else ())
+    def load(
+        self, *, nested: bool = True, towers_in_float: bool = False, by_map: bool = False
+    ) -> Any:
+        """The base model in 4 bits, on one device or split by ``device_map()``."""
+        # On a machine without a GPU, the offload flag would leave all modules unquantised.
+        skip = ["lm_head", *(TOWERS if towers_in_float else ())]
+        quantization = bnb_config("nf4", nested=nested, offload=by_map, llm_int8_skip_modules=skip)
+        places = device_map() if by_map else {"": device()}
+        model = self.from_pretrained(device_map=places, quantization_config=quantization)
+        if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
+            raise Failure("nothing was quantised")
+        return model
 
     def split(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
         """The 4-bit base model with its towers offloaded, which are in 4 bits too by default."""
@@ -59,8 +68,8 @@ class Stage:
         """
         if device() == "cpu":
             return self.split(towers_in_float=True)
-        # ``skip`` makes every transformers version leave the same modules unquantised.
-        model = self._load(device_map(), True, TOWERS, offload=True)
+        # Named explicitly, every transformers version leaves the same modules unquantised.
+        model = self.load(towers_in_float=True, by_map=True)
         self.placed = offloaded(model)
         return model
 
@@ -116,18 +125,6 @@ class Stage:
             if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
                 raise Failure(f"{kind}: other tokens generated")
         check_placement(actual, self.placed)
-
-    def _load(
-        self, device_map: dict[str, Any], nested: bool, skip: Sequence[str], offload: bool = False
-    ) -> Any:
-        # On a machine without a GPU, the offload flag would leave all modules unquantised.
-        quantization = bnb_config(
-            "nf4", nested=nested, offload=offload, llm_int8_skip_modules=["lm_head", *skip]
-        )
-        model = self.from_pretrained(device_map=device_map, quantization_config=quantization)
-        if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
-            raise Failure("nothing was quantised")
-        return model
 
 
 def build(stage: Stage) -> None:

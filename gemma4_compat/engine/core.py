@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 
 from ..errors import PatchError, suggestion
 from . import gate
@@ -426,17 +426,14 @@ class Engine:
 
 
 def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
-    """The records, ordered so that each follows those that it requires."""
-    for record in records.values():
-        if unknown := set(record.patch.requires) - records.keys():
-            names = ", ".join(sorted(unknown))
-            raise ValueError(f"{record.patch.name} requires {names}, but no such patch exists")
+    """The records, ordered so that each follows those that it requires.
+
+    Raises:
+        KeyError: a patch requires one that does not exist.
+        graphlib.CycleError: patches require each other in a circle.
+    """
     graph = {name: record.patch.requires for name, record in records.items()}
-    try:
-        return [records[name] for name in TopologicalSorter(graph).static_order()]
-    except CycleError as error:
-        circle = ", ".join(error.args[1])
-        raise ValueError(f"patches require each other in a circle: {circle}") from None
+    return [records[name] for name in TopologicalSorter(graph).static_order()]
 
 
 def _state_of(record: _Record) -> str:

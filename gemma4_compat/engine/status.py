@@ -129,22 +129,18 @@ def _html(status: Status) -> Iterator[str]:
     colour = "#2da44e" if status.ok else "#e5534b"  # readable on white and on black
     yield f'<p><b style="color: {colour}">{escape(status.verdict)}</b></p>'
     versions = {name: version for each in status for name, version in each.versions.items()}
-    if installed := ", ".join(
-        f"{name} {found}" for name, found in sorted(versions.items()) if found
-    ):
-        yield f"<p>{escape(installed)}</p>"
+    installed = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
+    yield f"<p>{escape(', '.join(installed))}</p>"
     if not status.ok:
-        yield from _html_table(entry for entry in status if not entry.ok)
-    yield f"<details><summary>all {len(status)} patches</summary>"
-    yield from _html_table(status)
-    yield "</details>"
+        yield _html_table(entry for entry in status if not entry.ok)
+    yield f"<details><summary>all {len(status)} patches</summary>{_html_table(status)}</details>"
 
 
-def _html_table(entries: Iterable[PatchStatus]) -> Iterator[str]:
-    yield '<table style="border-collapse: collapse">'
+def _html_table(entries: Iterable[PatchStatus]) -> str:
+    style = "text-align: left; padding: 2px 10px"
+    rows = ""
     for entry in entries:
         cells = (entry.name, entry.state.value, entry.reason)
-        style = "text-align: left; padding: 2px 10px"
         row = "".join(f'<td style="{style}">{escape(cell)}</td>' for cell in cells)
-        yield f"<tr>{row}</tr>"
-    yield "</table>"
+        rows += f"<tr>{row}</tr>"
+    return f'<table style="border-collapse: collapse">{rows}</table>'
