@@ -48,6 +48,10 @@ class _Record:
     unwanted: bool = False
     #: how many references to its replacements existed when it was undone
     kept: int = 0
+    #: the open blocks of ``switched``, and whether each wants the patch on
+    blocks: dict[object, bool] = field(default_factory=dict)
+    #: whether it is on after them
+    outside: bool = False
     logged: str = ""
     versions: dict[str, str | None] = field(default_factory=dict)
 
@@ -117,6 +121,11 @@ class Engine:
     def install(self, *names: str) -> Status:
         """Arm or apply the named patches, or all if no name is given.  Idempotent."""
         records = self._select(names)
+        for record in records:
+            record.outside = True
+        return self._install(records)
+
+    def _install(self, records: Sequence[_Record]) -> Status:
         with self._lock:
             self._decide()
             for record in records:
@@ -132,6 +141,11 @@ class Engine:
     def uninstall(self, *names: str) -> Status:
         """Undo the named patches, or all if no name is given; restore the original descriptors."""
         records = self._select(names)
+        for record in records:
+            record.outside = False
+        return self._uninstall(records)
+
+    def _uninstall(self, records: Sequence[_Record]) -> Status:
         with self._lock:
             self._decide()
             self._take_off(records)
@@ -169,16 +183,35 @@ class Engine:
 
     @contextmanager
     def switched(self, names: Sequence[str], *, on: bool) -> Iterator[Status]:
-        """Switch patches on or off inside a ``with`` block; restore their states afterwards."""
+        """Switch patches on or off inside a ``with`` block; restore their states afterwards.
+
+        Blocks may overlap in several threads: the last one that is open decides.
+        """
         records = self._select(names)
         self.status()
-        change, undo = (self.install, self.uninstall) if on else (self.uninstall, self.install)
-        changing = [r.patch.name for r in records if (r.state is State.DISABLED) is on]
+        block = object()
+        with self._lock:
+            for record in records:
+                if not record.blocks:
+                    record.outside = record.state is not State.DISABLED
+                record.blocks[block] = on
         try:
-            yield change(*changing) if changing else self.status()
+            yield self._follow_blocks(records)
         finally:
-            if changing:
-                undo(*changing)
+            with self._lock:
+                for record in records:
+                    del record.blocks[block]
+            self._follow_blocks(records)
+
+    def _follow_blocks(self, records: Sequence[_Record]) -> Status:
+        changing: dict[bool, list[_Record]] = {True: [], False: []}
+        for record in records:
+            on = [record.outside, *record.blocks.values()][-1]
+            if on is (record.state is State.DISABLED or record.unwanted):
+                changing[on].append(record)
+        if changing[False]:
+            self._uninstall(changing[False])
+        return self._install(changing[True]) if changing[True] else self.status()
 
     def retire(self) -> None:
         """Undo all patches, and handle none from now on."""

@@ -501,6 +501,29 @@ def test_switched_restores_and_nests(lib, make):
         engine.switched(("z",), on=True).__enter__()
 
 
+def test_blocks_that_overlap(lib, make):
+    """As in two threads: the block that began first ends first."""
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"))
+    first, second = engine.switched((), on=False), engine.switched((), on=False)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert m.f() == "f"
+    second.__exit__(None, None, None)
+    assert m.f() == "a>f"
+
+
+def test_uninstall_in_a_block_stays(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f"))
+    with engine.switched((), on=False):
+        engine.uninstall("a")
+        engine.install("b")
+        assert m.f() == "b>f"
+    assert m.f() == "b>f"
+
+
 def test_target_by_version(lib, make):
     lib.load("m")
     patch = lib.patch("p", "m:f")
