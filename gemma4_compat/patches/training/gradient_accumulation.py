@@ -17,7 +17,8 @@ step.  ``Trainer`` and its subclasses see the same flags and numbers as without 
 looks at the loss that ``compute_loss`` returns for each micro batch, and changes it only if it is
 the mean that ``Trainer.compute_loss`` or TRL's ``SFTTrainer.compute_loss`` computed.  After any
 other loss, such as one that a ``compute_loss`` of the user computes, the fix stays away from this
-trainer, so that all micro batches count as without it.  The loss of a user's model class is
+trainer, so that all micro batches count as without it.  If losses of the same step were weighted
+before, the rest of this step is weighted, too.  The loss of a user's model class is
 weighted if it is PyTorch's mean cross entropy of all labels.  Nothing changes for a compiled model,
 and with context or sequence parallelism.
 """
@@ -27,7 +28,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from functools import cache, wraps
+from dataclasses import dataclass
+from functools import wraps
 from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -69,9 +71,28 @@ _NUMBER = "num_items_in_batch"
 _IGNORED = -100  # the label of a token that is no target
 _CHANGED = "the labels of a micro batch were changed after Trainer collected it"
 
-#: Trainer -> the weight of a token in the current step, and the labels of each micro batch with
-#: their count of tokens
-_steps: WeakKeyDictionary[Any, tuple[Any, list[tuple[Any, Any]]] | None] = WeakKeyDictionary()
+
+@dataclass
+class _Step:
+    """One optimizer step.
+
+    If one of its losses turns out to be the user's own after others were weighted, this one is
+    weighted, too: else the weights of the step would not be 1 on average.
+    """
+
+    weight: Any  # of a token
+    batches: list[tuple[Any, Any]]  # the labels of each micro batch, and their count of tokens
+    has_begun: bool = False  # whether a loss of this step was weighted
+
+    def count_of(self, labels: Any) -> Any:
+        """The count of a micro batch with these labels; ``None`` if it is none of the step's."""
+        return next((count for own, count in self.batches if own is labels), None)
+
+    def mean_count(self) -> Any:
+        return sum(count for _, count in self.batches) / len(self.batches)
+
+
+_steps: WeakKeyDictionary[Any, _Step | None] = WeakKeyDictionary()  # the current one by trainer
 #: trainers with a loss that is not weighted
 _left_alone: WeakSet[Any] = WeakSet()
 #: .losses: what Trainer.compute_loss returned for the current micro batch: the loss, what computed
@@ -102,20 +123,19 @@ def training_step(
     original: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     step = _steps.get(self)
-    if step is None or self in _left_alone:
-        return original(self, model, inputs, *args, **kwargs)
-    weight, batches = step
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    count = next((count for own, count in batches if own is labels), None)
-    if count is None:
-        _leave_alone(self, _CHANGED)
+    count = None if step is None else step.count_of(labels)
+    if step is not None and count is None:
+        _leave_alone(self, step, _CHANGED)
+        count = step.mean_count()
+    if step is None or (self in _left_alone and not step.has_begun):
         return original(self, model, inputs, *args, **kwargs)
-    with shadowed(self, compute_loss=_weighting(self, count, weight)):
+    with shadowed(self, compute_loss=_weighting(self, count, step)):
         return original(self, model, inputs, *args, **kwargs)
 
 
-def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
-    """The trainer's ``compute_loss``, with this weight of a token if it returns their mean."""
+def _weighting(trainer: Any, count: Any, step: _Step) -> Any:
+    """The trainer's ``compute_loss``, weighted by the count if it returns a mean of tokens."""
     compute_loss = trainer.compute_loss
 
     @wraps(compute_loss)
@@ -136,23 +156,27 @@ def _weighting(trainer: Any, count: Any, weight: Any) -> Any:
         has_number = trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None
         if not losses and not has_number and _is_from_trl(compute_loss):
             tokens = count
-        if tokens is not None and int(tokens) == int(count):
-            loss = _multiplied(loss, (tokens * weight.to(tokens.device)).to(loss.device))
-            return (loss, *result[1:]) if isinstance(result, tuple) else loss
-        if has_number or not losses:  # the number may have reached the loss, or it is the user's
-            _left_alone.add(trainer)
-        elif tokens is not None:
-            _leave_alone(trainer, _CHANGED)
-        elif any(each is not None for *_, each in losses):
-            name = type(trainer).__name__
-            _leave_alone(
-                trainer, f"{name}.compute_loss changes the loss that Trainer.compute_loss returns"
-            )
-        else:
-            _leave_alone(trainer, "the loss is not a mean cross entropy of PyTorch")
-        return result
+        if trainer not in _left_alone and (tokens is None or int(tokens) != int(count)):
+            # With the number, it may have reached the loss, or the loss is the user's.
+            why = None if has_number or not losses else _why(trainer, losses, tokens)
+            _leave_alone(trainer, step, why)
+        if trainer in _left_alone and not step.has_begun:
+            return result
+        step.has_begun = True
+        loss = _multiplied(loss, (count * step.weight.to(count.device)).to(loss.device))
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     return weighted
+
+
+def _why(trainer: Any, losses: list[tuple[Any, Any, Any]], tokens: Any) -> str:
+    """Why the loss of a micro batch is not weighted."""
+    if tokens is not None:
+        return _CHANGED
+    if any(each is not None for *_, each in losses):
+        name = type(trainer).__name__
+        return f"{name}.compute_loss changes the loss that Trainer.compute_loss returns"
+    return "the loss is not a mean cross entropy of PyTorch"
 
 
 @PATCH.around(_TRAINER, "Trainer.compute_loss")
@@ -181,8 +205,8 @@ def compute_loss(
 # -- the weights -----------------------------------------------------------------------------------
 
 
-def _step_of(trainer: Any, batches: list[Any], number: Any) -> Any:
-    """What ``_steps`` has for a step with these batches; ``None`` if there is nothing to weight.
+def _step_of(trainer: Any, batches: list[Any], number: Any) -> _Step | None:
+    """The step with these batches; ``None`` if there is nothing to weight.
 
     The weights of the micro batches are 1 on average.
     """
@@ -214,7 +238,8 @@ def _step_of(trainer: Any, batches: list[Any], number: Any) -> Any:
     else:
         processes = 1  # Trainer.compute_loss multiplies by their number
     labels = [batch["labels"] for batch in batches]
-    return divisor * processes / total.clamp(min=1), list(zip(labels, counts, strict=True))
+    weight = divisor * processes / total.clamp(min=1)
+    return _Step(weight, list(zip(labels, counts, strict=True)))
 
 
 def _known_class(trainer: Any) -> Any:
@@ -309,15 +334,14 @@ def _multiplied(loss: Any, weight: Any) -> Any:
     return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
 
 
-def _leave_alone(trainer: Any, why: str) -> None:
+def _leave_alone(trainer: Any, step: _Step, why: str | None) -> None:
+    if trainer in _left_alone:
+        return
     _left_alone.add(trainer)
-    _say_unweighted(why)
-
-
-@cache
-def _say_unweighted(why: str) -> None:
-    logger.warning(
-        "from now on each micro batch has the same weight in the gradient, however many tokens it "
-        "has, because %s.  It is the same without gemma4_compat.",
-        why,
-    )
+    if why is not None:
+        logger.warning(
+            "from %s on each micro batch has the same weight in the gradient, however many tokens "
+            "it has, because %s.  It is the same without gemma4_compat.",
+            "the next step" if step.has_begun else "now",
+            why,
+        )
