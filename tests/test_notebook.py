@@ -143,7 +143,7 @@ def test_a_table_above_may_have_the_words_of_the_verdict():
     page = Page(html.page("a title\n\nfine  1\n\nfine", [table], "", "fine", True))
     assert page.tables == [[["fine", "1"]]]
     assert page.colours == {GREEN: "fine"}
-    assert page.text.split() == ["a", "title", "fine", "1", "fine"]
+    assert page.text.split() == ["a", "title", "fine1", "fine"]  # cells have no space between
 
 
 def test_a_report_is_markdown_to_copy(e2b_dir):
