@@ -374,9 +374,10 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
         return None
     if shape[axis] != width:
         return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
-    ranks = (config.get("r"), *(config.get("rank_pattern") or {}).values())
+    rank = config.get("r", 8)  # PEFT's default
+    ranks = (rank, *(config.get("rank_pattern") or {}).values())
     if config.get("peft_type") == "LORA" and len(shape) == 2 and shape[1 - axis] not in ranks:
-        reason = f"their rank is not {config.get('r')}, the rank in {ADAPTER_CONFIG}"
+        reason = f"their rank is not {rank}, the rank in {ADAPTER_CONFIG}"
         return Group("refused", reason, f"{name}: {shape[1 - axis]}")
     return None
 

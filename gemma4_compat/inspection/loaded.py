@@ -162,7 +162,8 @@ class Loaded:
 
     def active(self) -> tuple[str, ...]:
         layers = (m for m in self.modules.values() if hasattr(m, "get_base_layer"))
-        names = (layer.active_adapters for layer in layers if not layer.disable_adapters)
+        enabled = (layer for layer in layers if not getattr(layer, "disable_adapters", False))
+        names = (getattr(layer, "active_adapters", ()) for layer in enabled)
         return tuple(dict.fromkeys(name for each in names for name in each))
 
     # -- what is wrong

@@ -306,7 +306,7 @@ def _markdown(report: Report) -> Iterator[str]:
         if state in (State.FAILED.value, State.DRIFTED.value):
             yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
     if report.model is not None:
-        yield from ("", "### Model", "")
+        yield from ("", f"### Model: {report.model['name']}", "")
         yield from _facts(report.model)
     for title, data in (("Device map", report.device_map), ("Adapter", report.adapter)):
         if data is not None:

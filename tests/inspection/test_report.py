@@ -81,7 +81,7 @@ def test_model_map_and_adapter(model_dir, adapter_dir):
     assert found.device_map["unknown"] == {"model.multi_modal_projector": "model.embed_vision"}
     text = str(found)
     assert "model.multi_modal_projector is not a module of this model" in text
-    for heading in ("### System", "### Patches", "### Model", "### Device map", "### Adapter"):
+    for heading in ("### System", "### Patches", "### Model: ", "### Device map", "### Adapter"):
         assert heading in text
     assert text.count("```") == 4
     assert found.adapter["tensors"] == 112
