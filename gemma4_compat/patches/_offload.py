@@ -67,6 +67,49 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
             offload(module, hook, keep_changes=keep_changes)
 
 
+@contextmanager
+def tied_copies_follow(model: Any, modules: list[Any]) -> Iterator[None]:
+    """After the block, modules that are tied to these have the same weight.
+
+    Tied weights in host memory are one tensor.  On the disk each module has a copy.
+    """
+    tied = []
+    for module in model.modules():
+        for names in (vars(module).get("all_tied_weights_keys") or {}).items():
+            first, second = (_offloaded_alone(module, name) for name in names)
+            if (first in modules) is not (second in modules) and _is_copy(first, second):
+                tied.append((first, second) if first in modules else (second, first))
+    yield
+    for module, copy in tied:
+        hook: Any = offload_hook(module)
+        vars(offload_hook(copy))["weights_map"] = hook.weights_map
+
+
+def _offloaded_alone(model: Any, name: str) -> Any:
+    """The offloaded module that has only this weight, inside PEFT's wrapper, or ``None``."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:  # removed by a user
+        return None
+    module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    hook = offload_hook(module)
+    present = [key for key, value in module._parameters.items() if value is not None]
+    alone = hook is not None and not hook.place_submodules and present == [leaf]
+    return module if alone else None
+
+
+def _is_copy(first: Any, second: Any) -> bool:
+    """Whether two modules have the same weight in two places."""
+    import torch
+
+    if first is None or second is None:
+        return False
+    hooks: list[Any] = [offload_hook(first), offload_hook(second)]
+    one, other = (hook.weights_map["weight"] for hook in hooks)
+    return bool(one.data_ptr() != other.data_ptr() and torch.equal(one, other))
+
+
 def has_changed(module: Any, hook: Any) -> bool:
     """Whether onloaded floating-point weights differ from the weights that the hook stores.
 

@@ -363,6 +363,10 @@ class _OneByOne:
         return self._lent.lend(lambda: self._packed.one(number))
 
 
+#: Methods of ``torch.nn.Module`` that a user's function may read the fused tensors with.
+_READ_PARAMETERS = ("parameters", "named_parameters", "named_modules", "_named_members")
+
+
 class _Dequantising(View):
     """Stands in for the module; its fused tensors are dequantised whenever they are read.
 
@@ -378,6 +382,10 @@ class _Dequantising(View):
     def __getattr__(self, name: str) -> Any:
         packed = self._packed.get(name) if name in FUSED else None
         if packed is None:
+            if name == "_parameters":
+                return {**self._module._parameters, **{key: getattr(self, key) for key in FUSED}}
+            if name in _READ_PARAMETERS:
+                return getattr(type(self._module), name).__get__(self)
             return super().__getattr__(name)
         if name in self._read:
             return self._read[name]

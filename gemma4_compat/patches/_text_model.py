@@ -22,9 +22,10 @@ def is_text_model(model: Any) -> bool:
 def is_gemma4(model: Any) -> bool:
     """Whether this is Gemma 4's text model or multimodal model, with its head."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return model_type in ("gemma4", "gemma4_unified") or (
-        model_type is not None and hasattr(model, "model") and is_text_model(model)
-    )
+    inner = getattr(model, "model", None)
+    if model_type in ("gemma4", "gemma4_unified"):
+        return hasattr(inner, "language_model")
+    return model_type is not None and inner is not None and is_text_model(model)
 
 
 def name_here(model: Any, name: str) -> str:

@@ -63,7 +63,8 @@ def _search_all(model: Any, inputs_embeds: Any) -> Any:
 
 def _embedded_tokens(model: Any, embeds: Any) -> Any:
     """The ids of the tokens for which the embedding layer returns these values."""
-    return _search(model, embeds, model.embed_tokens)
+    # Without the user's hooks, as upstream reads the weight.
+    return _search(model, embeds, model.embed_tokens.forward)
 
 
 def _pad_token(model: Any, embeds: Any) -> Any:
@@ -121,7 +122,7 @@ def _hits(
 
 def _check_alike(model: Any, tokens: Any, others: Any) -> None:
     """Raise ``RuntimeError`` if tokens with equal embeddings differ in per-layer embeddings."""
-    per_layer = model.embed_tokens_per_layer
+    per_layer = model.embed_tokens_per_layer.forward
     differ = (per_layer(tokens) != per_layer(others)).any(-1).nonzero().flatten()
     if differ.numel():
         one, other = int(others[differ[0]]), int(tokens[differ[0]])

@@ -608,6 +608,14 @@ def changed_in_place(self, states, chosen, weights):
     return loop(self, states, chosen, weights, lambda expert: gate_up[expert])
 
 
+def of_parameters(self, states, chosen, weights):
+    """The fused tensors as PyTorch lists them."""
+    gate_up, down = self.parameters()
+    assert [name for name, _ in self.named_parameters()] == ["gate_up_proj", "down_proj"]
+    assert self._parameters["down_proj"] is down
+    return loop(self, states, chosen, weights, lambda e: gate_up[e], lambda e: down[e])
+
+
 def checkpointed(reentrant):
     def function(self, states, chosen, weights):
         from torch.utils.checkpoint import checkpoint
@@ -630,6 +638,7 @@ FUNCTIONS = {
     "float32": of_float32,
     "bytes": in_bytes,
     "in place": changed_in_place,
+    "parameters": of_parameters,
     "checkpoint": checkpointed(False),
     "reentrant checkpoint": checkpointed(True),
 }

@@ -188,3 +188,16 @@ def test_on_a_gpu(model_dir):
     model = load_model(model_dir, device_map=device_map)
     inputs = {name: value.to(0) for name, value in text_inputs(model.config).items()}
     assert torch.equal(logits(model, embeds(model, inputs)), logits(whole, inputs))
+
+
+def test_hooks_of_a_user_do_not_run(model_dir):
+    """transformers reads the weight of the embedding, without its hooks."""
+    model = load_model(model_dir).model.language_model
+    embeds = model.embed_tokens(torch.tensor([[3, 4, 5]]))
+    calls = []
+    model.embed_tokens.register_forward_hook(lambda *_: calls.append(torch.rand(1)))
+    model.embed_tokens.register_forward_pre_hook(lambda *_: calls.append(torch.rand(1)))
+    state = torch.get_rng_state()
+    model.get_per_layer_inputs(None, embeds)
+    assert not calls
+    assert torch.equal(torch.get_rng_state(), state)

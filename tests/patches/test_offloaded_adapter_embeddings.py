@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.patches.test_offloaded_save import whole_cpu, whole_disk
 from tests.support import assert_same, load_model, logits, split
 
 EMBEDDINGS = "model.language_model.embed_tokens"
@@ -64,6 +65,31 @@ def test_embeddings_of_the_file_are_used(model_dir, tmp_path):
     model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     for _ in range(2):
         assert_same(logits(model), logits(one))
+
+
+@pytest.mark.parametrize("load", ["PEFT", "transformers"])
+@pytest.mark.parametrize("offload", [whole_cpu, whole_disk])
+def test_the_head_follows_the_embeddings_of_the_file(model_dir, tmp_path, offload, load):
+    """Both are one tensor; on the disk, each has a copy."""
+    from peft import PeftModel
+
+    def changed():
+        model = load_model(model_dir)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(1.5)
+        return model
+
+    def loaded(model):
+        if load == "PEFT":
+            return PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+        model.load_adapter(tmp_path / "adapter")
+        return model
+
+    adapted(changed(), "embed_tokens").save_pretrained(tmp_path / "adapter")
+    model = loaded(offload(load_model(model_dir), tmp_path / "offload"))
+    expected = logits(loaded(changed()))
+    for _ in range(2):
+        assert_same(logits(model), expected)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "embed_tokens_per_layer"])

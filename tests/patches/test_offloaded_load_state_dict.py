@@ -90,16 +90,33 @@ def test_through_a_peft_model(model_dir, language_adapter_dir, tmp_path):
     assert_same(logits(model), logits(whole))
 
 
-def test_nothing_is_loaded_if_a_size_differs(model_dir, tmp_path):
+def test_what_fits_is_loaded_before_an_error(model_dir, tmp_path):
+    """As torch does: it loads the other tensors, and then raises."""
     state = changed(model_dir).state_dict()
     name = next(name for name in state if "vision_tower" in name and name.endswith("proj.weight"))
     state[name] = state[name][:1]
-    model = split(load_model(model_dir), tmp_path)
-    tower = {n: v for n, v in state.items() if "vision_tower" in n}
-    expected = logits(model)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(tower, strict=False)
-    assert_same(logits(model), expected)
+    whole, model = load_model(model_dir), split(load_model(model_dir), tmp_path)
+    before = logits(whole)
+    for each in (whole, model):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            each.load_state_dict(state, strict=False)
+    with pytest.raises(AssertionError):
+        assert_same(logits(whole), before)
+    assert_same(logits(model), logits(whole))
+
+
+@pytest.mark.parametrize("offload", [whole_cpu, whole_disk])
+def test_a_tied_weight_is_given_once(model_dir, tmp_path, offload):
+    """As a safetensors file holds it; on the disk each module has a copy."""
+    name = "model.language_model.embed_tokens.weight"
+    whole = load_model(model_dir)
+    assert whole.lm_head.weight is whole.model.language_model.embed_tokens.weight
+    model = offload(load_model(model_dir), tmp_path)
+    for factor in (1.5, 2.0):
+        state = {name: whole.state_dict()[name] * factor}
+        for each in (whole, model):
+            each.load_state_dict(state, strict=False)
+        assert_same(logits(model), logits(whole))
 
 
 def test_its_own_state_dict(model_dir, tmp_path):

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import gemma4_compat
@@ -263,3 +264,21 @@ def test_a_multimodal_checkpoint_is_as_ever(model_dir):
     _, told = load_whole(model_dir, None)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
+
+
+def test_a_multimodal_model_without_its_head(model_dir, tmp_path):
+    """``AutoModel``, its own checkpoint, and a class of a user's without the module ``model``."""
+
+    class Own(transformers.models.gemma4.modeling_gemma4.Gemma4PreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.lm_head = torch.nn.Linear(4, 4)
+            self.post_init()
+
+    expected = load_model(model_dir).model.state_dict()
+    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    for found in (model.state_dict(), again.state_dict()):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    Own.from_pretrained(model_dir)

@@ -5,17 +5,21 @@ If a layer is stored on "disk" (or, in some releases, "cpu"), it treats the adap
 the layer's own: they stay on disk, or go to meta, and the adapter keeps its initial values or has
 none.  No exception is raised.
 
-While the file loads, the fix replaces the map by one of the layers' execution devices.
+While the file loads, the fix replaces the map by one of the layers' execution devices.  A weight of
+the base model in the file, such as that of the embeddings under LoRA, goes to the layer's hook.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook
 from .._code import code_of, mentions
 from .._native_names import LOAD_ADAPTER, loading_in
-from .._offload import executing_map
+from .._offload import executing_map, has_changed, offload, tied_copies_follow
 
 PATCH = Patch(
     name="native_adapter_offload",
@@ -44,5 +48,18 @@ def load_adapter_reads_device_map() -> Finding:
 
 @PATCH.around(*LOAD_ADAPTER)
 @loading_in
-def load_adapter(model: Any, adapter_name: str) -> Any:
-    return executing_map(model)
+@contextmanager
+def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
+    with executing_map(model):
+        yield
+    loaded = [(module, hook) for module in model.modules() if (hook := _hook_past_by(module))]
+    changed = [module for module, hook in loaded if has_changed(module, hook)]
+    with tied_copies_follow(model, changed):
+        for module, hook in loaded:
+            offload(module, hook, keep_changes=module in changed)
+
+
+def _hook_past_by(module: Any) -> Any | None:
+    """The hook of an offloaded module if the module's weight was loaded past the hook."""
+    weight = module._parameters.get("weight")
+    return None if weight is None or weight.is_meta else offload_hook(module)

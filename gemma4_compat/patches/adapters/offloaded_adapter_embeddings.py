@@ -16,7 +16,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
 from .._code import code_at
-from .._offload import onloaded
+from .._offload import onloaded, tied_copies_follow
 
 PATCH = Patch(
     name="offloaded_adapter_embeddings",
@@ -64,5 +64,5 @@ def set_peft_model_state_dict(
         for name, module in model.named_modules()
         if name in brought and offload_hook(module) is not None
     ]
-    with onloaded(*offloaded, keep_changes=True):
+    with tied_copies_follow(model, offloaded), onloaded(*offloaded, keep_changes=True):
         return original(model, peft_model_state_dict, *args, **kwargs)

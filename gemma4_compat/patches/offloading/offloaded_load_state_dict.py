@@ -7,7 +7,8 @@ warning, and the next forward replaces the new values by the old ones.  All keys
 cases.  accelerate does not handle ``load_state_dict``.
 
 The fix onloads each offloaded module that the state dict has values for, loads its values, and
-makes its hook keep them.  Weights from the disk stay in host memory from then on.  It raises
+makes its hook keep them.  Weights from the disk stay in host memory from then on, and are one
+tensor again if they are tied: a file on the disk holds a copy for each.  The fix raises
 ``ValueError`` for offloaded layers that are quantised, before anything is loaded, because their
 placeholders have no quantisation state that could be loaded.
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
-from .._offload import onloaded
+from .._offload import onloaded, tied_copies_follow
 
 PATCH = Patch(
     name="offloaded_load_state_dict",
@@ -68,16 +69,20 @@ def load_state_dict(
     if hasattr(state_dict, "_metadata"):
         given._metadata = state_dict._metadata  # type: ignore[attr-defined]
     for module, names in offloaded:
-        for name, key in names.items():
+        for name, key in [*names.items()]:
             tensor = _tensor(module, name)
-            if tensor.shape == given[key].shape:  # else torch reports it
+            if tensor.shape == given[key].shape:
                 given[key] = tensor
-    result = original(self, given, strict, assign)
-    for module, names in offloaded:
-        values = {name: state_dict[key] for name, key in names.items()}
-        with onloaded(module, keep_changes=True):
-            original(module, values, False, assign)
-    return result
+            else:  # torch reports it
+                del names[name]
+    try:
+        return original(self, given, strict, assign)
+    finally:  # torch loads what fits before it raises
+        with tied_copies_follow(self, [module for module, _ in offloaded]):
+            for module, names in offloaded:
+                values = {name: state_dict[key] for name, key in names.items()}
+                with onloaded(module, keep_changes=True):
+                    original(module, values, False, assign)
 
 
 def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[Any, dict[str, str]]]:
