@@ -211,13 +211,14 @@ def one_at_a_time():
             delattr(home, f"{attribute}_renamed")
             setattr(home, attribute, raw)
             if is_class:
-                cls = replacement.attribute.partition(".")[0]
+                cls = replacement.attribute.partition(".")[0]  # or a module: nn.Module
+                kept = getattr(module, cls)
                 delattr(module, cls)
                 try_patch(name, replacement, "removed class", cls, module, cls)
                 factory = functools.partial(owner)
                 setattr(module, cls, factory)
                 try_patch(name, replacement, "no class", cls, module, cls, factory)
-                setattr(module, cls, owner)
+                setattr(module, cls, kept)
     return {"start": start, "results": results, "misfits": misfits}
 
 
