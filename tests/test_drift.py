@@ -311,7 +311,7 @@ class Changing:
 
     def apply(self, module, attribute, change):
         *path, name = attribute.split(".")
-        owner = getattr(module, path[0]) if path else module
+        owner = functools.reduce(getattr, path, module)
         raw = inspect.getattr_static(owner, name)
         if change == "renamed" and path:
             home = next(cls for cls in owner.__mro__ if name in vars(cls))
