@@ -130,7 +130,7 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
     out = work / 'my "merged" model'
     assert main(["merge", str(base), str(adapter), str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "The capital of France is  " in printed
+    assert "The capit...rance is  " in printed
     assert "random tokens" not in printed
     from transformers import AutoTokenizer
 
