@@ -134,4 +134,4 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
         ...     print(status["host_embedding"].state)
         disabled
     """
-    return _engine.switched(_named(names), on=False)
+    return _engine.disabled(_named(names))

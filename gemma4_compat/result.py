@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from . import html, text
@@ -29,8 +30,12 @@ class Result(ABC):
     def as_dict(self) -> dict[str, Any]:
         """The result as plain values, for JSON."""
 
-    @abstractmethod
-    def __str__(self) -> str: ...
+    def _lines(self) -> Iterable[str]:
+        """The lines of ``str(self)``."""
+        return ()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -22,7 +22,7 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
-from gemma4_compat.engine.switches import Switch, Switches
+from gemma4_compat.engine.switches import Switches
 from gemma4_compat.patches import load
 from gemma4_compat.versions import WITH_TORCH
 from tests.support import run_command, run_process
@@ -116,7 +116,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     ]
     for patch in patches:
         patch.replaces("json.tool", "main")(lambda original: lambda: original())
-    switches = Switches("TEST_COMPAT", strict=strict, patches={"first": Switch.OFF})
+    switches = Switches("TEST_COMPAT", strict=strict, off={"first": "TEST_COMPAT_FIRST=0"})
     engine = Engine(patches, switches, logging.getLogger("gemma4_compat"))
     engine.install()
     monkeypatch.setattr(gemma4_compat, "_engine", engine)

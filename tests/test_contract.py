@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -426,7 +427,7 @@ def test_registry():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_definition(name):
-    from gemma4_compat.engine.switches import Switches
+    from gemma4_compat.engine.switches import read
 
     patch = _patches()[name]
     module = _modules()[name]
@@ -436,7 +437,8 @@ def test_definition(name):
     assert patch.symptom
     assert patch.changes
     assert bool(patch.links) != bool(patch.unreported)
-    assert Switches("GEMMA4_COMPAT").variable(name) == ENVIRONMENT[name]
+    read_as = read("GEMMA4_COMPAT", {name: ()}, logging.getLogger(), {ENVIRONMENT[name]: "0"})
+    assert read_as.off == {name: f"{ENVIRONMENT[name]}=0"}
     tests = (ROOT / "tests" / "patches" / f"test_{name}.py").read_text()
     assert re.search(rf'\.regression\(\s*"{name}"', tests), "no regression test"
 

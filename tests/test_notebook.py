@@ -85,7 +85,7 @@ def printed_cells(result, monkeypatch):
 
 def merged(ok):
     parity = Parity("<script>", 24, 0.7, 0.03 if ok else 0.3, 0.07, 2, 2)
-    return MergeResult("base", "lora", Path(NAME), "bfloat16", (parity,), ())
+    return MergeResult("base", "lora", Path(NAME), (parity,), ())
 
 
 def an_overview(state):

@@ -13,17 +13,16 @@ _HELP = """\
 Merge an adapter into its base model, and write the result as a checkpoint.
 
 If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
-as BASE.  It is loaded once, in --dtype, and the adapter is merged in place.
+as BASE.  It is loaded once, in bfloat16, and the adapter is merged in place.
 Logits and greedy tokens of the merged model are compared with those of the
 model with the adapter loaded, for text, and for a synthetic image and sound if
 the model accepts them.  The written files are loaded again and compared with
 the merged model.  OUT appears only if all of them agree.  It is complete, with
 the tokenizer and processor of BASE, or of ADAPTER if it has its own.
 
-The model is held in memory once: the device needs room for its weights in
---dtype (E2B 9.5 GiB, E4B 14.8 GiB in bfloat16), for the adapter in float32, and
-for the change of the largest adapted layer.  The disk needs room for the
-weights once.
+The model is held in memory once: the device needs room for its weights (E2B
+9.5 GiB, E4B 14.8 GiB), for the adapter in float32, and for the change of the
+largest adapted layer.  The disk needs room for the weights once.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
 nothing was written; 2 invalid argument or file, or the adapter does not fit,
@@ -35,20 +34,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="the base model's folder or Hub id")
     parser.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder or Hub id")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float16", "float32"),
-        help="for computing and for the written weights (default: bfloat16)",
-    )
-    parser.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        dest="prompts",
-        action="append",
-        default=[],
-        help="compare the models on this text, not on ours (may be given several times)",
-    )
     parser.add_argument(
         "--device",
         default="cpu",
@@ -65,8 +50,6 @@ def _run(options: argparse.Namespace) -> Result:
             options.base,
             options.adapter,
             options.out,
-            dtype=options.dtype,
-            prompts=options.prompts,
             device=options.device,
             force=options.force,
             progress=_show,

@@ -21,7 +21,7 @@ from .references import count_held, holders
 from .slots import Mismatch
 from .stack import Layer, Stack, originals
 from .status import PatchStatus, State, Status
-from .switches import Switch, Switches
+from .switches import Switches
 
 #: Seconds that an import or a fork waits while another thread uses the engine.  Waiting longer
 #: could deadlock: that thread may wait for the lock of a module that this thread imports.
@@ -48,8 +48,8 @@ class _Record:
     unwanted: bool = False
     #: how many references to its replacements existed when it was undone
     kept: int = 0
-    #: the open blocks of ``switched``, and whether each wants the patch on
-    blocks: dict[object, bool] = field(default_factory=dict)
+    #: how many blocks of ``disabled`` are open
+    blocks: int = 0
     #: whether it is on after them
     outside: bool = False
     logged: str = ""
@@ -182,31 +182,30 @@ class Engine:
         return self.status()
 
     @contextmanager
-    def switched(self, names: Sequence[str], *, on: bool) -> Iterator[Status]:
-        """Switch patches on or off inside a ``with`` block; restore their states afterwards.
+    def disabled(self, names: Sequence[str]) -> Iterator[Status]:
+        """Switch patches off inside a ``with`` block; restore their states afterwards.
 
-        Blocks may overlap in several threads: the last one that is open decides.
+        Blocks may overlap in several threads: the last one to end restores.
         """
         records = self._select(names)
         self.status()
-        block = object()
         with self._lock:
             for record in records:
                 if not record.blocks:
                     record.outside = record.state is not State.DISABLED
-                record.blocks[block] = on
+                record.blocks += 1
         try:
             yield self._follow_blocks(records)
         finally:
             with self._lock:
                 for record in records:
-                    del record.blocks[block]
+                    record.blocks -= 1
             self._follow_blocks(records)
 
     def _follow_blocks(self, records: Sequence[_Record]) -> Status:
         changing: dict[bool, list[_Record]] = {True: [], False: []}
         for record in records:
-            on = [record.outside, *record.blocks.values()][-1]
+            on = record.outside and not record.blocks
             if on is (record.state is State.DISABLED or record.unwanted):
                 changing[on].append(record)
         if changing[False]:
@@ -229,7 +228,6 @@ class Engine:
 
     def _arm(self, record: _Record) -> None:
         name = record.patch.name
-        switch = self._switches.of(name)
         try:
             evaluation = gate.evaluate(record.patch.affects, self._floors)
             record.versions = evaluation.versions
@@ -238,11 +236,11 @@ class Engine:
             return self._set(record, State.FAILED, f"a version gate is invalid: {error}")
         if not self._switches.everything:
             return self._set(record, State.DISABLED, f"{self._switches.prefix}=0")
-        if switch is Switch.OFF:
-            return self._set(record, State.DISABLED, self._switches.why_off(name))
+        if why := self._switches.off.get(name):
+            return self._set(record, State.DISABLED, why)
         if evaluation.outcome is Outcome.MISSING:
             return self._set(record, State.NOT_INSTALLED, evaluation.reason)
-        if evaluation.outcome is Outcome.OUTSIDE and switch is not Switch.FORCE:
+        if evaluation.outcome is Outcome.OUTSIDE and name not in self._switches.forced:
             return self._set(record, State.UNAFFECTED, evaluation.reason)
         record.logged = ""
         self._stale = True
@@ -459,12 +457,7 @@ class Engine:
 
 
 def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
-    """The records, ordered so that each follows those that it requires.
-
-    Raises:
-        KeyError: a patch requires one that does not exist.
-        graphlib.CycleError: patches require each other in a circle.
-    """
+    """The records, ordered so that each follows those that it requires."""
     graph = {name: record.patch.requires for name, record in records.items()}
     return [records[name] for name in TopologicalSorter(graph).static_order()]
 

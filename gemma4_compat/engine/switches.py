@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import Enum
 
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
 _ONLY = "only:"
-
-
-class Switch(Enum):
-    """The setting of one patch."""
-
-    OFF = "off"
-    AUTO = "auto"
-    #: apply outside the version gate, too; the probe still decides
-    FORCE = "force"
+_FORCE = "force"
 
 
 @dataclass(frozen=True)
@@ -30,21 +21,10 @@ class Switches:
     prefix: str
     everything: bool = True
     strict: bool = False
-    patches: Mapping[str, Switch] = field(default_factory=dict)
-    #: why a patch is off whose own variable does not say so
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, patch: str) -> Switch:
-        """The switch of one patch."""
-        return self.patches.get(patch, Switch.AUTO)
-
-    def variable(self, patch: str) -> str:
-        """The environment variable that switches one patch."""
-        return f"{self.prefix}_{patch.upper()}"
-
-    def why_off(self, patch: str) -> str:
-        """The variable that switches a patch off, with its value."""
-        return self.reasons.get(patch, f"{self.variable(patch)}=0")
+    #: the patches that are off, each with the variable that says so, and its value
+    off: Mapping[str, str] = field(default_factory=dict)
+    #: the patches to apply outside the version gate, too; the probe still decides
+    forced: Collection[str] = ()
 
 
 def read(
@@ -70,35 +50,33 @@ def read(
     names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
     strict_name = f"{prefix}_STRICT"
     everything, strict = True, False
-    switches: dict[str, Switch] = {}
-    reasons: dict[str, str] = {}
+    off: dict[str, str] = {}
+    own: dict[str, str] = {}  # the values of the patches' own variables
     for variable in sorted(environ):
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
             only = _only(value.removeprefix(_ONLY), variable, patches, groups, logger)
-            reasons |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
+            off |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
         elif variable == prefix:
             everything = _boolean(variable, value, True, logger)
         elif variable == strict_name:
             strict = _boolean(variable, value, False, logger)
         elif names.get(variable) in groups:
             if not _boolean(variable, value, True, logger):
-                reasons |= dict.fromkeys(groups[names[variable]], f"{variable}=0")
+                off |= dict.fromkeys(groups[names[variable]], f"{variable}=0")
         elif variable in names:
-            if value == Switch.FORCE.value:
-                switches[names[variable]] = Switch.FORCE
-            elif not _boolean(variable, value, True, logger, extra=(Switch.FORCE.value,)):
-                switches[names[variable]] = Switch.OFF
-            elif value in _ON:
-                switches[names[variable]] = Switch.AUTO
+            if value in (*_OFF, *_ON, _FORCE):
+                own[names[variable]] = value
+            else:
+                _boolean(variable, value, True, logger, extra=(_FORCE,))
         elif variable in {f"{prefix}_{name.upper()}" for name in gone}:
             logger.warning("environment variable %s has no effect: this patch is gone", variable)
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
-    reasons = {name: why for name, why in reasons.items() if name not in switches}
-    return Switches(
-        prefix, everything, strict, dict.fromkeys(reasons, Switch.OFF) | switches, reasons
-    )
+    off = {name: why for name, why in off.items() if name not in own}
+    off |= {name: f"{prefix}_{name.upper()}=0" for name, value in own.items() if value in _OFF}
+    forced = [name for name, value in own.items() if value == _FORCE]
+    return Switches(prefix, everything, strict, off, forced)
 
 
 def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:

@@ -22,10 +22,9 @@ from ..model.files import (
     Entry,
     Header,
     Location,
+    adapter_header,
     exists,
     file_in,
-    header_in,
-    is_in,
     located,
     read_adapter_config,
     read_header,
@@ -62,16 +61,14 @@ _AXES = {
 }
 #: the beginnings of the text model's names in the text-only and in the multimodal class
 _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "model."))
-_KINDS = ("refused", "ignored", "missing")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors, or layers, with the same outcome for the same reason.
+    """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors), "refused" (loading raises) or "missing"
-    (``target_modules`` matches the layers, but the file has no tensors for them).  A ``harmless``
-    group does not change the model's output.
+    ``kind`` is "ignored" (PEFT does not load the tensors) or "refused" (loading raises).  A
+    ``harmless`` group does not change the model's output.
     """
 
     kind: str
@@ -85,10 +82,10 @@ class Group:
 class AdapterInspection(Result):
     """An adapter, as its safetensors header and its ``adapter_config.json`` describe it.
 
-    ``bytes`` is the size of the tensors, of which ``missing_bytes`` are cut off.  ``towers`` counts
-    tensors and layers by part of the model, ``ranks`` layers by their rank.  If a model was given,
-    ``loads`` tensors load into it with the patches in ``needs`` applied, and ``groups`` are the
-    others; else ``model`` is ``None``.
+    ``bytes`` is the size of the tensors.  ``towers`` counts tensors and layers by part of the
+    model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it
+    with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
+    ``None``.
     """
 
     file: str
@@ -97,7 +94,6 @@ class AdapterInspection(Result):
     tensors: int
     parameters: int
     bytes: int
-    missing_bytes: int
     dtypes: Mapping[str, int]
     towers: Mapping[str, Mapping[str, int]]
     ranks: Mapping[int, int]
@@ -132,8 +128,26 @@ class AdapterInspection(Result):
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok, "verdict": self.verdict}
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def _lines(self) -> Iterator[str]:
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
+        ranks = (f", rank {r} on {text.plural(n, 'layer')}" for r, n in self.ranks.items())
+        rows = {
+            "file": self.file,
+            "adapter": "".join([self.kind, *ranks]),
+            "base model": self.base_model or "unknown",
+            "holds": f"{text.plural(self.tensors, 'tensor')} ({dtypes}), {self.parameters:,} "
+            f"parameters, {text.size(self.bytes)}",
+        }
+        if (targets := self.target_modules) is not None:
+            rows["targets"] = targets if isinstance(targets, str) else text.some(targets)
+        for label, value in rows.items():
+            yield text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
+        yield ""
+        towers = [(name, each["tensors"], each["layers"]) for name, each in self.towers.items()]
+        yield text.table(towers, ("tower", "tensors", "layers"), right=(1, 2))
+        if self.model is not None:
+            yield ""
+            yield from _fit_lines(self)
 
 
 def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
@@ -153,20 +167,19 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
         >>> found.ok, found.kind, found.rank
         (True, 'LoRA', 4)
     """
-    header, config = _header_and_config(path)
-    keys = [_Key.of(entry) for entry in header.tensors.values()]
+    file, header, config = _header_and_config(path)
+    keys = [_Key.of(entry) for entry in header.values()]
     if not any(key.method for key in keys) and not config.get("peft_type"):
-        raise InputError(f"{header.file}: none of its tensors belongs to an adapter")
+        raise InputError(f"{file}: none of its tensors belongs to an adapter")
     ranks = Counter(k.entry.shape[0] for k in keys if k.part in ("lora_A", "lora_embedding_A"))
     targets = config.get("target_modules")
     found = AdapterInspection(
-        file=str(header.file),
+        file=file,
         kind=_kind(keys, config),
         base_model=config.get("base_model_name_or_path") or None,
         tensors=len(keys),
         parameters=sum(key.entry.numel for key in keys),
         bytes=sum(key.entry.bytes for key in keys),
-        missing_bytes=header.missing,
         dtypes=dict(sorted(Counter(key.entry.dtype for key in keys).items())),
         towers=_towers(keys),
         ranks=dict(sorted(ranks.items())),
@@ -176,19 +189,18 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
     return found if model is None else _fitted(found, keys, config, base_model_of(model))
 
 
-def _header_and_config(path: Location) -> tuple[Header, dict[str, Any]]:
-    """The header of the safetensors file, and the content of ``adapter_config.json``."""
+def _header_and_config(path: Location) -> tuple[str, Header, dict[str, Any]]:
+    """The safetensors file, its header, and the content of ``adapter_config.json``."""
     if not isinstance(path, Repository) and exists(Path(path)) and not os.path.isdir(path):
         beside = Path(path).parent / ADAPTER_CONFIG
-        return read_header(path), read_adapter_config(beside) if beside.is_file() else {}
+        config = read_adapter_config(beside) if beside.is_file() else {}
+        return str(Path(path)), read_header(path), config
     folder = located(path, "file or folder")
-    config = file_in(folder, ADAPTER_CONFIG)
-    if not is_in(folder, ADAPTER_WEIGHTS):
-        why = " (is it the folder of a model?)" if is_in(folder, "config.json") else ""
-        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}{why}")
-    if config is None:
+    config_file = file_in(folder, ADAPTER_CONFIG)
+    header = adapter_header(folder)
+    if config_file is None:
         raise InputError(f"{folder}: no {ADAPTER_CONFIG}, which PEFT needs")
-    return header_in(folder, ADAPTER_WEIGHTS), read_adapter_config(config)
+    return str(folder / ADAPTER_WEIGHTS), header, read_adapter_config(config_file)
 
 
 # -- the tensors ----------------------------------------------------------------------------------
@@ -257,7 +269,7 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = dict.fromkeys(base.inner(name) for name in targeted)
+    inside = (base.inner(name) for name in targeted)
     adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
     whole_file = _refusal(found, config)
     groups: list[Group] = []
@@ -273,18 +285,12 @@ def _fitted(
             groups.append(replace(fate, kind="refused"))
         else:
             groups.append(fate)
-    loads = len(keys) - len(groups)
-    filled = {base.inner(_name_in_model(key.layer, base)) for key in keys if key.method}
-    for layer in inside:
-        if layer not in filled:
-            reason = f"{tower_of(layer)}: in target_modules, but the file has no tensors for them"
-            groups.append(Group("missing", reason, layer, harmless=True))
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
     return replace(
         found,
         model=base.name,
         architecture=type(base.model).__name__,
-        loads=loads,
+        loads=len(keys) - len(groups),
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=_merged(groups),
     )
@@ -296,15 +302,13 @@ def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
         first = merged.get((group.kind, group.reason))
         group = group if first is None else replace(first, count=first.count + 1)
         merged[group.kind, group.reason] = group
-    return tuple(sorted(merged.values(), key=lambda each: (_KINDS.index(each.kind), -each.count)))
+    return tuple(sorted(merged.values(), key=lambda each: (each.kind == "ignored", -each.count)))
 
 
 def _refusal(found: AdapterInspection, config: Mapping[str, Any]) -> Group | None:
     """Why PEFT loads no tensor of this file into any model."""
     from peft import PeftType
 
-    if found.missing_bytes:
-        return Group("refused", "the file is cut off", found.file)
     peft_type = config.get("peft_type")
     if config and peft_type not in {str(each.value) for each in PeftType}:
         reason = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
@@ -385,38 +389,12 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
 # -- what is printed ------------------------------------------------------------------------------
 
 
-def _lines(found: AdapterInspection) -> Iterator[str]:
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
-    ranks = (f", rank {r} on {text.plural(n, 'layer')}" for r, n in found.ranks.items())
-    cut_off = f", cut off: {text.size(found.missing_bytes)} are missing"
-    rows = {
-        "file": found.file + (cut_off if found.missing_bytes else ""),
-        "adapter": "".join([found.kind, *ranks]),
-        "base model": found.base_model or "unknown",
-        "holds": f"{text.plural(found.tensors, 'tensor')} ({dtypes}), {found.parameters:,} "
-        f"parameters, {text.size(found.bytes)}",
-    }
-    if (targets := found.target_modules) is not None:
-        rows["targets"] = targets if isinstance(targets, str) else text.some(targets)
-    for label, value in rows.items():
-        yield text.wrap(value, " " * 12, f"{label:<12}", breaks=label == "targets")
-    yield ""
-    towers = [(name, each["tensors"], each["layers"]) for name, each in found.towers.items()]
-    yield text.table(towers, ("tower", "tensors", "layers"), right=(1, 2))
-    if found.model is not None:
-        yield ""
-        yield from _fit_lines(found)
-
-
 def _fit_lines(found: AdapterInspection) -> Iterator[str]:
     yield f"in {short_name(str(found.model))} ({found.architecture})".replace("  (", " (")
     needs = with_patches(found.needs).removeprefix(", ") if found.loads else ""
     rows = [("loads", text.plural(found.loads, "tensor"), needs)]
     for group in found.groups:
-        if group.kind == "missing" and not found.loads:
-            continue  # no tensor loads, so every layer is missing
-        unit = "layer" if group.kind == "missing" else "tensor"
-        rows.append((group.kind, text.plural(group.count, unit), group.reason))
+        rows.append((group.kind, text.plural(group.count, "tensor"), group.reason))
     yield text.table(rows, indent="  ")
     for group in found.groups:
         if not group.harmless:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 from ..model.device_maps import checked_map, closest, covering, device_label, left_out
@@ -60,8 +59,26 @@ class DeviceMapCheck(Result):
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ok": self.ok}
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def _lines(self) -> Iterator[str]:
+        yield f"{short_name(self.model)} ({self.architecture})"
+        yield ""
+        quants = list(self.saves)
+        rest = '"" (the rest)' if len(self.entries) > 1 else '""'
+        rows = [
+            (key or rest, device_label(self.device_map[key]), *_cells(sizes))
+            for key, sizes in self.entries.items()
+        ]
+        if not self.uncovered:  # a total would lack the uncovered modules
+            rows.append(("",) * (2 + len(quants)))
+            rows += [("loaded", device, *_cells(sizes)) for device, sizes in self.devices.items()]
+            if any(self.saves.values()):
+                rows.append(("saved on the GPU", "", *_cells(self.saves)))
+        yield table(rows, ["entry", "on", *quants], right=range(2, 2 + len(quants)))
+        yield ""
+        messages = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(self)]
+        if messages:
+            yield from (*messages, "")
+        yield self.verdict
 
 
 def check_device_map(model: Location, device_map: Mapping[str, Any]) -> DeviceMapCheck:
@@ -105,43 +122,6 @@ def check_device_map(model: Location, device_map: Mapping[str, Any]) -> DeviceMa
 
 
 # -- what is printed ------------------------------------------------------------------------------
-
-
-def _lines(check: DeviceMapCheck) -> Iterator[str]:
-    yield f"{short_name(check.model)} ({check.architecture})"
-    yield ""
-    quants = list(check.saves)
-    rows = [*_entry_rows(check)]
-    if not check.uncovered:  # a total would lack the uncovered modules
-        rows.append(("",) * (2 + len(quants)))
-        rows += [("loaded", device, *_cells(sizes)) for device, sizes in check.devices.items()]
-        if any(check.saves.values()):
-            rows.append(("saved on the GPU", "", *_cells(check.saves)))
-    yield table(rows, ["entry", "on", *quants], right=range(2, 2 + len(quants)))
-    yield ""
-    messages = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(check)]
-    if messages:
-        yield from (*messages, "")
-    yield check.verdict
-
-
-def _entry_rows(check: DeviceMapCheck) -> Iterator[tuple[str, ...]]:
-    """A row for each entry; three or more consecutive layers on one device are one row."""
-
-    def stack_and_device(key: str) -> tuple[str, str]:
-        stack, _, number = key.rpartition(".")
-        return stack if number.isdigit() else key, device_label(check.device_map[key])
-
-    for (_, device), group in groupby(check.entries, stack_and_device):
-        keys = list(group)
-        if len(keys) > 2:
-            name = f"{keys[0]} ... {keys[-1].rpartition('.')[2]} ({len(keys)})"
-            totals = {q: sum(check.entries[key][q] for key in keys) for q in check.saves}
-            yield name, device, *_cells(totals)
-            continue
-        for key in keys:
-            name = key or ('"" (the rest)' if len(check.entries) > 1 else '""')
-            yield name, device, *_cells(check.entries[key])
 
 
 def _cells(numbers: Mapping[str, int]) -> Iterator[str]:

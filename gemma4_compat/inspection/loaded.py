@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..model.device_maps import above
 from ..model.hooks import host_tensor, offload_hook
 from ..model.parts import PARTS, fused_experts, part_of
 from ..text import plural
@@ -101,18 +102,16 @@ class Loaded:
 
         The hook is the module's own, or that of an outer module that places its submodules.
         """
-        above: str = path
-        while True:
-            hook = offload_hook(self.modules[above])
-            if hook is not None and (above == path or getattr(hook, "place_submodules", False)):
+        full = f"{path}.{name}" if path else name
+        for outer in above(full):
+            hook = offload_hook(self.modules[outer])
+            if hook is not None and (outer == path or getattr(hook, "place_submodules", False)):
+                name = full.removeprefix(f"{outer}." if outer else "")
                 stored = host_tensor(hook.weights_map, name)
                 if stored is not None or _is_on_disk(hook.weights_map, name):
                     place = DISK if stored is None else device_text(stored.device)
                     return place, device_text(hook.execution_device), stored
-            if not above:
-                return None, "", None
-            above, _, last = above.rpartition(".")
-            name = f"{last}.{name}"
+        return None, "", None
 
     # -- the parts of an inspection
 

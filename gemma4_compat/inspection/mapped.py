@@ -10,8 +10,8 @@ from typing import Any
 
 from ..model.device_maps import OFFLOADED, covering, device_label, device_order
 from ..model.files import Location, located, read_config
-from ..model.meta import QUANTS, bnb_config, meta_model, unquantized_folder
-from ..model.parts import decoder_layers, is_under
+from ..model.meta import QUANTS, bnb_config, meta_model
+from ..model.parts import is_under
 from ..model.sizes import TensorSize, tensor_sizes
 
 #: A BitsAndBytesConfig needs it for a map that names the CPU and a GPU: else transformers raises.
@@ -29,9 +29,8 @@ class Mapped:
 
     def __init__(self, model_dir: Location, given: Mapping[str, int | str]) -> None:
         folder = located(model_dir)
-        config = read_config(folder)
         #: the ``quantization_config`` of a checkpoint that is quantised already
-        self.quantization: Any = config.get("quantization_config")
+        self.quantization: Any = read_config(folder).get("quantization_config")
         self.map = given
         # The sizes of quantised layers need bitsandbytes itself.
         has_bnb = find_spec("bitsandbytes") and find_spec("accelerate")
@@ -47,26 +46,23 @@ class Mapped:
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
         #: by quantisation: linear layers that are not quantised because of the map
         self.kept: dict[str, list[str]] = {}
-        with unquantized_folder(config, str(folder)) as plain:
-            self.model = meta_model(plain)
-            self._measure(plain)
+        self.model = meta_model(folder)
+        self._measure(folder)
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         #: names of parameters: the tied one to the one that it is tied to
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
-        #: names of the decoder layers, by number
-        self.layers = decoder_layers(self.modules)
 
-    def _measure(self, plain: Location) -> None:
+    def _measure(self, folder: Location) -> None:
         # When it quantises, transformers treats the names as regular expressions.
         patterns = {}
         for key, device in self.map.items():
             with suppress(re.error):
                 patterns[re.compile(key).pattern] = device
         for quant in self.quants:
-            model = self.model if quant == "bf16" else meta_model(plain, bnb_config(quant))
+            model = self.model if quant == "bf16" else meta_model(folder, bnb_config(quant))
             self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
             if self.splits and quant != "bf16":
-                placed = meta_model(plain, bnb_config(quant, offload=True), patterns)
+                placed = meta_model(folder, bnb_config(quant, offload=True), patterns)
                 self.tensors[quant] = tensor_sizes(placed)
                 self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
 
@@ -112,11 +108,9 @@ class Mapped:
         covered = [name for name in names if self.entry(name) is not None]
         seen: list[str] = []
         for name in [*self.modules, *bare] if bare else ():
-            if name and not is_under(name, seen):
-                inside = [
-                    any(is_under(other, [name]) for other in them) for them in (covered, bare)
-                ]
-                seen += [name] if inside == [False, True] else []
+            holds = any(is_under(each, [name]) for each in bare) and not is_under(name, seen)
+            if name and holds and not any(is_under(each, [name]) for each in covered):
+                seen.append(name)
         return seen
 
     # -- bytes, by quantisation

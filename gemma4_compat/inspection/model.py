@@ -9,7 +9,6 @@ from typing import Any
 
 from ..model.hooks import input_device
 from ..patches.generation.captured_decoding import how_it_decodes
-from ..patches.offloading import host_embedding, offload_streaming
 from ..result import Result
 from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text
@@ -19,9 +18,9 @@ from .loaded import Loaded, Part, Problem, device_text
 class ModelInspection(Result):
     """The placement of a loaded model, and what is wrong with it; see `inspect_model`.
 
-    ``page_locked`` is host memory in bytes, ``input_device`` where the inputs belong.
-    ``offloaded`` counts modules that accelerate onloads for each forward, by "disk to cuda:0".
-    ``adapters`` are bytes by name, part of the model and device; ``active`` names those in use.
+    ``input_device`` is where the inputs belong.  ``offloaded`` counts modules that accelerate
+    onloads for each forward, by "disk to cuda:0".  ``adapters`` are bytes by name, part of the
+    model and device; ``active`` names those in use.
     """
 
     model: str
@@ -29,7 +28,6 @@ class ModelInspection(Result):
     quantisation: str | None
     input_device: str | None
     decoding: str | None
-    page_locked: int
     parts: tuple[Part, ...]
     offloaded: Mapping[str, int]
     adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -59,10 +57,24 @@ class ModelInspection(Result):
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def _lines(self) -> Iterator[str]:
+        yield self.base if self.model == self.base else f"{self.base} in {self.model}"
+        yield self.quantisation or "not quantised"
+        if self.input_device is not None:
+            yield f"inputs go to {self.input_device}"
+        yield ""
+        head = ["part", "linear layers", "runs on", "stored on", "weights"]
+        yield table([*_part_rows(self)], head, right=(4,))
+        if self.adapters:
+            yield ""
+            head = ["adapter", "part", "stored on", "weights"]
+            yield table([*_adapter_rows(self)], head, right=(3,))
+        yield ""
+        for kind, text in _messages(self):
+            yield wrap(text, " " * 9, f"{kind:<9}")
+        yield self.verdict
 
-    __repr__ = __str__
+    __repr__ = Result.__str__
 
 
 def inspect_model(model: Any) -> ModelInspection:
@@ -106,7 +118,6 @@ def inspect_model(model: Any) -> ModelInspection:
         quantisation=quantisation,
         input_device=inputs,
         decoding=how_it_decodes(base),
-        page_locked=host_embedding.page_locked(base) + offload_streaming.page_locked(base),
         parts=tuple(loaded.parts()),
         offloaded=loaded.offloaded(),
         adapters=loaded.adapters(),
@@ -129,24 +140,6 @@ def _quantisation(config: Any) -> str | None:
 
 
 # -- what is printed ------------------------------------------------------------------------------
-
-
-def _lines(found: ModelInspection) -> Iterator[str]:
-    yield found.base if found.model == found.base else f"{found.base} in {found.model}"
-    yield found.quantisation or "not quantised"
-    if found.input_device is not None:
-        yield f"inputs go to {found.input_device}"
-    yield ""
-    head = ["part", "linear layers", "runs on", "stored on", "weights"]
-    yield table([*_part_rows(found)], head, right=(4,))
-    if found.adapters:
-        yield ""
-        head = ["adapter", "part", "stored on", "weights"]
-        yield table([*_adapter_rows(found)], head, right=(3,))
-    yield ""
-    for kind, text in _messages(found):
-        yield wrap(text, " " * 9, f"{kind:<9}")
-    yield found.verdict
 
 
 def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
@@ -180,5 +173,3 @@ def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
         yield "offload", f"{text} for each forward"
     if found.decoding is not None:
         yield "decoding", found.decoding
-    if found.page_locked:
-        yield "locked", f"{size(found.page_locked)} of host memory is page-locked for the GPU"

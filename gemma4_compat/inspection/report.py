@@ -79,9 +79,24 @@ class Report(Result):
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    def _lines(self) -> Iterator[str]:
         """Markdown."""
-        return "\n".join(_markdown(self))
+        yield from ("### System", "")
+        yield from _facts({**self.system, **self.libraries})
+        yield from ("", "### Patches of gemma4_compat", "")
+        by_state: dict[str, list[str]] = {}
+        for name, patch in self.patches.items():
+            by_state.setdefault(patch["state"], []).append(name)
+        for state, names in by_state.items():
+            yield f"- {state} ({len(names)}): {', '.join(names)}"
+            if state in (State.FAILED.value, State.DRIFTED.value):
+                yield from (f"  - {name}: {self.patches[name]['reason']}" for name in names)
+        if self.model is not None:
+            yield from ("", f"### Model: {self.model['name']}", "")
+            yield from _facts(self.model)
+        for title, data in (("Device map", self.device_map), ("Adapter", self.adapter)):
+            if data is not None:
+                yield from ("", f"### {title}", "", "```text", data["text"], "```")
 
 
 def build_report(
@@ -283,34 +298,10 @@ def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
         facts["already quantised"] = str(quantised.get("quant_method"))
     if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
         headers = weight_headers(model_dir)
-        entries = [entry for header in headers for entry in header.tensors.values()]
+        entries = [entry for header in headers for entry in header.values()]
         files = f"{plural(len(entries), 'tensor')} in {plural(len(headers), 'file')}"
         facts["weights"] = f"{files}, {size(sum(entry.bytes for entry in entries))}"
-        if missing := sum(header.missing for header in headers):
-            facts["**cut off**"] = f"{size(missing)} of the weights are missing"
     return facts
-
-
-# -- Markdown -------------------------------------------------------------------------------------
-
-
-def _markdown(report: Report) -> Iterator[str]:
-    yield from ("### System", "")
-    yield from _facts({**report.system, **report.libraries})
-    yield from ("", "### Patches of gemma4_compat", "")
-    by_state: dict[str, list[str]] = {}
-    for name, patch in report.patches.items():
-        by_state.setdefault(patch["state"], []).append(name)
-    for state, names in by_state.items():
-        yield f"- {state} ({len(names)}): {', '.join(names)}"
-        if state in (State.FAILED.value, State.DRIFTED.value):
-            yield from (f"  - {name}: {report.patches[name]['reason']}" for name in names)
-    if report.model is not None:
-        yield from ("", f"### Model: {report.model['name']}", "")
-        yield from _facts(report.model)
-    for title, data in (("Device map", report.device_map), ("Adapter", report.adapter)):
-        if data is not None:
-            yield from ("", f"### {title}", "", "```text", data["text"], "```")
 
 
 def _facts(facts: Mapping[str, str]) -> Iterator[str]:

@@ -18,14 +18,7 @@ from ..errors import InputError, suggestion
 from ..model.files import LOCATIONS
 from ..model.hub import short_name
 from ..model.meta import checkpoint_model
-from ..model.parts import (
-    TOWERS,
-    experts_without_adapter,
-    is_clippable,
-    is_under,
-    target_parameters,
-    tower_of,
-)
+from ..model.parts import TOWERS, is_clippable, is_under, tower_of
 from ..result import Result
 
 #: the settings of a ``PeftConfig`` that decide which modules match
@@ -90,8 +83,33 @@ class TargetScan(Result):
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "count": self.count, "ok": self.ok}
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def _lines(self) -> Iterator[str]:
+        yield f"{short_name(self.model)} ({self.architecture})".strip()
+        targets = self.targets if isinstance(self.targets, str) else text.some(self.targets)
+        yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
+        yield ""
+        if self.matches:
+            rows = [(m.tower, m.name, m.count, m.takes) for m in self.matches]
+            if len(rows) > 1:
+                rows.append(("all", "", self.count, ""))
+            yield text.table(rows, ("tower", "class", "modules", ""), right=(2,))
+            yield ""
+        for takes, advice in ((_PATCHED, _WRAPS), (_REFUSED, "Name the linear layers inside.")):
+            classes = Counter(
+                m.name for m in self.matches for _ in range(m.count) if m.takes == takes
+            )
+            if classes:
+                counts = ", ".join(f"{count} {name}" for name, count in classes.items())
+                error = "PEFT alone raises 'Target module ... is not supported'"
+                yield text.wrap(f"{counts}: {error}. {advice}")
+        if self.layers:
+            yield text.wrap(
+                f"LoRA of rank {self.rank} on {text.plural(len(self.layers), 'layer')}: "
+                f"{self.parameters:,} parameters, {text.size(4 * self.parameters)} in float32"
+            )
+        for note in self.notes:
+            yield text.wrap(note, " " * 6, "note: ")
+        yield self.verdict
 
 
 def scan_targets(
@@ -266,38 +284,3 @@ def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) 
             yield f"{target} matches no module of this model{suggestion(target, last_names)}"
     if matched and not any(tower_of(name) == "language" for name in matched):
         yield "the language model gets no adapter"
-    experts = experts_without_adapter(base.modules, matched)
-    if experts:
-        names, layers = target_parameters(experts)
-        yield (
-            f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules matches "
-            "modules, and one parameter holds all experts of a layer. Set "
-            f"target_parameters={names} in PEFT's config"
-        )
-
-
-def _lines(scan: TargetScan) -> Iterator[str]:
-    yield f"{short_name(scan.model)} ({scan.architecture})".strip()
-    targets = scan.targets if isinstance(scan.targets, str) else text.some(scan.targets)
-    yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
-    yield ""
-    if scan.matches:
-        rows = [(m.tower, m.name, m.count, m.takes) for m in scan.matches]
-        if len(rows) > 1:
-            rows.append(("all", "", scan.count, ""))
-        yield text.table(rows, ("tower", "class", "modules", ""), right=(2,))
-        yield ""
-    for takes, advice in ((_PATCHED, _WRAPS), (_REFUSED, "Name the linear layers inside.")):
-        classes = Counter(m.name for m in scan.matches for _ in range(m.count) if m.takes == takes)
-        if classes:
-            counts = ", ".join(f"{count} {name}" for name, count in classes.items())
-            error = "PEFT alone raises 'Target module ... is not supported'"
-            yield text.wrap(f"{counts}: {error}. {advice}")
-    if scan.layers:
-        yield text.wrap(
-            f"LoRA of rank {scan.rank} on {text.plural(len(scan.layers), 'layer')}: "
-            f"{scan.parameters:,} parameters, {text.size(4 * scan.parameters)} in float32"
-        )
-    for note in scan.notes:
-        yield text.wrap(note, " " * 6, "note: ")
-    yield scan.verdict

@@ -58,15 +58,6 @@ def offload_flag(mapped: Mapped) -> str | None:
     return f"in 4 or 8 bit from_pretrained needs {OFFLOAD_FLAG}=True for this map"
 
 
-def disk(mapped: Mapped) -> str | None:
-    if "disk" not in mapped.map.values():
-        return None
-    return (
-        "an entry for the disk needs offload_folder for weights that transformers converts, such "
-        "as the experts of 26B-A4B, and if the checkpoint has no safetensors files"
-    )
-
-
 def no_such_gpu(mapped: Mapped) -> str | None:
     import torch
 
@@ -108,40 +99,6 @@ def split_layer(mapped: Mapped) -> str | None:
     )
 
 
-def kv_between_gpus(mapped: Mapped) -> str | None:
-    config, layers = mapped.model.config.get_text_config(), mapped.layers
-    types = list(getattr(config, "layer_types", None) or ())
-    copied = []
-    for index in parts.shared_layers(config):
-        if index not in layers or index >= len(types):
-            continue
-        earlier = range(parts.shared_layers(config).start)
-        producers = [i for i in earlier if types[i] == types[index] and i in layers]
-        devices = {mapped.computes_on(f"{layers[i]}.self_attn") for i in (*producers[-1:], index)}
-        copied += producers[-1:] if len(devices) > 1 else []
-    if not copied:
-        return None
-    return (
-        f"the keys and values of layers {', '.join(map(str, dict.fromkeys(copied)))} go from GPU "
-        f"to GPU for each token, to {plural(len(copied), 'layer')} that share them; put all of "
-        "these on one GPU to avoid it"
-    )
-
-
-def decoder_layers(mapped: Mapped) -> str | None:
-    layers = [name for name in mapped.layers.values() if mapped.is_offloaded(name)]
-    if not layers:
-        return None
-    tensors = mapped.tensors["bf16"]
-    moved = sum(t.bytes for t in tensors if parts.is_under(t.name, layers) and not t.buffer)
-    return (
-        f"{plural(len(layers), 'decoder layer')} off the GPU: {size(moved)} in bfloat16 are "
-        "copied to it for each token. A map that names layers leaves them in bfloat16; "
-        'device_map="auto" with max_memory offloads them in 4 bit, and offload_streaming then '
-        "copies them ahead of time"
-    )
-
-
 def not_quantised_by_name(mapped: Mapped) -> str | None:
     for quant, names in mapped.kept.items():
         modules = [name for name in names if mapped.rests_on(name) not in OFFLOADED]
@@ -180,9 +137,6 @@ TRAPS: dict[Callable[[Mapped], str | None], str] = {
     left_out_parts: "note",
     quantised_already: "note",
     offload_flag: "note",
-    disk: "note",
-    kv_between_gpus: "note",
-    decoder_layers: "note",
     not_quantised: "note",
 }
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
 from . import arguments, merging
-from .prompts import PROMPTS, text_tokens
+from .prompts import text_tokens
 from .result import MergeResult, Parity
 from .writing import appearing, copy_companions
 
@@ -25,8 +25,6 @@ def merge_adapter(
     adapter: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    dtype: str = "bfloat16",
-    prompts: Sequence[str] = (),
     device: str = "cpu",
     force: bool = False,
     progress: Callable[[str], None] = lambda step: None,
@@ -39,8 +37,8 @@ def merge_adapter(
     accepts them, a synthetic image and sound are among the prompts.  The written files are loaded
     again, and must give the merged model's logits bit for bit.  Only then does ``out`` appear.
 
-    The model is held in memory once.  At the peak the device holds the weights in ``dtype``, the
-    adapter in float32, and the change of the largest adapted layer, in float32 and in ``dtype``.
+    The model is held in memory once, in bfloat16.  At the peak the device also holds the adapter
+    in float32, and the change of the largest adapted layer, in float32 and in bfloat16.
 
     Args:
         base: folder or Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") of the checkpoint
@@ -48,8 +46,6 @@ def merge_adapter(
         adapter: folder or Hub id of the adapter.
         out: folder to write.  It gets the tokenizer and processor files of ``base``, or those of
             ``adapter`` if it has its own.
-        dtype: "bfloat16", "float16" or "float32", for computing and for the written weights.
-        prompts: texts to compare the models on, instead of the default ones.
         device: where to compute, such as "cpu" or "cuda:0"; the whole model must fit.
         force: replace an existing ``out``.
         progress: called with a line of text before each step.
@@ -64,7 +60,6 @@ def merge_adapter(
         >>> print(result.verdict)
         merged into ...merged
     """
-    arguments.check_options(dtype, prompts)
     target = Path(out).absolute()
     arguments.check_out(target, force)
     device = arguments.check_device(device)
@@ -74,21 +69,19 @@ def merge_adapter(
             raise InputError(f"{target}: would replace {folder}, which is an input")
     elements = arguments.check_base(folders[0])
     arguments.check_adapter(folders[1])
-    arguments.check_room(folders[0], elements, target, dtype)
+    arguments.check_room(folders[0], elements, target)
     tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
-    if prompts and not tokenizers:
-        raise InputError(f"{folders[0]}: no tokenizer, which prompts need")
 
     with appearing(target, force) as partial, _quiet():
         progress("checking base and adapter without their weights")
-        merging.rehearse(*folders, dtype)
-        tokens = text_tokens(tokenizers[0], prompts or PROMPTS) if tokenizers else {}
-        merged = merging.merged_in_memory(*folders, tokens, dtype, device, progress)
-        result = MergeResult(str(base), str(adapter), target, dtype, merged.rows, merged.notes)
+        merging.rehearse(*folders)
+        tokens = text_tokens(tokenizers[0]) if tokenizers else {}
+        merged = merging.merged_in_memory(*folders, tokens, device, progress)
+        result = MergeResult(str(base), str(adapter), target, merged.rows, merged.notes)
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")
-        merging.write(merged, partial, dtype, device, progress)
+        merging.write(merged, partial, device, progress)
         with failures_of(f"copying the tokenizer to {target.parent} failed", MergeError):
             copy_companions(*folders, partial)
     return result

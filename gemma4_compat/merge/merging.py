@@ -21,7 +21,7 @@ _LIMIT = 0.5  # the largest tolerance: a larger difference means another model
 _MARGIN = 2  # the tolerance, as a multiple of the change by one more rounding
 
 
-def rehearse(base: Path, adapter: Path, dtype: str) -> None:
+def rehearse(base: Path, adapter: Path) -> None:
     """Load both on the meta device, to check names and shapes.
 
     Raises:
@@ -31,7 +31,7 @@ def rehearse(base: Path, adapter: Path, dtype: str) -> None:
     import transformers
 
     with failures_of(f"{base}: transformers {transformers.__version__} cannot load it"):
-        model, loaded = _from_pretrained(base, dtype, "meta")
+        model, loaded = _from_pretrained(base, "meta")
     shared = shared_layers(model.config)  # some releases have unused weights in these layers
     if missing := sorted(n for n in loaded["missing_keys"] if not is_shared_kv(n, shared)):
         raise InputError(
@@ -65,7 +65,6 @@ def merged_in_memory(
     base: Path,
     adapter: Path,
     tokens: Mapping[str, Tensor],
-    dtype: str,
     device: str,
     progress: Callable[[str], None],
 ) -> Merged:
@@ -75,8 +74,8 @@ def merged_in_memory(
         MergeError: base or adapter cannot be loaded, merging failed, or the logits with the
             adapter are not finite.
     """
-    progress(f"loading {base} in {dtype}")
-    model = _load_base(base, dtype, device)
+    progress(f"loading {base} in bfloat16")
+    model = _load_base(base, device)
     inputs, notes = all_inputs(model, tokens)
     progress(f"loading {adapter}")
     with failures_of(f"loading {adapter} on {base} failed", MergeError):
@@ -86,7 +85,7 @@ def merged_in_memory(
     for name in _each(inputs, "outputs with the adapter", progress):
         with failures_of(f"computing outputs for {name!r} failed", MergeError):
             inputs[name] = parity.continued(model, inputs[name])
-            logits, effect, change = _with_adapter(model, inputs[name], dtype)
+            logits, effect, change = _with_adapter(model, inputs[name])
         if not logits.isfinite().all():
             raise MergeError(f"with the adapter loaded, the logits for {name!r} are not finite")
         expected[name] = logits, effect
@@ -105,12 +104,12 @@ def merged_in_memory(
     return Merged(model, inputs, merged, tuple(rows), tuple(notes))
 
 
-def _with_adapter(model: Any, prompt: dict[str, Tensor], dtype: str) -> tuple[Tensor, float, float]:
+def _with_adapter(model: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, float, float]:
     """The logits; how far the adapter, and one more rounding, change them (relative)."""
     logits = parity.logits(model, prompt)
     with model.disable_adapter():
         effect = parity.worst(parity.logits(model, prompt), logits)
-    with parity.rounded_once_more(model, dtype):
+    with parity.rounded_once_more(model):
         change = parity.worst(parity.logits(model, prompt), logits)
     return logits, effect, change
 
@@ -129,9 +128,7 @@ def _on_effects(effects: list[float], tolerance: float) -> list[str]:
     return []
 
 
-def write(
-    merged: Merged, folder: Path, dtype: str, device: str, progress: Callable[[str], None]
-) -> None:
+def write(merged: Merged, folder: Path, device: str, progress: Callable[[str], None]) -> None:
     """Write the merged model, free it, load the written files, and compare their logits.
 
     Raises:
@@ -148,23 +145,19 @@ def write(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     progress("reading it back")
-    written = _load_base(folder, dtype, device)
+    written = _load_base(folder, device)
     for name, prompt in merged.inputs.items():
         if not torch.equal(parity.logits(written, prompt), merged.logits[name]):
             raise MergeError("the written checkpoint does not give the merged model's logits")
 
 
-def _load_base(folder: Path, dtype: str, device: str) -> Any:
-    """The whole model in eval mode.
-
-    Raises:
-        MergeError: it cannot be loaded.
-    """
+def _load_base(folder: Path, device: str) -> Any:
+    """The whole model in eval mode."""
     with failures_of(f"loading {folder} failed", MergeError):
-        return _from_pretrained(folder, dtype, device)[0]
+        return _from_pretrained(folder, device)[0]
 
 
-def _from_pretrained(folder: Path, dtype: str, device: str) -> tuple[Any, dict[str, Any]]:
+def _from_pretrained(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
     """The model in eval mode, and transformers' loading info."""
     import torch
     import transformers
@@ -179,7 +172,7 @@ def _from_pretrained(folder: Path, dtype: str, device: str) -> tuple[Any, dict[s
     model, loaded = architecture.from_pretrained(
         folder,
         config=config,
-        dtype=getattr(torch, dtype),
+        dtype=torch.bfloat16,
         output_loading_info=True,
         **placed,
     )

@@ -16,17 +16,16 @@ _NEW_TOKENS = 8
 
 
 @contextlib.contextmanager
-def rounded_once_more(model: Any, dtype: str) -> Iterator[None]:
+def rounded_once_more(model: Any) -> Iterator[None]:
     """Change the outputs of all layers with an adapter at random, as one more rounding would.
 
     Merging rounds each merged weight once more, and does not round the adapter's outputs.  How far
     that changes the logits depends on the model, so it is measured, with relative changes of up to
-    half the dtype's epsilon.  In float32 they are 8 times as large: sums of float32 products are
-    accumulated in float32, so that their order matters.  Sums of shorter dtypes are rounded once.
+    half the epsilon of bfloat16.
     """
     import torch
 
-    size = torch.finfo(getattr(torch, dtype)).eps * (8 if dtype == "float32" else 1)
+    size = torch.finfo(torch.bfloat16).eps
     generator = torch.Generator(model.device).manual_seed(0)
 
     def change(module: Any, args: Any, output: Tensor) -> Tensor:

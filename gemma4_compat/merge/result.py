@@ -43,7 +43,6 @@ class MergeResult(Result):
     base: str
     adapter: str
     out: Path
-    dtype: str
     parity: tuple[Parity, ...]
     notes: tuple[str, ...]
 
@@ -62,8 +61,18 @@ class MergeResult(Result):
         rows = [{**asdict(row), "ok": row.ok} for row in self.parity]
         return {**asdict(self), "out": str(self.out), "parity": rows, "ok": self.ok}
 
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
+    def _lines(self) -> Iterator[str]:
+        yield table([_cells(row) for row in self.parity], _HEAD, right=(1, 2, 3))
+        yield ""
+        yield wrap(_LEGEND)
+        for note in self.notes:
+            yield wrap(note, " " * 6, "note: ")
+        yield ""
+        yield self.verdict
+        if self.ok:
+            yield ""
+            plan = command_line("gemma4-compat", "plan", str(self.out))
+            yield f"{plan} prints code that loads it on your GPU"
 
 
 _HEAD = ("prompt", "adapter", "merging", "tolerance", "other tokens", "")
@@ -73,20 +82,6 @@ _LEGEND = (
     "that rounding explains. other tokens: how often another token is the most likely one; it is "
     "undecided if rounding explains that."
 )
-
-
-def _lines(result: MergeResult) -> Iterator[str]:
-    yield table([_cells(row) for row in result.parity], _HEAD, right=(1, 2, 3))
-    yield ""
-    yield wrap(_LEGEND)
-    for note in result.notes:
-        yield wrap(note, " " * 6, "note: ")
-    yield ""
-    yield result.verdict
-    if result.ok:
-        yield ""
-        plan = command_line("gemma4-compat", "plan", str(result.out))
-        yield f"{plan} prints code that loads it on your GPU"
 
 
 def _cells(row: Parity) -> tuple[str, ...]:

@@ -140,24 +140,12 @@ def parse_map(text: str, source: str | None = None) -> dict[str, int | str]:
 
 
 def _pairs(text: str) -> dict[str, int | str]:
-    """The entries of "KEY=DEVICE,KEY=DEVICE"; a key may contain commas.
-
-    In a file there may be lines instead of commas.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """The entries of "KEY=DEVICE,KEY=DEVICE"; in a file there may be lines instead of commas."""
     pairs: dict[str, int | str] = {}
-    key = ""
     for piece in filter(str.strip, re.split("[,\n]", text)):
-        start, equals, device = piece.rpartition("=")
-        if not equals:
-            key += f"{piece},"
-            continue
-        device = device.strip()
-        pairs[(key + start).strip()] = int(device) if device.isdecimal() else device
-        key = ""
-    if key or not pairs:
+        key, device = map(str.strip, piece.rsplit("=", 1))
+        pairs[key] = int(device) if device.isdecimal() else device
+    if not pairs:
         raise ValueError("no pairs")
     return pairs
 

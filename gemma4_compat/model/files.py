@@ -1,8 +1,8 @@
 """Reads the JSON files and safetensors headers of a checkpoint or an adapter.
 
-This module reads every file that a user names, and refuses invalid ones.  It reads no tensor data,
-so it does not refuse a file whose tensor data is cut off.  A checkpoint or an adapter is a local
-folder or a repository on the Hub: `located` says which, and the other functions accept both.
+This module reads every file that a user names, and refuses invalid ones.  It reads no tensor data.
+A checkpoint or an adapter is a local folder or a repository on the Hub: `located` says which, and
+the other functions accept both.
 """
 
 from __future__ import annotations
@@ -62,17 +62,8 @@ class Entry:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file.
-
-    ``tensors`` maps names to entries, in the order of their data.  ``missing`` is the number of
-    bytes by which a local file is too short for its tensors; 0 if it is complete.
-    """
-
-    file: PurePath
-    tensors: Mapping[str, Entry]
-    missing: int
+#: the header of a safetensors file: its tensors by name, in the order of their data
+Header = dict[str, Entry]
 
 
 # -- folders and repositories -------------------------------------------------------------------
@@ -117,11 +108,6 @@ def is_in(folder: Path | Repository, name: str) -> bool:
         InputError: the repository cannot be read.
     """
     return folder.contains(name) if isinstance(folder, Repository) else exists(folder / name)
-
-
-def has_safetensors(folder: Path | Repository) -> bool:
-    """Whether the weights are safetensors files; assumed of a repository on the Hub."""
-    return isinstance(folder, Repository) or any(folder.glob("*.safetensors"))
 
 
 def existing_folder(path: str | os.PathLike[str], kind: str = "folder") -> Path:
@@ -232,7 +218,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file; its tensor data is not read.
 
     Raises:
-        InputError: the file cannot be read, or its header is damaged.
+        InputError: the file cannot be read, its header is damaged, or it is cut off.
     """
     file = Path(path)
     with _refusals(file), file.open("rb") as opened:
@@ -250,12 +236,13 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         if len(raw) < length <= _LONGEST_HEADER:
             what = f"cut off in the safetensors header ({size} bytes)"
         raise InputError(f"{file}: {what}: download it again") from error
-    whole = 8 + length + sum(entry.bytes for entry in tensors.values())
-    return Header(file, tensors, max(whole - size, 0))
+    missing = 8 + length + sum(entry.bytes for entry in tensors.values()) - size
+    if missing > 0:
+        raise InputError(f"{file}: cut off, {missing} bytes are missing: download it again")
+    return tensors
 
 
-def _entries(described: Mapping[str, Any], file: PurePath) -> dict[str, Entry]:
-    """The tensors of a header by name, in the order of their data."""
+def _entries(described: Mapping[str, Any], file: PurePath) -> Header:
     entries = {}
     for name, each in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
         start, end = each["data_offsets"]
@@ -276,9 +263,8 @@ def header_in(folder: Path | Repository, name: str) -> Header:
     if local is not None:
         return read_header(local)
     assert isinstance(folder, Repository)
-    found, file = folder.safetensors(name), folder / name
-    described = {name: vars(each) for name, each in found.tensors.items()}
-    return Header(file, _entries(described, file), 0)
+    described = folder.safetensors(name).tensors
+    return _entries({name: vars(each) for name, each in described.items()}, folder / name)
 
 
 def weight_headers(model_dir: Location) -> tuple[Header, ...]:
@@ -316,17 +302,6 @@ def adapter_header(adapter_dir: Location) -> Header:
     """
     folder = located(adapter_dir)
     if not is_in(folder, ADAPTER_WEIGHTS):
-        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}")
+        why = " (is it the folder of a model?)" if is_in(folder, CONFIG) else ""
+        raise InputError(f"{folder}: no {ADAPTER_WEIGHTS}{why}")
     return header_in(folder, ADAPTER_WEIGHTS)
-
-
-def refuse_cut_off(header: Header) -> None:
-    """Refuse a file that is too short for its tensors.
-
-    Raises:
-        InputError: the file is refused.
-    """
-    if header.missing:
-        raise InputError(
-            f"{header.file}: cut off, {header.missing} bytes are missing: download it again"
-        )

@@ -22,10 +22,6 @@ _LOCATION = re.compile(rf"({_NAME}/{_NAME})(?:@([^\s@\\]+))?", re.ASCII)
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
-class Unavailable(InputError):
-    """A file of a repository is not in the cache, and the Hub cannot be reached."""
-
-
 def repository(text: str) -> Repository | None:
     """The repository that "NAMESPACE/NAME" or "NAMESPACE/NAME@REVISION" names.
 
@@ -172,7 +168,6 @@ class Repository:
             else:
                 cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
                 why += f"Check the network, or name a local folder ({reason(cause)})"
-            return Unavailable(f"{self}: {why}")
         return InputError(f"{self}: {why}")
 
 

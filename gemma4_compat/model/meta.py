@@ -6,11 +6,7 @@ transformers' own quantiser decides which layers are quantised.
 from __future__ import annotations
 
 import importlib
-import json
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, failures_of
@@ -44,7 +40,7 @@ def meta_model(
     with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
     vars(config).pop("quantization_config", None)
-    name = model_class(config)
+    name = next(iter(config.architectures or ()), "class for it")
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise InputError(f"{file}: {version} has no {name}")
@@ -86,29 +82,12 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     """
     folder = located(folder)  # both reads at one commit
     quantization = read_config(folder).get("quantization_config")
-    if quantization is None:
-        return meta_model(folder), None
-    method = str(quantization.get("quant_method", "unknown"))
+    method = None if quantization is None else str(quantization.get("quant_method", "unknown"))
     if method != "bitsandbytes":
         return meta_model(folder), method
     from transformers import BitsAndBytesConfig
 
     return meta_model(folder, BitsAndBytesConfig.from_dict(quantization)), method
-
-
-@contextmanager
-def unquantized_folder(config: Mapping[str, Any], name: str) -> Iterator[Path]:
-    """A temporary folder with this ``config.json``, but without its ``quantization_config``.
-
-    Error messages name ``name`` instead of that folder.
-    """
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(plain), encoding="utf-8")
-        try:
-            yield Path(folder)
-        except InputError as error:
-            raise InputError(str(error).replace(folder, name)) from error
 
 
 def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **options: Any) -> Any:
@@ -118,19 +97,6 @@ def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **opti
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(**{**bnb_options(quant, offload=offload, nested=nested), **options})
-
-
-def model_class(config: Any) -> str:
-    """The name of the class that loads the whole checkpoint."""
-    if config.architectures:
-        return str(config.architectures[0])
-    from transformers.models.auto import modeling_auto as auto
-
-    names = {
-        **auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    }
-    return str(names.get(config.model_type, type(config).__name__.replace("Config", "Model")))
 
 
 def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, Any]:

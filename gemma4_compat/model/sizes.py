@@ -102,7 +102,7 @@ def adapter_sizes(adapter_dir: Location) -> tuple[TensorSize, ...]:
     Raises:
         InputError: there is no such file, or its header is damaged.
     """
-    entries = adapter_header(adapter_dir).tensors.values()
+    entries = adapter_header(adapter_dir).values()
     return tuple(TensorSize(entry.name, 4 * entry.numel) for entry in entries)
 
 

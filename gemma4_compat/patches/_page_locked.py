@@ -216,9 +216,3 @@ def _warn_pageable(size: int) -> None:
         "place.  Each lookup waits for the CPU, and decode steps are not captured as CUDA graphs.",
         size / 2**30,
     )
-
-
-def nbytes_in_place(hook: Any) -> int:
-    """Bytes of a hook's offloaded weight that are page-locked and read in place."""
-    in_place: InPlace | None = vars(hook).get("_in_place")
-    return 0 if in_place is None else in_place.nbytes or 0

@@ -18,7 +18,6 @@ import pytest
 
 from gemma4_compat.engine import Patch, broken, drifted, fixed
 from gemma4_compat.engine.status import State
-from gemma4_compat.engine.switches import Switch
 from gemma4_compat.errors import PatchError
 
 from .conftest import ALWAYS, NEVER, logged, snapshot, tagging
@@ -448,17 +447,17 @@ def test_gates_and_switches(lib, make):
         (State.UNAFFECTED, "affects packaging<1; installed: packaging ", NEVER, {}),
         (State.NOT_INSTALLED, "no_such_thing not installed", ("no_such_thing<1",), {}),
         (State.DISABLED, "=0", ALWAYS, both),
-        (State.DISABLED, "_P=0", ALWAYS, {"patches": {"p": Switch.OFF}}),
-        (State.APPLIED, "", NEVER, {"patches": {"p": Switch.FORCE}}),
-        (State.NOT_INSTALLED, "", ("nono<1",), {"patches": {"p": Switch.FORCE}}),
+        (State.DISABLED, "_P=0", ALWAYS, {"off": {"p": "T_P=0"}}),
+        (State.APPLIED, "", NEVER, {"forced": ["p"]}),
+        (State.NOT_INSTALLED, "", ("nono<1",), {"forced": ["p"]}),
     ]:
         engine = make(lib.patch("p", "m:f", affects=affects), **switches)
         status = engine.status()["p"]
         assert status.state is state, switches
         assert reason in status.reason
         assert lib.load("m").f() == ("p>f" if state is State.APPLIED else "f")
-        with engine.switched((), on=True):
-            assert engine.status()["p"] == status
+        with engine.disabled(()):
+            assert lib.load("m").f() == "f"
         assert engine.status()["p"] == status
         engine.retire()
 
@@ -483,29 +482,26 @@ def test_untested_versions_are_said(lib, make, newest, said):
     assert "untested" not in status["q"].reason
 
 
-def test_switched_restores_and_nests(lib, make):
+def test_disabled_restores_and_nests(lib, make):
     m = lib.load("m")
     engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f"))
-    with suppress(ZeroDivisionError), engine.switched(("a",), on=False) as status:
+    with suppress(ZeroDivisionError), engine.disabled(("a",)) as status:
         assert status["a"].state is State.DISABLED
         assert m.f() == "b>f"
-        with engine.switched((), on=False):
-            assert m.f() == "f"
-            with engine.switched(("a",), on=True):
-                assert m.f() == "a>f"
+        with engine.disabled(()):
             assert m.f() == "f"
         assert m.f() == "b>f"
         1 / 0  # noqa: B018
     assert m.f() == "b>a>f"
     with pytest.raises(ValueError, match="no patch is named 'z': status"):
-        engine.switched(("z",), on=True).__enter__()
+        engine.disabled(("z",)).__enter__()
 
 
 def test_blocks_that_overlap(lib, make):
     """As in two threads: the block that began first ends first."""
     m = lib.load("m")
     engine = make(lib.patch("a", "m:f"))
-    first, second = engine.switched((), on=False), engine.switched((), on=False)
+    first, second = engine.disabled(()), engine.disabled(())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -517,7 +513,7 @@ def test_blocks_that_overlap(lib, make):
 def test_uninstall_in_a_block_stays(lib, make):
     m = lib.load("m")
     engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f"))
-    with engine.switched((), on=False):
+    with engine.disabled(()):
         engine.uninstall("a")
         engine.install("b")
         assert m.f() == "b>f"
@@ -638,7 +634,7 @@ def test_started_engines_ask_the_gates_when_needed(lib, make):
     late = make(lib.patch("c", "n:h"), lib.patch("d", "m:g", affects=NEVER), install=False)
     late.start()
     assert late.status()["d"].state is State.UNAFFECTED
-    with late.switched(["c"], on=False) as status:
+    with late.disabled(["c"]) as status:
         assert status["c"].state is State.DISABLED
         assert lib.load("n").h() == "h"
     assert lib.load("n").h() == "c>h"
@@ -662,7 +658,7 @@ def raising(lib):
         (lambda lib: lib.patch("a", "m:f", probe=lambda: fixed("gone")), {}, State.APPLIED, ""),
         (
             lambda lib: lib.patch("a", "m:f"),
-            {"a": Switch.OFF},
+            {"a": "REQUIRES_A=0"},
             State.BLOCKED,
             "needs a, which is disabled by REQUIRES_A=0",
         ),
@@ -688,7 +684,7 @@ def test_what_a_required_patch_may_be(
         lib.patch("b", "m:g", requires=("a",)),
         lib.patch("d", "m:f"),
     ]
-    engine = make(*patches, install=False, prefix="REQUIRES", strict=strict, patches=switches)
+    engine = make(*patches, install=False, prefix="REQUIRES", strict=strict, off=switches)
     with suppress(PatchError):
         engine.install()
         lib.load("m")
@@ -711,7 +707,7 @@ def test_strict_does_not_count_the_blocked(lib, make):
     with pytest.raises(PatchError) as raised:
         make(*patches, strict=True)
     assert "b" not in str(raised.value).split()
-    engine = make(*patches, strict=True, patches={"a": Switch.OFF})
+    engine = make(*patches, strict=True, off={"a": "A=0"})
     assert engine.install()["b"].state is State.BLOCKED
 
 
@@ -767,21 +763,17 @@ def test_what_was_switched_off_itself_stays_off(lib, make):
     assert m.f() == "c>b>a>f"
 
 
-def test_switched_with_required_patches(lib, make):
+def test_disabled_with_required_patches(lib, make):
     m = lib.load("m")
     engine = make(lib.patch("a", "m:f"), lib.patch("b", "m:f", requires=["a"]))
-    with engine.switched(["a"], on=False) as status:
+    with engine.disabled(["a"]) as status:
         assert status["b"].state is State.BLOCKED
-        with engine.switched(["b"], on=True) as inner:
-            assert inner["b"].state is State.BLOCKED
-        with engine.switched(["b"], on=False) as inner:
+        with engine.disabled(["b"]) as inner:
             assert inner["b"].state is State.DISABLED
-            with engine.switched([], on=True):
-                assert m.f() == "b>a>f"
             assert m.f() == "f"
         assert engine.status()["b"].state is State.BLOCKED
     assert m.f() == "b>a>f"
-    with engine.switched([], on=False):
+    with engine.disabled([]):
         assert m.f() == "f"
     assert m.f() == "b>a>f"
 

@@ -20,7 +20,7 @@ from gemma4_compat.engine import Patch, gate
 from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.gate import Outcome
 from gemma4_compat.engine.status import State, Status
-from gemma4_compat.engine.switches import Switch, Switches, read
+from gemma4_compat.engine.switches import Switches, read
 
 from .conftest import ALWAYS, snapshot, tagging
 
@@ -200,11 +200,10 @@ def test_switches(environ):
     assert switches.everything is truth("P", True)
     assert switches.strict is truth("P_STRICT", False)
     for name, variable in (("one", "P_ONE"), ("two_three", "P_TWO_THREE")):
-        assert switches.variable(name) == variable
-        if environ.get(variable, "").strip().lower() == "force":
-            assert switches.of(name) is Switch.FORCE
-        else:
-            assert switches.of(name) is (Switch.AUTO if truth(variable, True) else Switch.OFF)
+        is_forced = environ.get(variable, "").strip().lower() == "force"
+        assert (name in switches.forced) is is_forced
+        is_on = is_forced or truth(variable, True)
+        assert switches.off.get(name) == (None if is_on else f"{variable}=0")
 
 
 def test_unknown_variable_names_the_near_one(caplog):
@@ -230,8 +229,7 @@ def test_groups_and_only(environ, off):
     """``a`` requires ``c``, which comes with it; a patch's own variable takes precedence."""
     patches = {"a": ("c",), "b": (), "c": (), "d": ()}
     switches = read("P", patches, logging.getLogger("s"), environ, {"fast": ("a", "b")})
-    found = {n: switches.why_off(n) for n in patches if switches.of(n) is Switch.OFF}
-    assert found == off
+    assert switches.off == off
 
 
 def test_names_that_have_no_effect(caplog):
@@ -367,7 +365,7 @@ class Stranger:
 
 ACTIONS = st.one_of(
     st.tuples(
-        st.sampled_from(["install", "uninstall", "disabled", "enabled"]),
+        st.sampled_from(["install", "uninstall", "disabled"]),
         st.sets(st.integers(0, 3)),
     ),
     st.tuples(st.just("end of block"), st.none()),
@@ -425,7 +423,7 @@ def test_any_order_with_another_library(targets, requires, actions):
                 if action in ("install", "uninstall"):
                     getattr(engine, action)(*names)
                 else:
-                    block.append(engine.switched(names, on=action == "enabled"))
+                    block.append(engine.disabled(names))
                     block[-1].__enter__()
             check_with_another(engine, module, targets, requires, stranger)
         while block:

@@ -21,7 +21,7 @@ DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8}
 def read_tensors(folder):
     """Every tensor of a checkpoint's weights, by name."""
     headers = files.weight_headers(folder)
-    return {name: entry for header in headers for name, entry in header.tensors.items()}
+    return {name: entry for header in headers for name, entry in header.items()}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,10 @@ def copy(folder, to):
 
 
 def header_only(file):
-    """The same file without a byte of its tensors."""
+    """The same file with a hole in place of its tensors."""
     raw = file.read_bytes()
     file.write_bytes(raw[: 8 + struct.unpack("<Q", raw[:8])[0]])
+    os.truncate(file, len(raw))
 
 
 def as_safetensors_says(file):
@@ -59,10 +60,9 @@ def as_safetensors_says(file):
 
 def test_header_is_what_safetensors_reads(model_dir):
     header = files.read_header(model_dir / "model.safetensors")
-    found = {e.name: (e.dtype, e.shape) for e in header.tensors.values()}
+    found = {e.name: (e.dtype, e.shape) for e in header.values()}
     assert found == as_safetensors_says(model_dir / "model.safetensors")
-    assert all(e.bytes == e.numel * DTYPES[e.dtype] for e in header.tensors.values())
-    assert header.missing == 0
+    assert all(e.bytes == e.numel * DTYPES[e.dtype] for e in header.values())
 
 
 def test_shards(sharded_dir):
@@ -95,8 +95,6 @@ def test_no_tensor_data_is_read(sharded_dir, tmp_path):
     assert {n: (e.dtype, e.shape, e.bytes) for n, e in cut.items()} == {
         n: (e.dtype, e.shape, e.bytes) for n, e in whole.items()
     }
-    headers = files.weight_headers(tmp_path)
-    assert sum(h.missing for h in headers) == sum(e.bytes for e in whole.values())
 
 
 # -- what is not ----------------------------------------------------------------------------------
@@ -144,10 +142,8 @@ def test_cut_off_data(adapter_dir, tmp_path):
     file = copy(adapter_dir, tmp_path) / files.ADAPTER_WEIGHTS
     change, message = damage.CUT_OFF
     change(file)
-    header = files.read_header(file)
-    assert header.missing == 10
-    refused(files.refuse_cut_off, header, message)
-    files.refuse_cut_off(files.adapter_header(adapter_dir))
+    assert str(file) in refused(files.read_header, file, message)
+    assert str(file) in refused(files.adapter_header, tmp_path, message)
 
 
 @pytest.mark.parametrize("kind", damage.JSON)

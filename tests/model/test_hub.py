@@ -162,9 +162,9 @@ def test_only_configs_and_headers_are_fetched(on_hub):
     model = files.located(MODEL)
     assert files.read_config(model) == CONFIG
     headers = files.weight_headers(model)
-    assert [str(header.file) for header in headers] == [f"{MODEL}/{shard}" for shard in SHARDS]
-    assert [list(header.tensors) for header in headers] == [["first"], ["second"]]
-    assert [header.missing for header in headers] == [0, 0]
+    files_of = [str(entry.file) for header in headers for entry in header.values()]
+    assert files_of == [f"{MODEL}/{shard}" for shard in SHARDS]
+    assert [list(header) for header in headers] == [["first"], ["second"]]
     assert all(on_hub.bytes_of(shard) <= FIRST_BYTES for shard in SHARDS)
     assert all(len(MODEL_FILES[shard]) > FIRST_BYTES for shard in SHARDS)
     fetched = {name for method, name, count in on_hub.sent if count}
@@ -219,7 +219,7 @@ def test_files_of_one_commit(on_hub):
     on_hub.add(MODEL, {"config.json": config, "model.safetensors": changed})
     assert len(files.weight_headers(model)) == 2
     [header] = files.weight_headers(MODEL)
-    assert list(header.tensors) == ["first", "second", "third"]
+    assert list(header) == ["first", "second", "third"]
 
 
 def test_token(on_hub, monkeypatch):
@@ -256,7 +256,6 @@ def test_offline(how, on_hub, offline):
         assert f"the cache of the Hub has no {name}" in message
         hint = "HF_HUB_OFFLINE is set: unset it" if how == "switch" else "Check the network"
         assert hint in message
-    assert issubclass(hub.Unavailable, InputError)
 
 
 @pytest.mark.parametrize("how", ["switch", "no network"])
@@ -336,7 +335,7 @@ def test_commands(on_hub, model_dir, capsys):
     assert "google/" not in report
     assert "someone/" not in report
     header = files.read_header(model_dir / "model.safetensors")
-    assert 0 < on_hub.bytes_of("model.safetensors") < sum(t.bytes for t in header.tensors.values())
+    assert 0 < on_hub.bytes_of("model.safetensors") < sum(t.bytes for t in header.values())
 
 
 def test_endpoint_of_the_environment(on_hub, tmp_path):

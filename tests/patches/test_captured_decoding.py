@@ -31,7 +31,6 @@ from gemma4_compat.patches import (
     _two_branches,
 )
 from gemma4_compat.patches._cache_memory import layers_of
-from gemma4_compat.patches.offloading.offload_streaming import page_locked
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -887,11 +886,8 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
     fill(model, empty_cache(model))
     assert "is offloaded, and its host memory is not page-locked" in obstacle(model)
     (first,) = _streaming.first_layers(model.modules())
-    assert page_locked(model) == 0
     for layer in first.dispatch.layers.values():
         layer.layout = replace(layer.layout, page_locked=True)
-    held = sum(tensor.nbytes for tensor in first.dispatch.tensors.values())
-    assert page_locked(model) >= held > 0
     assert obstacle(model) is None
     version = _decode_graphs.Version(model, ())
     fill(model, empty_cache(model))

@@ -234,9 +234,8 @@ class Layers(NotCopied):
 
 def _offsets(file: str) -> dict[str, tuple[int, int]]:
     """Where each tensor begins and ends in a safetensors file."""
-    header = read_header(file)
-    sizes = {name: entry.bytes for name, entry in header.tensors.items()}
-    start = os.path.getsize(file) + header.missing - sum(sizes.values())
+    sizes = {name: entry.bytes for name, entry in read_header(file).items()}
+    start = os.path.getsize(file) - sum(sizes.values())
     bounds = pairwise(accumulate(sizes.values(), initial=start))
     return dict(zip(sizes, bounds, strict=True))
 

@@ -26,11 +26,11 @@ from functools import cache
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from ...model.hooks import offload_hook, offload_hooks
+from ...model.hooks import offload_hook
 from .._fork import ForkableLock
 from .._module_view import View
 from .._not_copied import NotCopied, attached
-from .._page_locked import in_place_of, nbytes_in_place
+from .._page_locked import in_place_of
 
 PATCH = Patch(
     name="host_embedding",
@@ -103,11 +103,6 @@ def align_devices_hook_post_forward(original: Any, self: Any, module: Any, outpu
         if _lookups_of(self).leave(module):
             module = _without_weight(module)
     return original(self, module, output)
-
-
-def page_locked(model: Any) -> int:
-    """Bytes of a model's offloaded embeddings that are page-locked for a GPU to read."""
-    return sum(map(nbytes_in_place, offload_hooks(model.modules())))
 
 
 class _PutBack:

@@ -24,7 +24,7 @@ from typing import Any
 from ...engine import Finding, Kind, Patch, broken, fixed
 from .._code import code_at
 from .._module_view import View
-from .._streaming import add, part_of, streamed_layers
+from .._streaming import add, part_of
 
 PATCH = Patch(
     name="offload_streaming",
@@ -78,9 +78,3 @@ def align_devices_hook_post_forward(original: Any, self: Any, module: Any, outpu
         part.return_to(module)
         return output
     return original(View(self, offload=False), module, output)
-
-
-def page_locked(model: Any) -> int:
-    """Bytes of a model's offloaded decoder layers that are page-locked for a GPU to copy."""
-    layers = streamed_layers(model.modules())
-    return sum(int(layer.host.nbytes) for layer in layers if layer.page_locked)
