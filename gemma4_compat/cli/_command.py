@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ._libraries import library_versions
-from ._terminal import waiting
+from ._libraries import library_versions, quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -23,20 +22,18 @@ class Command:
 
     ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
     without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
-    ``stopped`` is added to the message after Ctrl-C.  ``waits`` is shown on a terminal
-    until the command prints its result; a command that shows its own progress has none.
+    ``stopped`` is added to the message after Ctrl-C.
     """
 
     name: str
     help: str
-    description: str
+    description: str | None
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Result] | None = None
     needs: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
     usage: str | None = None
     json: bool = True
     stopped: str = ""
-    waits: str = "importing the libraries ..."
 
     def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
         parser = commands.add_parser(
@@ -58,7 +55,7 @@ class Command:
             if missing := [name for name in self.needs(options) if versions[name] is None]:
                 raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
             assert self.run is not None
-            with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
+            with quiet_libraries():
                 result = self.run(options)
         except InputError as error:
             if _is_interrupted(error):

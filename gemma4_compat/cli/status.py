@@ -1,4 +1,11 @@
-"""``gemma4-compat status``."""
+"""Show whether the patches are in place, and those that need attention.  With -v,
+show every patch, its state here and why.  With PATCH, show what that patch is
+for and which attributes it replaces.  Imports the libraries.
+
+Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
+the patch expects; 2 invalid argument.  A patch that is blocked, because another
+one that it requires was switched off, does not count.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +24,7 @@ from ..result import Result
 from ..text import table, wrap
 from ..versions import NEWEST
 from ._command import Command
-from ._libraries import library_versions, quiet_libraries
-
-_HELP = """\
-Show whether the patches are in place, and those that need attention.  With -v,
-show every patch, its state here and why.  With PATCH, show what that patch is
-for and which attributes it replaces.  Imports the libraries.
-
-Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
-the patch expects; 2 invalid argument.  A patch that is blocked, because another
-one that it requires was switched off, does not count.
-"""
-
+from ._libraries import library_versions
 
 #: the states of patches that need no attention
 _USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
@@ -127,8 +123,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> Result:
-    with quiet_libraries():
-        patches = status_of_patches(import_targets=True)
+    patches = status_of_patches(import_targets=True)
     if options.patch is not None:
         names = [entry.name for entry in patches]
         if options.patch not in names:
@@ -143,7 +138,7 @@ def _run(options: argparse.Namespace) -> Result:
 COMMAND = Command(
     name="status",
     help="which patches apply to the installed libraries",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     run=_run,
 )

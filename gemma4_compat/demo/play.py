@@ -135,37 +135,26 @@ def _run(side: str, stories: Sequence[Story], folder: Path) -> Iterator[Outcome]
             env=_environment(side),
             text=True,
         ) as process:
+            assert process.stdout is not None
             try:
-                while left and (line := _next_line(process)):
-                    yield Outcome(**json.loads(line))
+                for story in list(left):
+                    timer = threading.Timer(_SECONDS, process.kill)
+                    timer.daemon = True
+                    timer.start()
+                    start = time.monotonic()
+                    line = process.stdout.readline()
+                    timer.cancel()
                     del left[0]
-            except TimeoutError as error:
-                yield Outcome("crash", str(error))
-            else:
-                if left:
-                    yield _crash(process.wait(), folder / side / left[0].name / "log.txt")
+                    if line:
+                        yield Outcome(**json.loads(line))
+                        continue
+                    if time.monotonic() - start >= _SECONDS:
+                        yield Outcome("crash", f"not finished after {_SECONDS} s")
+                    else:
+                        yield _crash(process.wait(), folder / side / story.name / "log.txt")
+                    break
             finally:
                 process.kill()
-        del left[:1]
-
-
-def _next_line(process: subprocess.Popen[str]) -> str:
-    """The worker's next line; "" if it has died.
-
-    Raises:
-        TimeoutError: it did not print a line in time, and was killed.
-    """
-    start = time.monotonic()
-    timer = threading.Timer(_SECONDS, process.kill)
-    timer.start()
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-    finally:
-        timer.cancel()
-    if not line and time.monotonic() - start >= _SECONDS:
-        raise TimeoutError(f"not finished after {_SECONDS} s")
-    return line
 
 
 def _crash(code: int, log: Path) -> Outcome:
