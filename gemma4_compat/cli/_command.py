@@ -20,13 +20,13 @@ from ._libraries import library_versions, quiet_libraries
 class Command:
     """One command.
 
-    ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
-    without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
-    ``stopped`` is added to the message after Ctrl-C.
+    The first line of ``description`` is shown in the list of commands.  ``arguments`` adds its
+    arguments to a parser.  ``run`` returns the result to print; a command without it overrides
+    `execute`.  ``needs`` returns the names of the libraries that it imports.  ``stopped`` is added
+    to the message after Ctrl-C.
     """
 
     name: str
-    help: str
     description: str | None
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Result] | None = None
@@ -38,7 +38,7 @@ class Command:
     def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
         parser = commands.add_parser(
             self.name,
-            help=self.help,
+            help=(self.description or "").partition("\n")[0],
             description=self.description,
             usage=self.usage,
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,5 +1,4 @@
-"""Show what an adapter contains and, with --model, which of its tensors would load
-onto that model.
+"""Show what an adapter contains, and whether it fits a model.
 
 Reads the header of adapter_model.safetensors and adapter_config.json, and no
 tensor.  With --model, also reads the model's config.json, compares the tensors'
@@ -32,7 +31,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="adapter",
-    help="what an adapter contains, and whether it fits a model",
     description=__doc__,
     arguments=_arguments,
     needs=lambda options: () if options.model is None else ("torch", "transformers", "peft"),

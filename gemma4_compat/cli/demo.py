@@ -1,5 +1,6 @@
-"""Build a tiny random Gemma 4, and run users' stories on it, in a process without
-the patches and in one with them.  Downloads nothing; takes a minute or two.
+"""Play users' stories, without and with the patches.
+
+Builds a tiny random Gemma 4.  Downloads nothing; takes a minute or two.
 
 Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
 argument, or the tiny model could not be built.
@@ -30,7 +31,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="demo",
-    help="try a tiny random Gemma 4, without and with the patches",
     description=__doc__,
     arguments=_arguments,
     needs=lambda options: WITH_TORCH,

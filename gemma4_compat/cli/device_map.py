@@ -1,10 +1,9 @@
-"""Check a device map before loading: names that the model does not have, modules
-without an entry, the bytes on each device, what offloading saves on the GPU,
-and known problems that have no patch.
+"""Check a device map, before loading.
 
-Reads config.json and no weights, and needs no GPU.  The map is for the base
-model's from_pretrained; PEFT ignores a device_map.  An empty KEY is the rest of
-the model.
+Shows names that the model does not have, modules without an entry, the bytes on
+each device, what offloading saves on the GPU, and known problems that have no
+patch.  Reads config.json and no weights, and needs no GPU.  The map is for the
+base model's from_pretrained.  An empty KEY is the rest of the model.
 
   --map "model.vision_tower=cpu,=0"
   --map '{"model.vision_tower": "cpu", "": 0}'      not in a shell of Windows
@@ -36,7 +35,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="map",
-    help="check a device map, before loading",
     description=__doc__,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers"),

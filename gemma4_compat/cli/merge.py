@@ -1,4 +1,4 @@
-"""Merge an adapter into its base model, and write the result as a checkpoint.
+"""Merge an adapter into its base model, and check the result.
 
 If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
 as BASE.  It is loaded once, in --dtype, and the adapter is merged in place.
@@ -70,7 +70,6 @@ def _show(step: str) -> None:
 
 COMMAND = Command(
     name="merge",
-    help="merge an adapter into its unquantised base model, and check it",
     description=__doc__,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),

@@ -1,4 +1,4 @@
-"""Plan a model for a GPU: the memory that it needs, and code that loads it.
+"""Plan a model for a GPU, and print code that loads it.
 
 Reads config.json and no weights.  Prints the bytes of each part of the model
 and of the KV cache at --context, and Python code with a device map that
@@ -81,7 +81,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="plan",
-    help="what fits on a GPU, and the device map for it",
     description=__doc__,
     arguments=_arguments,
     needs=_needs,

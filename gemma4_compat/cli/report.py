@@ -1,10 +1,9 @@
-"""Print what an upstream issue asks for, as Markdown to paste: system, GPUs,
-driver, versions, the state of each patch, and facts about a model, a device map
-and an adapter, from their headers.
+"""Print what to paste into an issue, without private data.
 
-It contains nothing private: paths are reduced to their last component, and user
-and host name, home folder and tokens are removed.  Read it before you post it
-all the same.
+This is Markdown: system, GPUs, driver, versions, the state of each patch, and
+facts about a model, a device map and an adapter, from their headers.  Paths are
+reduced to their last component, and user and host name, home folder and tokens
+are removed.  Read it before you post it all the same.
 
 Exit code: 0 printed; 1 a patch failed, in strict mode; 2 invalid argument or
 file.
@@ -43,7 +42,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="report",
-    help="what to paste into an issue, with nothing private in it",
     description=__doc__,
     arguments=_arguments,
     needs=_needs,

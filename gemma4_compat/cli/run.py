@@ -1,4 +1,4 @@
-"""Run a program with the patches in place, without editing it:
+"""Run a program with the patches in place, without editing it.
 
   gemma4-compat run train.py --epochs 3
   gemma4-compat run -m package.train --epochs 3
@@ -37,7 +37,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = _Run(
     name="run",
-    help="run a script, module or program with the patches in place",
     description=__doc__,
     arguments=_arguments,
     usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",

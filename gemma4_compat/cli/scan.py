@@ -1,5 +1,4 @@
-"""Show which modules of a model an adapter's target_modules match, before making
-the adapter.
+"""Show which modules an adapter's target_modules match.
 
 Reads config.json and no weights.  PEFT itself matches the names.  --targets is
 a list of names (q_proj,v_proj), a regular expression, or all-linear.  Prints
@@ -46,7 +45,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="scan",
-    help="which modules an adapter's target_modules match",
     description=__doc__,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),

@@ -1,6 +1,8 @@
-"""Show whether the patches are in place, and those that need attention.  With -v,
-show every patch, its state here and why.  With PATCH, show what that patch is
-for and which attributes it replaces.  Imports the libraries.
+"""Show whether the patches are in place.
+
+Names those that need attention; with -v every patch, its state here and why.
+With PATCH, shows what that patch is for and which attributes it replaces.
+Imports the libraries.
 
 Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
 the patch expects; 2 invalid argument.  A patch that is blocked, because another
@@ -62,31 +64,24 @@ class Overview(Result):
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n\n".join(self._paragraphs())
 
-    def _lines(self) -> Iterator[str]:
-        yield f"gemma4-compat {__version__}"
-        yield self.verdict
-        yield ""
+    def _paragraphs(self) -> Iterator[str]:
+        yield f"gemma4-compat {__version__}\n{self.verdict}"
         yield table([(name, v or "not installed") for name, v in self.libraries.items()])
         if missing := [name for name, version in self.libraries.items() if version is None]:
-            yield ""
             yield wrap(f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
         if self.note:
-            yield ""
             yield wrap(self.note)
         for release in self.untested:
-            yield ""
             yield wrap(
                 f"untested version: {release} is newer than any measured one; the probe of each "
                 "patch decides whether it is applied"
             )
         shown = [each for each in self.patches if self.every or each.state not in _USUAL]
         if shown:
-            yield ""
             yield table([(each.name, each.state, each.reason) for each in shown])
         if not self.every:
-            yield ""
             yield wrap("gemma4-compat status -v lists every patch; status PATCH explains one")
 
 
@@ -137,7 +132,6 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="status",
-    help="which patches apply to the installed libraries",
     description=__doc__,
     arguments=_arguments,
     run=_run,

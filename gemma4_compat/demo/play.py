@@ -53,7 +53,6 @@ class Demo(Result):
     stories: tuple[Story, ...]
     outcomes: tuple[Mapping[str, Outcome], ...]
     seconds: float
-    folder: Path | None
 
     @property
     def ok(self) -> bool:
@@ -79,8 +78,6 @@ class Demo(Result):
             rows = [(side, outcome[side]) for side in _SIDES]
             lines += [story.title, table(rows, indent="  "), ""]
         lines.append(f"{self.verdict} ({self.seconds:.0f} s)")
-        if self.folder is not None:
-            lines.append(f"checkpoint, adapters and logs are in {self.folder}")
         return "\n".join(lines)
 
 
@@ -106,7 +103,7 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
         if not built.ok:
             raise InputError(f"cannot build the model: {built.text}")
         outcomes = play(stories, folder)
-    return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start, keep)
+    return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start)
 
 
 def play(stories: Sequence[Story], folder: Path) -> list[dict[str, Outcome]]:
