@@ -6,7 +6,6 @@ with the same values.
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -289,11 +288,7 @@ def build_adapter(
                 std = parameter.shape[1] ** -0.5 * (1.0 if "lora_A" in name else 0.08)
                 noise = torch.randn(parameter.shape, generator=_generator(name, seed))
                 parameter.copy_(std * noise)
-    model.save_pretrained(path)
-
     if targets is None:
-        config_file = path / "adapter_config.json"
-        saved = json.loads(config_file.read_text())
-        saved["target_modules"] = list(BROAD_TARGETS)
-        config_file.write_text(json.dumps(saved, indent=2) + "\n")
+        config.target_modules = list(BROAD_TARGETS)
+    model.save_pretrained(path)
     return path

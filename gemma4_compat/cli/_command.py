@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import io
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..engine.gate import installed_version
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ._libraries import library_versions, quiet_libraries
+from ..versions import WITH_TORCH
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,9 @@ class Command:
             if missing := [name for name in self.needs(options) if versions[name] is None]:
                 raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
             assert self.run is not None
-            with quiet_libraries():
+            with _quiet_libraries():
                 result = self.run(options)
-        except InputError as error:
+        except (InputError, KeyboardInterrupt) as error:
             if _is_interrupted(error):
                 return self._fails(f"interrupted{self.stopped}", 130)
             return self._fails(str(error), 2)
@@ -67,8 +73,6 @@ class Command:
             if error.result is not None:
                 _print(error.result, options)
             return self._fails(f"{error}; nothing was written", 1)
-        except KeyboardInterrupt:
-            return self._fails(f"interrupted{self.stopped}", 130)
         _print(result, options)
         return 0 if result.ok else 1
 
@@ -82,6 +86,39 @@ def _is_interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def library_versions() -> dict[str, str | None]:
+    """The installed versions of torch and the patched libraries; ``None`` if not installed."""
+    versions: dict[str, str | None] = {}
+    for name in WITH_TORCH:
+        try:
+            versions[name] = installed_version(name) or "unknown version"
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hide the output and warnings of the libraries, but not our own log messages."""
+    handler = logging.StreamHandler()
+    handler.addFilter(logging.Filter(__package__.partition(".")[0]))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    # transformers reads its verbosity once, on import, and has a handler of its own.
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.removeHandler(handler)
+        if verbosity is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        else:
+            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity
 
 
 class Parser(argparse.ArgumentParser):

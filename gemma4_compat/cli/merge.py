@@ -8,9 +8,7 @@ the model accepts them.  OUT appears only if they agree, and if what was written
 is the merged model.  It is complete, with the tokenizer and processor of BASE,
 or of ADAPTER if it has its own.
 
-The device needs room for the weights in --dtype (E2B 9.5 GiB, E4B 14.8 GiB in
-bfloat16), for the adapter in float32, and for the change of the largest adapted
-layer.  The disk needs room for the weights once.
+The device needs room for the weights in --dtype, and the disk as well.
 
 Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
 nothing was written; 2 invalid argument or file, or the adapter does not fit,

@@ -10,7 +10,6 @@ layers.
   gemma4-compat plan gemma-4-E4B-it --gpu "RTX 4070" --train
   gemma4-compat plan gemma-4-31B-it --gpu "RTX 3090" --gpu 12GiB
 
-"loaded" is what torch.cuda.memory_allocated() returns after loading.
 Activations are an estimate, for text, and for a prompt that is read 2048 tokens
 at a time: generate(prefill_chunk_size=2048).
 

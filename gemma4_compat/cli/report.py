@@ -26,9 +26,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
-    with_map = ("torch", "transformers") if options.map is not None else ()
-    with_both = ("torch", "transformers", "peft") if options.model and options.adapter else ()
-    return with_both or with_map
+    needs_none = options.model is None or not (options.map or options.adapter)
+    return () if needs_none else ("torch", "transformers", "peft")
 
 
 def _run(options: argparse.Namespace) -> Result:

@@ -8,12 +8,11 @@
 The program is a file that this Python runs, or else a program beside this
 Python or on PATH.  Everything after its name belongs to the program.
 
-The Python processes that it starts are patched as well: their PYTHONPATH has a
+Python processes that it starts are patched as well: their PYTHONPATH has a
 sitecustomize that imports gemma4_compat, and then any other sitecustomize.  Not
-patched is a process
-- under Python's options -I, -E or -S, or
-- with a PYTHONPATH that the program has replaced, or
-- of a Python that has no gemma4_compat (GEMMA4_COMPAT_STRICT=1 reports it).
+patched are those with Python's options -I, -E or -S, those with a PYTHONPATH
+that the program has replaced, and those of a Python that has no gemma4_compat
+(GEMMA4_COMPAT_STRICT=1 reports it).
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from ..model.torch_build import cpu_only
 from ..result import Result
 from ..text import table, wrap
 from ..versions import NEWEST
-from ._command import Command
-from ._libraries import library_versions
+from ._command import Command, library_versions
 
 #: the states of patches that need no attention
 _USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)

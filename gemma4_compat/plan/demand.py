@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
@@ -62,9 +63,7 @@ def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
     from ..model.peak import forward_peak
 
     vocabulary = model.config.get_text_config().vocab_size
-
-    def cache(context: int) -> dict[int, int]:
-        return kv_cache(model, context)
+    cache = partial(kv_cache, model)
 
     def activations(context: int) -> int:
         logits = _LOGITS_COPIES * int(vocabulary)

@@ -87,11 +87,6 @@ class Plan(Result):
         return sum(sum(row.gpus) if gpu is None else row.gpus[gpu] for row in rows)
 
     @property
-    def weights(self) -> int:
-        """The bytes of the model and the adapter on all GPUs."""
-        return self.bytes_of("weights") + self.bytes_of("adapter")
-
-    @property
     def needed(self) -> tuple[int, ...]:
         """The bytes that each GPU needs."""
         return _sum(self.memory)
