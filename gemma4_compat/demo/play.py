@@ -170,4 +170,6 @@ def _environment(side: str) -> dict[str, str]:
         variables["GEMMA4_COMPAT"] = "0"
     # The worker must import the same packages as we do.
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    # The logs have what transformers says; the demo's own process is silent.
+    variables["TRANSFORMERS_VERBOSITY"] = "warning"
     return variables | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
