@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-_NARROWEST = 40
 _recorded: ContextVar[list[Table] | None] = ContextVar("recorded", default=None)
 
 
@@ -35,11 +34,6 @@ def recorded_tables() -> Iterator[list[Table]]:
         _recorded.reset(token)
 
 
-def columns() -> int:
-    """The terminal's width in characters: COLUMNS if it is set, 80 without a terminal."""
-    return max(shutil.get_terminal_size().columns, _NARROWEST)
-
-
 def size(number: int) -> str:
     """Bytes as "1.23 GiB", "4.5 MiB", "6.0 KiB" or "78 B"."""
     for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
@@ -48,9 +42,9 @@ def size(number: int) -> str:
     return f"{number} B"
 
 
-def plural(number: int, noun: str, nouns: str = "") -> str:
+def plural(number: int, noun: str) -> str:
     """ "1 tensor", "2 tensors", "1,234 tensors"."""
-    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+    return f"{number:,} {noun if number == 1 else f'{noun}s'}"
 
 
 def some(names: Sequence[str], most: int = 12) -> str:
@@ -83,7 +77,7 @@ def table(
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
         return ""
-    most = columns()
+    most = shutil.get_terminal_size().columns
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
     last = min(widths[-1], max(most - others - widths[0], 24)) if len(widths) > 1 else 0
@@ -125,7 +119,7 @@ def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool 
     """
     return textwrap.fill(
         text,
-        columns(),
+        shutil.get_terminal_size().columns,
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_long_words=breaks,

@@ -6,7 +6,6 @@ with the same values.
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,7 +170,6 @@ def build_checkpoint(path: Path) -> Path:
     import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
 
-    path = Path(path)
     with torch.random.fork_rng(devices=[]):
         model = Gemma4ForConditionalGeneration(_config()).to(torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -179,12 +177,8 @@ def build_checkpoint(path: Path) -> Path:
     shapes |= _shared_kv_shapes()
     state = {name: _fill(name, shapes[name]) for name in sorted(shapes)}
 
-    text = model.config.text_config
     model.generation_config = GenerationConfig(
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
-        pad_token_id=text.pad_token_id,
-        do_sample=False,
+        bos_token_id=2, eos_token_id=1, pad_token_id=0, do_sample=False
     )
     model.save_pretrained(path, state_dict=state)
     return path
@@ -278,7 +272,6 @@ def build_adapter(
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForConditionalGeneration
 
-    path = Path(path)
     base = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
     config = LoraConfig(
         r=rank,
@@ -295,11 +288,7 @@ def build_adapter(
                 std = parameter.shape[1] ** -0.5 * (1.0 if "lora_A" in name else 0.08)
                 noise = torch.randn(parameter.shape, generator=_generator(name, seed))
                 parameter.copy_(std * noise)
-    model.save_pretrained(path)
-
     if targets is None:
-        config_file = path / "adapter_config.json"
-        saved = json.loads(config_file.read_text())
-        saved["target_modules"] = list(BROAD_TARGETS)
-        config_file.write_text(json.dumps(saved, indent=2) + "\n")
+        config.target_modules = list(BROAD_TARGETS)
+    model.save_pretrained(path)
     return path

@@ -266,7 +266,7 @@ def test_a_planted_line_is_found(rule, module, line, around):
         (A_PATCH, "from .._offload import onloaded"),
         (A_PATCH, "from ...engine import Patch"),
         ("inspection.targets", "from ._text import size"),
-        ("cli.plan", "from ._libraries import quiet_libraries"),
+        ("cli.plan", "from ._command import Command"),
         ("cli.plan", "from .. import __version__"),
         ("merge", "from .tiny import image_inputs"),
         ("demo.stage", "from ..tiny import TOWERS"),

@@ -10,7 +10,6 @@ import os
 import sys
 
 from .. import __version__
-from ..errors import suggestion
 from . import adapter, demo, device_map, merge, plan, report, run, scan, status
 from ._command import Command, Parser
 
@@ -35,15 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv == ["help"]:
         parser.print_help()
         return 0
-    _check_command(parser, argv[0])
     try:
-        options, unknown = parser.parse_known_args(argv, argparse.Namespace(program=program))
+        options = parser.parse_args(argv, argparse.Namespace(program=program))
     except KeyboardInterrupt:  # while the Hub is asked for an argument
         parser.exit(130, f"gemma4-compat {argv[0]}: interrupted\n")
-    if unknown:
-        name = f"gemma4-compat {options.command}"
-        message = f"unrecognized arguments: {' '.join(unknown)}"
-        parser.exit(2, f"{name}: {message} ({name} --help lists the arguments)\n")
     if options.command == run.COMMAND.name and not program:
         parser.error("run: name a script or program, or a module after -m")
     try:
@@ -70,10 +64,3 @@ def _parser() -> Parser:
     for command in COMMANDS:
         command.add_to(commands)
     return parser
-
-
-def _check_command(parser: Parser, name: str) -> None:
-    names = [command.name for command in COMMANDS]
-    if not name.startswith("-") and name not in names:
-        hint = suggestion(name, names) or f"; the commands are {', '.join(names)}"
-        parser.error(f"no command is named {name!r}{hint}")

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import io
 import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..engine.gate import installed_version
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ._libraries import library_versions
-from ._terminal import waiting
+from ..versions import WITH_TORCH
 
 
 @dataclass(frozen=True)
 class Command:
     """One command.
 
-    ``arguments`` adds its arguments to a parser.  ``run`` returns the result to print; a command
-    without it overrides `execute`.  ``needs`` returns the names of the libraries that it imports.
-    ``stopped`` is added to the message after Ctrl-C.  ``waits`` is shown on a terminal
-    until the command prints its result; a command that shows its own progress has none.
+    The first line of ``description`` is shown in the list of commands.  ``arguments`` adds its
+    arguments to a parser.  ``run`` returns the result to print; a command without it overrides
+    `execute`.  ``needs`` returns the names of the libraries that it imports.  ``stopped`` is added
+    to the message after Ctrl-C.
     """
 
     name: str
-    help: str
-    description: str
+    description: str | None
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Result] | None = None
     needs: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
     usage: str | None = None
     json: bool = True
     stopped: str = ""
-    waits: str = "importing the libraries ..."
 
     def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
         parser = commands.add_parser(
             self.name,
-            help=self.help,
+            help=(self.description or "").partition("\n")[0],
             description=self.description,
             usage=self.usage,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,9 +61,9 @@ class Command:
             if missing := [name for name in self.needs(options) if versions[name] is None]:
                 raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
             assert self.run is not None
-            with waiting(f"gemma4-compat {self.name}: {self.waits}" if self.waits else ""):
+            with _quiet_libraries():
                 result = self.run(options)
-        except InputError as error:
+        except (InputError, KeyboardInterrupt) as error:
             if _is_interrupted(error):
                 return self._fails(f"interrupted{self.stopped}", 130)
             return self._fails(str(error), 2)
@@ -70,8 +73,6 @@ class Command:
             if error.result is not None:
                 _print(error.result, options)
             return self._fails(f"{error}; nothing was written", 1)
-        except KeyboardInterrupt:
-            return self._fails(f"interrupted{self.stopped}", 130)
         _print(result, options)
         return 0 if result.ok else 1
 
@@ -85,6 +86,39 @@ def _is_interrupted(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def library_versions() -> dict[str, str | None]:
+    """The installed versions of torch and the patched libraries; ``None`` if not installed."""
+    versions: dict[str, str | None] = {}
+    for name in WITH_TORCH:
+        try:
+            versions[name] = installed_version(name) or "unknown version"
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Hide the output and warnings of the libraries, but not our own log messages."""
+    handler = logging.StreamHandler()
+    handler.addFilter(logging.Filter(__package__.partition(".")[0]))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    # transformers reads its verbosity once, on import, and has a handler of its own.
+    verbosity = os.environ.get("TRANSFORMERS_VERBOSITY")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.removeHandler(handler)
+        if verbosity is None:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        else:
+            os.environ["TRANSFORMERS_VERBOSITY"] = verbosity
 
 
 class Parser(argparse.ArgumentParser):

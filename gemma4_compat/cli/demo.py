@@ -1,4 +1,10 @@
-"""``gemma4-compat demo``."""
+"""Play users' stories, without and with the patches.
+
+Builds a tiny random Gemma 4.  Downloads nothing; takes a minute or two.
+
+Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
+argument, or the tiny model could not be built.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +14,6 @@ from pathlib import Path
 from ..result import Result
 from ..versions import WITH_TORCH
 from ._command import Command
-
-_HELP = """\
-Build a tiny random Gemma 4, and run users' stories on it, in a process without
-the patches and in one with them.  Downloads nothing; takes a minute or two.
-
-Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
-argument, or the tiny model could not be built.
-"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +31,8 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="demo",
-    help="try a tiny random Gemma 4, without and with the patches",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     needs=lambda options: WITH_TORCH,
     run=_run,
-    waits="",
 )

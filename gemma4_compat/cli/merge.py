@@ -1,4 +1,19 @@
-"""``gemma4-compat merge``."""
+"""Merge an adapter into its base model, and check the result.
+
+If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
+as BASE.  It is loaded once, in bfloat16, and the adapter is merged in place.
+Logits and greedy tokens of the merged model are compared with those of the
+model with the adapter loaded, for text, and for a synthetic image and sound if
+the model accepts them.  OUT appears only if they agree, and if what was written
+is the merged model.  It is complete, with the tokenizer and processor of BASE,
+or of ADAPTER if it has its own.
+
+The device and the disk need room for the weights: E2B 9.5 GiB, E4B 14.8 GiB.
+
+Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
+nothing was written; 2 invalid argument or file, or the adapter does not fit,
+no weights were loaded; 130 interrupted, nothing was written.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +22,28 @@ import sys
 
 from ..result import Result
 from ._command import Command
-from ._libraries import quiet_libraries
-
-_HELP = """\
-Merge an adapter into its base model, and write the result as a checkpoint.
-
-If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
-as BASE.  It is loaded once, in bfloat16, and the adapter is merged in place.
-Logits and greedy tokens of the merged model are compared with those of the
-model with the adapter loaded, for text, and for a synthetic image and sound if
-the model accepts them.  The written files are loaded again and compared with
-the merged model.  OUT appears only if all of them agree.  It is complete, with
-the tokenizer and processor of BASE, or of ADAPTER if it has its own.
-
-The model is held in memory once: the device needs room for its weights (E2B
-9.5 GiB, E4B 14.8 GiB), for the adapter in float32, and for the change of the
-largest adapted layer.  The disk needs room for the weights once.
-
-Exit code: 0 merged and written; 1 the merged model disagrees or merging failed,
-nothing was written; 2 invalid argument or file, or the adapter does not fit,
-no weights were loaded; 130 interrupted, nothing was written.
-"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="the base model's folder or Hub id")
     parser.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder or Hub id")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help="where to compute: cpu (default), cuda, cuda:1, ...",
-    )
+    help = "where to compute: cpu (default), cuda, cuda:1, ..."
+    parser.add_argument("--device", default="cpu", help=help)
     parser.add_argument("--force", action="store_true", help="replace an existing OUT")
 
 
 def _run(options: argparse.Namespace) -> Result:
-    with quiet_libraries():
-        from ..merge import merge_adapter
+    from ..merge import merge_adapter
 
-        return merge_adapter(
-            options.base,
-            options.adapter,
-            options.out,
-            device=options.device,
-            force=options.force,
-            progress=_show,
-        )
+    return merge_adapter(
+        options.base,
+        options.adapter,
+        options.out,
+        device=options.device,
+        force=options.force,
+        progress=_show,
+    )
 
 
 def _show(step: str) -> None:
@@ -62,11 +52,9 @@ def _show(step: str) -> None:
 
 COMMAND = Command(
     name="merge",
-    help="merge an adapter into its unquantised base model, and check it",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),
     run=_run,
-    waits="",
     stopped="; nothing was written",
 )

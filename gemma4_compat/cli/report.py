@@ -1,4 +1,13 @@
-"""``gemma4-compat report``."""
+"""Print what to paste into an issue, without private data.
+
+This is Markdown: system, GPUs, driver, versions, the state of each patch, and
+facts about a model, a device map and an adapter, from their headers.  Paths are
+reduced to their last component, and user and host name, home folder and tokens
+are removed.  Read it before you post it all the same.
+
+Exit code: 0 printed; 1 a patch failed, in strict mode; 2 invalid argument or
+file.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +15,33 @@ import argparse
 
 from ..errors import InputError
 from ..result import Result
-from ._arguments import MODEL_HELP, adapter_location, add_map, argument, model_location
+from ._arguments import add_adapter, add_map, add_model
 from ._command import Command
-from ._libraries import quiet_libraries
-
-_HELP = """\
-Print what an upstream issue asks for, as Markdown to paste: system, GPUs,
-driver, versions, the state of each patch, and facts about a model, a device map
-and an adapter, from their headers.
-
-It contains nothing private: paths are reduced to their last component, and user
-and host name, home folder and tokens are removed.  Read it before you post it
-all the same.
-
-Exit code: 0 printed; 1 a patch failed, in strict mode; 2 invalid argument or
-file.
-"""
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", type=argument(model_location), help=MODEL_HELP)
-    parser.add_argument(
-        "--adapter",
-        metavar="ADAPTER",
-        type=argument(adapter_location),
-        help="an adapter's folder, safetensors file or Hub id",
-    )
-    add_map(
-        parser,
-        required=False,
-        help="a device map to check against --model, as in gemma4-compat map",
-    )
+    add_model(parser, "--model")
+    add_adapter(parser)
+    add_map(parser, required=False)
 
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
-    with_map = ("torch", "transformers") if options.device_map is not None else ()
-    with_both = ("torch", "transformers", "peft") if options.model and options.adapter else ()
-    return with_both or with_map
+    needs_none = options.model is None or not (options.map or options.adapter)
+    return () if needs_none else ("torch", "transformers", "peft")
 
 
 def _run(options: argparse.Namespace) -> Result:
-    if options.device_map is not None and options.model is None:
-        raise InputError("--map is checked against a model: name it with --model")
-    with quiet_libraries():
-        from ..inspection.report import build_report
+    from ..inspection.report import build_report
 
-        mapped = dict(options.device_map) if options.device_map else None
-        return build_report(options.model, options.adapter, mapped)
+    if options.map is not None and options.model is None:
+        raise InputError("--map is checked against a model: name it with --model")
+    device_map = None if options.map is None else dict(options.map)
+    return build_report(options.model, options.adapter, device_map)
 
 
 COMMAND = Command(
     name="report",
-    help="what to paste into an issue, with nothing private in it",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     needs=_needs,
     run=_run,

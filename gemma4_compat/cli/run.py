@@ -1,4 +1,19 @@
-"""``gemma4-compat run``."""
+"""Run a program with the patches in place, without editing it.
+
+  gemma4-compat run train.py --epochs 3
+  gemma4-compat run -m package.train --epochs 3
+  gemma4-compat run accelerate launch train.py --epochs 3
+  gemma4-compat run torchrun --nproc-per-node 2 train.py --epochs 3
+
+The program is a file that this Python runs, or else a program beside this
+Python or on PATH.  Everything after its name belongs to the program.
+
+Python processes that it starts are patched as well: their PYTHONPATH has a
+sitecustomize that imports gemma4_compat, and then any other sitecustomize.  Not
+patched are those with Python's options -I, -E or -S, those with a PYTHONPATH
+that the program has replaced, and those of a Python that has no gemma4_compat
+(GEMMA4_COMPAT_STRICT=1 reports it).
+"""
 
 from __future__ import annotations
 
@@ -6,26 +21,6 @@ import argparse
 
 from .. import launcher
 from ._command import Command
-
-_HELP = """\
-Run a program with the patches in place, without editing it:
-
-  gemma4-compat run train.py --epochs 3
-  gemma4-compat run -m package.train --epochs 3
-  gemma4-compat run accelerate launch train.py --epochs 3
-  gemma4-compat run torchrun --nproc-per-node 2 train.py --epochs 3
-  gemma4-compat run trl sft --model_name_or_path ...
-
-The program is a file that this Python runs, or else a program beside this
-Python or on PATH.  Everything after its name belongs to the program.
-
-The program and the Python processes that it starts (subprocess, exec,
-multiprocessing) are patched: their PYTHONPATH has a sitecustomize that imports
-gemma4_compat, and then any other sitecustomize.  Not patched is a process
-- under Python's options -I, -E or -S, or
-- with a PYTHONPATH that the program has replaced, or
-- of a Python that has no gemma4_compat (GEMMA4_COMPAT_STRICT=1 reports it).
-"""
 
 
 class _Run(Command):
@@ -41,8 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 COMMAND = _Run(
     name="run",
-    help="run a script, module or program with the patches in place",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
     json=False,

@@ -1,18 +1,4 @@
-"""``gemma4-compat scan``."""
-
-from __future__ import annotations
-
-import argparse
-import re
-
-from ..result import Result
-from ._arguments import add_model_dir, argument, at_least_one
-from ._command import Command
-from ._libraries import quiet_libraries
-
-_HELP = """\
-Show which modules of a model an adapter's target_modules match, before making
-the adapter.
+"""Show which modules an adapter's target_modules match.
 
 Reads config.json and no weights.  PEFT itself matches the names.  --targets is
 a list of names (q_proj,v_proj), a regular expression, or all-linear.  Prints
@@ -22,6 +8,15 @@ adapter's size.
 Exit code: 0 PEFT accepts the targets, with the named patches; 1 no module
 matches, or LoRA cannot adapt a matched module; 2 invalid argument or file.
 """
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from ..result import Result
+from ._arguments import add_model, add_rank, argument
+from ._command import Command
 
 
 def _targets(text: str) -> str | tuple[str, ...]:
@@ -36,34 +31,21 @@ def _targets(text: str) -> str | tuple[str, ...]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_dir(parser)
-    parser.add_argument(
-        "--targets",
-        required=True,
-        metavar="TARGETS",
-        type=argument(_targets),
-        help="such as q_proj,v_proj or '.*language_model.*_proj' or all-linear",
-    )
-    parser.add_argument(
-        "--rank",
-        type=argument(at_least_one),
-        default=16,
-        metavar="R",
-        help="the rank of LoRA (default: 16)",
-    )
+    add_model(parser)
+    help = "such as q_proj,v_proj or '.*language_model.*_proj' or all-linear"
+    parser.add_argument("--targets", required=True, type=argument(_targets), help=help)
+    add_rank(parser)
 
 
 def _run(options: argparse.Namespace) -> Result:
     from ..inspection.targets import scan_targets
 
-    with quiet_libraries():
-        return scan_targets(options.model_dir, options.targets, rank=options.rank)
+    return scan_targets(options.model_dir, options.targets, rank=options.rank)
 
 
 COMMAND = Command(
     name="scan",
-    help="which modules an adapter's target_modules match",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     needs=lambda options: ("torch", "transformers", "peft"),
     run=_run,

@@ -1,4 +1,13 @@
-"""``gemma4-compat status``."""
+"""Show whether the patches are in place.
+
+Names those that need attention; with -v every patch, its state here and why.
+With PATCH, shows what that patch is for and which attributes it replaces.
+Imports the libraries.
+
+Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
+the patch expects; 2 invalid argument.  A patch that is blocked, because another
+one that it requires was switched off, does not count.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +25,7 @@ from ..model.torch_build import cpu_only
 from ..result import Result
 from ..text import table, wrap
 from ..versions import NEWEST
-from ._command import Command
-from ._libraries import library_versions, quiet_libraries
-
-_HELP = """\
-Show whether the patches are in place, and those that need attention.  With -v,
-show every patch, its state here and why.  With PATCH, show what that patch is
-for and which attributes it replaces.  Imports the libraries.
-
-Exit code: 0 no patch failed; 1 a patch failed, or drifted: its target is not as
-the patch expects; 2 invalid argument.  A patch that is blocked, because another
-one that it requires was switched off, does not count.
-"""
-
+from ._command import Command, library_versions
 
 #: the states of patches that need no attention
 _USUAL = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
@@ -66,31 +63,24 @@ class Overview(Result):
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n\n".join(self._paragraphs())
 
-    def _lines(self) -> Iterator[str]:
-        yield f"gemma4-compat {__version__}"
-        yield self.verdict
-        yield ""
+    def _paragraphs(self) -> Iterator[str]:
+        yield f"gemma4-compat {__version__}\n{self.verdict}"
         yield table([(name, v or "not installed") for name, v in self.libraries.items()])
         if missing := [name for name, version in self.libraries.items() if version is None]:
-            yield ""
             yield wrap(f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
         if self.note:
-            yield ""
             yield wrap(self.note)
         for release in self.untested:
-            yield ""
             yield wrap(
                 f"untested version: {release} is newer than any measured one; the probe of each "
                 "patch decides whether it is applied"
             )
         shown = [each for each in self.patches if self.every or each.state not in _USUAL]
         if shown:
-            yield ""
             yield table([(each.name, each.state, each.reason) for each in shown])
         if not self.every:
-            yield ""
             yield wrap("gemma4-compat status -v lists every patch; status PATCH explains one")
 
 
@@ -127,8 +117,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> Result:
-    with quiet_libraries():
-        patches = status_of_patches(import_targets=True)
+    patches = status_of_patches(import_targets=True)
     if options.patch is not None:
         names = [entry.name for entry in patches]
         if options.patch not in names:
@@ -142,8 +131,7 @@ def _run(options: argparse.Namespace) -> Result:
 
 COMMAND = Command(
     name="status",
-    help="which patches apply to the installed libraries",
-    description=_HELP,
+    description=__doc__,
     arguments=_arguments,
     run=_run,
 )

@@ -53,7 +53,6 @@ class Demo(Result):
     stories: tuple[Story, ...]
     outcomes: tuple[Mapping[str, Outcome], ...]
     seconds: float
-    folder: Path | None
 
     @property
     def ok(self) -> bool:
@@ -79,8 +78,6 @@ class Demo(Result):
             rows = [(side, outcome[side]) for side in _SIDES]
             lines += [story.title, table(rows, indent="  "), ""]
         lines.append(f"{self.verdict} ({self.seconds:.0f} s)")
-        if self.folder is not None:
-            lines.append(f"checkpoint, adapters and logs are in {self.folder}")
         return "\n".join(lines)
 
 
@@ -106,7 +103,7 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
         if not built.ok:
             raise InputError(f"cannot build the model: {built.text}")
         outcomes = play(stories, folder)
-    return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start, keep)
+    return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start)
 
 
 def play(stories: Sequence[Story], folder: Path) -> list[dict[str, Outcome]]:
@@ -135,37 +132,26 @@ def _run(side: str, stories: Sequence[Story], folder: Path) -> Iterator[Outcome]
             env=_environment(side),
             text=True,
         ) as process:
+            assert process.stdout is not None
             try:
-                while left and (line := _next_line(process)):
-                    yield Outcome(**json.loads(line))
+                for story in list(left):
+                    timer = threading.Timer(_SECONDS, process.kill)
+                    timer.daemon = True
+                    timer.start()
+                    start = time.monotonic()
+                    line = process.stdout.readline()
+                    timer.cancel()
                     del left[0]
-            except TimeoutError as error:
-                yield Outcome("crash", str(error))
-            else:
-                if left:
-                    yield _crash(process.wait(), folder / side / left[0].name / "log.txt")
+                    if line:
+                        yield Outcome(**json.loads(line))
+                        continue
+                    if time.monotonic() - start >= _SECONDS:
+                        yield Outcome("crash", f"not finished after {_SECONDS} s")
+                    else:
+                        yield _crash(process.wait(), folder / side / story.name / "log.txt")
+                    break
             finally:
                 process.kill()
-        del left[:1]
-
-
-def _next_line(process: subprocess.Popen[str]) -> str:
-    """The worker's next line; "" if it has died.
-
-    Raises:
-        TimeoutError: it did not print a line in time, and was killed.
-    """
-    start = time.monotonic()
-    timer = threading.Timer(_SECONDS, process.kill)
-    timer.start()
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-    finally:
-        timer.cancel()
-    if not line and time.monotonic() - start >= _SECONDS:
-        raise TimeoutError(f"not finished after {_SECONDS} s")
-    return line
 
 
 def _crash(code: int, log: Path) -> Outcome:
@@ -184,4 +170,6 @@ def _environment(side: str) -> dict[str, str]:
         variables["GEMMA4_COMPAT"] = "0"
     # The worker must import the same packages as we do.
     variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    # The logs have what transformers says; the demo's own process is silent.
+    variables["TRANSFORMERS_VERBOSITY"] = "warning"
     return variables | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

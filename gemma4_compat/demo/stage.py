@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,6 @@ from ..tiny import (
     text_inputs,
 )
 
-_INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "text": text_inputs,
-    "image": image_inputs,
-    "audio": audio_inputs,
-}
 _FORWARDS = 2
 _NEW_TOKENS = 4
 
@@ -162,9 +157,10 @@ def check_placement(model: Any, before: set[str]) -> None:
 
 def inputs(model: Any) -> dict[str, dict[str, Any]]:
     """A text, an image and a sound prompt, on the execution device."""
+    builders = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
     return {
         kind: {name: tensor.to(device()) for name, tensor in build(model.config).items()}
-        for kind, build in _INPUTS.items()
+        for kind, build in builders.items()
     }
 
 

@@ -18,7 +18,14 @@ from ..errors import InputError, suggestion
 from ..model.files import LOCATIONS
 from ..model.hub import short_name
 from ..model.meta import checkpoint_model
-from ..model.parts import TOWERS, is_clippable, is_under, tower_of
+from ..model.parts import (
+    TOWERS,
+    experts_without_adapter,
+    is_clippable,
+    is_under,
+    target_parameters,
+    tower_of,
+)
 from ..result import Result
 
 #: the settings of a ``PeftConfig`` that decide which modules match
@@ -284,3 +291,10 @@ def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) 
             yield f"{target} matches no module of this model{suggestion(target, last_names)}"
     if matched and not any(tower_of(name) == "language" for name in matched):
         yield "the language model gets no adapter"
+    if experts := experts_without_adapter(base.modules, matched):
+        names, layers = target_parameters(experts)
+        yield (
+            f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules matches "
+            "modules, and one parameter holds all experts of a layer. Set "
+            f"target_parameters={names} in PEFT's config"
+        )

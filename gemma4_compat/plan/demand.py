@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
@@ -61,9 +63,7 @@ def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
     from ..model.peak import forward_peak
 
     vocabulary = model.config.get_text_config().vocab_size
-
-    def cache(context: int) -> dict[int, int]:
-        return kv_cache(model, context)
+    cache = partial(kv_cache, model)
 
     def activations(context: int) -> int:
         logits = _LOGITS_COPIES * int(vocabulary)
@@ -154,14 +154,9 @@ def _longest_between(job: Job, low: Demand, high: Demand, fits: Callable[[Demand
         activations = low.activations + share * (high.activations - low.activations)
         return Demand(context, job.cache(context), int(activations))
 
-    fewest, most = low.context // _STEP, high.context // _STEP
-    while fewest < most:
-        middle = (fewest + most + 1) // 2
-        if fits(between(middle * _STEP)):
-            fewest = middle
-        else:
-            most = middle - 1
-    return max(fewest * _STEP, low.context)
+    contexts = range(low.context // _STEP * _STEP + _STEP, high.context + 1, _STEP)
+    fitting = bisect_left(contexts, True, key=lambda context: not fits(between(context)))
+    return contexts[fitting - 1] if fitting else low.context
 
 
 def onloaded_bytes(model: Any, whole: tuple[TensorSize, ...], quant: str) -> dict[str, int]:

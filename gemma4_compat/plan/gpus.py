@@ -16,30 +16,31 @@ _GIB = 2**30
 _FEWEST_BYTES = 2**27
 #: the first compute capability with bfloat16
 _BFLOAT16 = 8
-#: The memory in GiB of common cards, and whether they compute in bfloat16.  Cards that report less
-#: than they are sold with, since error correction takes a part, have the lower number.
-_OLD, _NEW = False, True
-_CARDS: Mapping[str, tuple[bool, tuple[float, ...]]] = {
-    "GTX 1060": (_OLD, (3, 6)), "GTX 1070": (_OLD, (8,)), "GTX 1080": (_OLD, (8,)),
-    "GTX 1080 Ti": (_OLD, (11,)), "GTX 1650": (_OLD, (4,)), "GTX 1660": (_OLD, (6,)),
-    "GTX 1660 Ti": (_OLD, (6,)), "GTX 1660 Super": (_OLD, (6,)),
-    "RTX 2060": (_OLD, (6, 12)), "RTX 2060 Super": (_OLD, (8,)), "RTX 2070": (_OLD, (8,)),
-    "RTX 2070 Super": (_OLD, (8,)), "RTX 2080": (_OLD, (8,)), "RTX 2080 Super": (_OLD, (8,)),
-    "RTX 2080 Ti": (_OLD, (11,)),
-    "RTX 3050": (_NEW, (6, 8)), "RTX 3060": (_NEW, (8, 12)), "RTX 3060 Ti": (_NEW, (8,)),
-    "RTX 3070": (_NEW, (8,)), "RTX 3070 Ti": (_NEW, (8,)), "RTX 3080": (_NEW, (10, 12)),
-    "RTX 3080 Ti": (_NEW, (12,)), "RTX 3090": (_NEW, (24,)), "RTX 3090 Ti": (_NEW, (24,)),
-    "RTX 4060": (_NEW, (8,)), "RTX 4060 Ti": (_NEW, (8, 16)), "RTX 4070": (_NEW, (12,)),
-    "RTX 4070 Super": (_NEW, (12,)), "RTX 4070 Ti": (_NEW, (12,)),
-    "RTX 4070 Ti Super": (_NEW, (16,)), "RTX 4080": (_NEW, (16,)),
-    "RTX 4080 Super": (_NEW, (16,)), "RTX 4090": (_NEW, (24,)),
-    "RTX 5060": (_NEW, (8,)), "RTX 5060 Ti": (_NEW, (8, 16)), "RTX 5070": (_NEW, (12,)),
-    "RTX 5070 Ti": (_NEW, (16,)), "RTX 5080": (_NEW, (16,)), "RTX 5090": (_NEW, (32,)),
-    "P100": (_OLD, (16,)), "V100": (_OLD, (16, 32)), "T4": (_OLD, (14.7,)), "L4": (_NEW, (22.4,)),
-    "A10": (_NEW, (22.4,)), "A10G": (_NEW, (22.4,)), "A40": (_NEW, (44.9,)),
-    "A100": (_NEW, (40, 80)), "L40": (_NEW, (44.9,)), "L40S": (_NEW, (44.9,)),
-    "H100": (_NEW, (80,)), "H200": (_NEW, (140,)),
-}  # fmt: skip
+#: The cards of each size in GiB.  Cards that report less than they are sold with, since error
+#: correction takes a part, have the lower number.
+_CARDS: Mapping[float, str] = {
+    3: "GTX 1060",
+    4: "GTX 1650",
+    6: "GTX 1060, GTX 1660, GTX 1660 Ti, GTX 1660 Super, RTX 2060, RTX 3050",
+    8: "GTX 1070, GTX 1080, RTX 2060 Super, RTX 2070, RTX 2070 Super, RTX 2080, RTX 2080 Super, "
+    "RTX 3050, RTX 3060, RTX 3060 Ti, RTX 3070, RTX 3070 Ti, RTX 4060, RTX 4060 Ti, RTX 5060, "
+    "RTX 5060 Ti",
+    10: "RTX 3080",
+    11: "GTX 1080 Ti, RTX 2080 Ti",
+    12: "RTX 2060, RTX 3060, RTX 3080, RTX 3080 Ti, RTX 4070, RTX 4070 Super, RTX 4070 Ti, "
+    "RTX 5070",
+    14.7: "T4",
+    16: "RTX 4060 Ti, RTX 4070 Ti Super, RTX 4080, RTX 4080 Super, RTX 5060 Ti, RTX 5070 Ti, "
+    "RTX 5080, P100, V100",
+    22.4: "L4, A10, A10G",
+    24: "RTX 3090, RTX 3090 Ti, RTX 4090",
+    32: "RTX 5090, V100",
+    40: "A100",
+    44.9: "A40, L40, L40S",
+    80: "A100, H100",
+    140: "H200",
+}
+_WITHOUT_BFLOAT16 = ("GTX", "RTX 20", "P100", "V100", "T4")
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,16 @@ def parse_gpu(text: str | int) -> Gpu:
         return Gpu(size(text), text)
     if re.match(r"\s*\d", text):
         return Gpu(text.strip(), parse_size(text))
-    names = {_plain(name): name for name in _CARDS}
+    names = {_plain(name): name for cards in _CARDS.values() for name in cards.split(", ")}
     name = names.get(_plain(text))
     if name is None:
         hint = suggestion(_plain(text), names)
         raise InputError(f"{text!r} is neither a size nor a known card{hint}: write 12GiB or 12GB")
-    bfloat16, sizes = _CARDS[name]
+    sizes = [gib for gib, cards in _CARDS.items() if name in cards.split(", ")]
     if len(sizes) > 1:
         choice = " or ".join(f"{each:g}GiB" for each in sizes)
         raise InputError(f"there are cards {name} with different memory: write {choice}")
-    return Gpu(name, int(sizes[0] * _GIB), bfloat16)
+    return Gpu(name, int(sizes[0] * _GIB), not name.startswith(_WITHOUT_BFLOAT16))
 
 
 def _plain(name: str) -> str:

@@ -78,7 +78,10 @@ def plan(
         >>> plan("gemma-4-E2B-it", "RTX 4070").device_map
         {'model.language_model.embed_tokens_per_layer': 'cpu', '': 0}
     """
-    gpus = _usable(gpus_of(gpu), parse_size(reserve))
+    gpus, reserved = gpus_of(gpu), parse_size(reserve)
+    if not 0 <= reserved < gpus[0].free:
+        raise InputError(f"cannot reserve {reserved} bytes of a GPU with {gpus[0].free}")
+    gpus = (replace(gpus[0], free=gpus[0].free - reserved), *gpus[1:])
     if context is None:
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
@@ -139,12 +142,6 @@ def plan(
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-def _usable(gpus: tuple[Gpu, ...], reserve: int) -> tuple[Gpu, ...]:
-    if not 0 <= reserve < gpus[0].free:
-        raise InputError(f"cannot reserve {reserve} bytes of a GPU with {gpus[0].free}")
-    return (replace(gpus[0], free=gpus[0].free - reserve), *gpus[1:])
 
 
 def _limit(model: Any, context: int) -> int:

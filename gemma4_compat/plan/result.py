@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,14 +87,9 @@ class Plan(Result):
         return sum(sum(row.gpus) if gpu is None else row.gpus[gpu] for row in rows)
 
     @property
-    def weights(self) -> int:
-        """The bytes of the model and the adapter on all GPUs."""
-        return self.bytes_of("weights") + self.bytes_of("adapter")
-
-    @property
     def needed(self) -> tuple[int, ...]:
         """The bytes that each GPU needs."""
-        return tuple(map(sum, zip(*(row.gpus for row in self.memory), strict=True)))
+        return _sum(self.memory)
 
     @property
     def cpu(self) -> int:
@@ -104,22 +99,23 @@ class Plan(Result):
     @property
     def ok(self) -> bool:
         """Whether everything fits on the GPUs and, if ``ram`` is known, on the CPU."""
-        return not any(self._excess()) and not self._ram_excess()
+        return self._excess() <= 0 and self._ram_excess() <= 0
 
-    def _excess(self) -> tuple[int, ...]:
+    def _excess(self) -> int:
+        """The bytes that the fullest GPU lacks."""
         both = zip(self.needed, self.gpus, strict=True)
-        return tuple(max(0, needed - gpu.free) for needed, gpu in both)
+        return max(needed - gpu.free for needed, gpu in both)
 
     def _ram_excess(self) -> int:
-        return 0 if self.ram is None else max(0, self.cpu - self.ram)
+        return 0 if self.ram is None else self.cpu - self.ram
 
     @property
     def verdict(self) -> str:
         sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
         where = f"{len(self.gpus)} GPUs of {sizes}" if len(self.gpus) > 1 else f"a GPU of {sizes}"
-        if any(self._excess()):
-            return f"does NOT fit on {where}: {size(max(self._excess()))} too much"
-        if self._ram_excess():
+        if self._excess() > 0:
+            return f"does NOT fit on {where}: {size(self._excess())} too much"
+        if self._ram_excess() > 0:
             return f"does NOT fit in the CPU's memory: {size(self._ram_excess())} too much"
         return f"fits on {where}"
 
@@ -127,49 +123,47 @@ class Plan(Result):
         return {**asdict(self), "needed": self.needed, "cpu": self.cpu, "ok": self.ok}
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        job = ", training" if self.train else ""
+        title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
+        paragraphs = [title, "\n".join([_table(self), self.verdict, *_advice(self)])]
+        if self.ok:
+            rest = [(_label(more), size(more.saves), more.costs) for more in self.further]
+            head = ("can also be offloaded", "saves", "costs")
+            paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
+        return "\n\n".join(paragraphs)
 
 
-def _lines(plan: Plan) -> Iterator[str]:
-    job = ", training" if plan.train else ""
-    yield f"{hub.short_name(plan.model)} ({plan.architecture}), {plan.quant}{job}"
-    yield ""
-    yield _table(plan)
-    yield plan.verdict
-    yield from _advice(plan)
-    if plan.ok:
-        yield ""
-        yield plan.code
-        if plan.further:
-            yield ""
-            rest = [(_label(more), size(more.saves), more.costs) for more in plan.further]
-            yield table(rest, ("can also be offloaded", "saves", "costs"), right=(1,))
+def _sum(rows: Sequence[Memory]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(row.gpus for row in rows), strict=True)))
 
 
 def _table(plan: Plan) -> str:
-    kinds = [row.kind for row in plan.memory]
-    last = max(i for i, kind in enumerate(kinds) if kind in ("weights", "adapter")) + 1
-    numbers = [(row.name, row.gpus, row.cpu) for row in plan.memory]
-    loaded = tuple(map(sum, zip(*(gpus for _, gpus, _ in numbers[:last]), strict=True)))
-    numbers.insert(last, ("loaded", loaded, plan.cpu))
-    numbers.append(("needed", plan.needed, plan.cpu))
-    numbers.append(("available", tuple(gpu.free for gpu in plan.gpus), plan.ram or 0))
+    loaded = [row for row in plan.memory if row.kind in ("weights", "adapter")]
+    rows = [
+        *loaded,
+        Memory("loaded", "loaded", _sum(loaded), plan.cpu),
+        *(row for row in plan.memory if row not in loaded),
+        Memory("needed", "needed", plan.needed, plan.cpu),
+        Memory("available", "available", tuple(gpu.free for gpu in plan.gpus), plan.ram or 0),
+    ]
+    cells = [
+        (row.name, *(size(number) if number else "-" for number in (*row.gpus, row.cpu)))
+        for row in rows
+    ]
     names = [f"GPU {number}" for number in range(len(plan.gpus))]
-    rows = [(label, *map(_size, gpus), _size(cpu)) for label, gpus, cpu in numbers]
     heads = ("", *(names if len(names) > 1 else ["GPU"]), "CPU")
-    return table(rows, heads, right=range(1, len(heads)))
-
-
-def _size(number: int) -> str:
-    return size(number) if number else "-"
+    return table(cells, heads, right=range(1, len(heads)))
 
 
 def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
     if plan.longest_context:
         yield f"longest context that fits: {plan.longest_context} tokens"
-    if any(plan._excess()):
-        yield wrap(f"Everything that can be offloaded is offloaded. {_instead(plan)}")
+    if plan._excess() > 0:
+        none = "No --context fits: take a larger --gpu or a smaller model."
+        advice = f"--context {plan.longest_context} fits." if plan.longest_context else none
+        may_help = " --quant nf4 may help." if plan.quant in ("int8", "bf16") else ""
+        yield wrap(f"Everything that can be offloaded is offloaded. {advice}{may_help}")
     if not plan.train and plan.context > PREFILL and plan.longest_context:
         yield wrap(
             f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
@@ -179,13 +173,6 @@ def _advice(plan: Plan) -> Iterator[str]:
             "This GPU does not compute in bfloat16, so the code uses float16. If the model returns "
             "nan, use torch.bfloat16, which is slower."
         )
-
-
-def _instead(plan: Plan) -> str:
-    longest = plan.longest_context
-    none = "No --context fits: take a larger --gpu or a smaller model."
-    advice = f"--context {longest} fits." if longest else none
-    return advice if plan.quant not in ("int8", "bf16") else f"{advice} --quant nf4 may help."
 
 
 def _label(offload: Offload) -> str:

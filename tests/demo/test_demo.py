@@ -101,7 +101,7 @@ def test_every_story_ends_well_with_the_patches(tmp_path, monkeypatch):
 def shown(stories, outcomes, monkeypatch):
     """The printed lines, in a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    return str(Demo(tuple(stories), tuple(outcomes), 60.0, None)).splitlines()
+    return str(Demo(tuple(stories), tuple(outcomes), 60.0)).splitlines()
 
 
 @pytest.mark.slow

@@ -146,11 +146,12 @@ def test_what_plan_says_of_its_own_map(model_dir):
     from gemma4_compat.plan import plan
 
     whole = plan(model_dir, 2**35, context=16)
-    for less in (0, whole.weights // 3, whole.weights // 2):
+    weights = whole.bytes_of("weights")
+    for less in (0, weights // 3, weights // 2):
         planned = plan(model_dir, whole.needed[0] - less, context=16)
         found = check_device_map(model_dir, planned.device_map)
         assert found.ok
-        assert on(found, "GPU 0")["nf4"] == planned.weights
+        assert on(found, "GPU 0")["nf4"] == planned.bytes_of("weights")
     assert len(planned.device_map) > 3
 
 
