@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -154,9 +153,14 @@ def _longest_between(job: Job, low: Demand, high: Demand, fits: Callable[[Demand
         activations = low.activations + share * (high.activations - low.activations)
         return Demand(context, job.cache(context), int(activations))
 
-    contexts = range(low.context // _STEP * _STEP + _STEP, high.context + 1, _STEP)
-    fitting = bisect_left(contexts, True, key=lambda context: not fits(between(context)))
-    return contexts[fitting - 1] if fitting else low.context
+    fewest, most = low.context // _STEP, high.context // _STEP
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if fits(between(middle * _STEP)):
+            fewest = middle
+        else:
+            most = middle - 1
+    return max(fewest * _STEP, low.context)
 
 
 def onloaded_bytes(model: Any, whole: tuple[TensorSize, ...], quant: str) -> dict[str, int]:
