@@ -219,10 +219,14 @@ def _features(model: Any, model_kwargs: Any, kind: str) -> Any:
     encoded = (model_kwargs.get("mm_encoder_outputs") or {}).get(kind)
     if encoded is not None:
         return encoded
-    encode = getattr(model.base_model, f"get_{kind}_features")
-    names = inspect.signature(encode).parameters.keys() & model_kwargs.keys()
-    inputs = send_to_device({name: model_kwargs[name] for name in names}, input_device(model))
-    return encode(**inputs, return_dict=True)
+    method = f"get_{kind}_features"
+    # A user's own method may take ``**kwargs``, and hand them on to that of transformers.
+    classes = (vars(cls) for cls in type(model.base_model).__mro__)
+    methods = (own[method] for own in classes if method in own)
+    known = {name for each in methods for name in inspect.signature(each).parameters}
+    inputs = {name: model_kwargs[name] for name in known & model_kwargs.keys()}
+    inputs = send_to_device(inputs, input_device(model))
+    return getattr(model.base_model, method)(**inputs, return_dict=True)
 
 
 def _flat(output: Any) -> Any:

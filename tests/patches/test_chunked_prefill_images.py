@@ -229,3 +229,16 @@ def test_given_objects_are_as_before(model_dir):
     assert inputs.keys() == before.keys()
     assert all(inputs[name] is before[name] for name in before)
     assert model.generation_config.to_dict() == options
+
+
+def test_a_method_of_a_user_that_hands_on(model_dir):
+    model = small_model(model_dir)
+    inputs = image_inputs(model.config)
+    expected = generated(model, inputs)
+
+    class Own(type(model.model)):
+        def get_image_features(self, *args, **kwargs):
+            return super().get_image_features(*args, **kwargs)
+
+    model.model.__class__ = Own
+    assert_equal(generated(model, inputs, prefill_chunk_size=7), expected)
