@@ -13,18 +13,23 @@ imports none of those libraries.
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
-from . import patches as _patches
 from ._version import __version__
-from .engine.core import Engine
 from .engine.status import PatchStatus, State, Status
-from .engine.switches import read as _read_switches
 from .errors import InputError, MergeError, PatchError
 from .model.hooks import input_device
 from .model.host_memory import limit_page_locked
 from .versions import FLOORS as _FLOORS
+from .versions import LIBRARIES as _LIBRARIES
 from .versions import NEWEST as _NEWEST
+
+if TYPE_CHECKING:
+    from .engine.core import Engine
 
 __all__ = [
     "InputError",
@@ -42,26 +47,73 @@ __all__ = [
     "uninstall",
 ]
 
-_logger = logging.getLogger(__name__)
-_GROUPS = _patches.groups()
+_lock = threading.RLock()
+# A reload of this module must not start a second engine.
+_started: Engine | None = globals().get("_started")
+
+
+def _start() -> Engine:
+    """The engine with all patches; they are read when it is needed first."""
+    global _started
+    with _lock:
+        if _started is None:
+            _first_import.leave()
+            from . import patches
+            from .engine import core, switches
+
+            logger = logging.getLogger(__name__)
+            found = patches.load()
+            names = {patch.name: patch.requires for patch in found}
+            read = switches.read(
+                "GEMMA4_COMPAT", names, logger, None, patches.groups(), patches.GONE
+            )
+            _started = core.Engine(found, read, logger, _FLOORS, _NEWEST)
+            _started.start()
+    return _started
+
+
+class _FirstImport:
+    """Starts the engine when the import of one of the libraries begins."""
+
+    def find_spec(self, name: str, *args: Any) -> Any:
+        if name not in _LIBRARIES:
+            return None
+        _start()
+        # The search began before the engine watched imports.
+        others = (finder for finder in sys.meta_path if finder is not self)
+        finders = [finder for finder in others if hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(name, *args) for finder in finders)
+        return next((spec for spec in specs if spec is not None), None)
+
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+
+_first_import = _FirstImport()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_engine":
+        return _start()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if _started is None:
+    # Warnings about variables come at once.
+    _variables = [name.upper().replace("_", "") for name in os.environ]
+    if {*_LIBRARIES} & sys.modules.keys() or any("GEMMA4COMPAT" in name for name in _variables):
+        _start()
+    else:
+        sys.meta_path.insert(0, _first_import)
 
 
 def _named(names: tuple[str, ...]) -> list[str]:
     """The names of patches; groups are replaced by their patches."""
-    return [patch for name in names for patch in _GROUPS.get(name, (name,))]
+    from . import patches
 
-
-def _start() -> Engine:
-    all_patches = _patches.load()
-    names = {patch.name: patch.requires for patch in all_patches}
-    switches = _read_switches("GEMMA4_COMPAT", names, _logger, None, _GROUPS, _patches.GONE)
-    engine = Engine(all_patches, switches, _logger, _FLOORS, _NEWEST)
-    engine.start()
-    return engine
-
-
-# A reload of this module must not start a second engine.
-_engine: Engine = globals().get("_engine") or _start()
+    groups = patches.groups()
+    return [patch for name in names for patch in groups.get(name, (name,))]
 
 
 def status(*, import_targets: bool = False) -> Status:
@@ -81,7 +133,7 @@ def status(*, import_targets: bool = False) -> Status:
         >>> print(gemma4_compat.status()["clippable_linear"].symptom)
         Target module Gemma4ClippableLinear(...) is not supported
     """
-    return _engine.import_targets() if import_targets else _engine.status()
+    return _start().import_targets() if import_targets else _start().status()
 
 
 def install(*names: str) -> Status:
@@ -101,7 +153,7 @@ def install(*names: str) -> Status:
         >>> gemma4_compat.install("clippable_linear").ok
         True
     """
-    return _engine.install(*_named(names))
+    return _start().install(*_named(names))
 
 
 def uninstall(*names: str) -> Status:
@@ -118,7 +170,7 @@ def uninstall(*names: str) -> Status:
         >>> print(gemma4_compat.uninstall("host_embedding")["host_embedding"].state)
         disabled
     """
-    return _engine.uninstall(*_named(names))
+    return _start().uninstall(*_named(names))
 
 
 def disabled(*names: str) -> AbstractContextManager[Status]:
@@ -134,4 +186,4 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
         ...     print(status["host_embedding"].state)
         disabled
     """
-    return _engine.disabled(_named(names))
+    return _start().disabled(_named(names))

@@ -166,6 +166,23 @@ def test_switches_by_subject(variable, value, on, off):
     assert states[off] == ["disabled", f"{variable}={value}"]
 
 
+def test_patches_are_read_when_a_library_is_imported():
+    from gemma4_compat.patches import load
+    from gemma4_compat.versions import LIBRARIES
+
+    targets = {each.module for patch in load() for each in patch.replacements}
+    assert {module.partition(".")[0] for module in targets} == {*LIBRARIES}
+    code = """
+import sys, gemma4_compat
+ours = {"wrapt", "gemma4_compat.patches"}
+print(ours & sys.modules.keys())
+import accelerate.hooks
+print(ours - sys.modules.keys(), [f for f in sys.meta_path if type(f).__name__ == "_FirstImport"])
+print(gemma4_compat.status()["offload_threads"].state)
+"""
+    assert python("-c", code).stdout.splitlines() == ["set()", "set() []", "applied"]
+
+
 def test_a_gone_patch():
     [line] = python(
         "-c", "import gemma4_compat", GEMMA4_COMPAT_HOOK_REMOVAL="0"
