@@ -111,7 +111,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     switches = Switches("TEST_COMPAT", strict=strict, off={"first": "TEST_COMPAT_FIRST=0"})
     engine = Engine(patches, switches, logging.getLogger("gemma4_compat"))
     engine.install()
-    monkeypatch.setattr(gemma4_compat, "_engine", engine)
+    monkeypatch.setattr(gemma4_compat, "_started", engine)
     assert cli.main(["status"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "second blocked needs first, which is disabled by TEST_COMPAT_FIRST=0" in printed
@@ -130,7 +130,7 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     engine = Engine([patch], switches, logging.getLogger("gemma4_compat"))
     engine.install()
-    monkeypatch.setattr(gemma4_compat, "_engine", engine)
+    monkeypatch.setattr(gemma4_compat, "_started", engine)
     assert cli.main(["status"]) == 1
     printed = capsys.readouterr()
     assert "no_such_function" in (printed.err if strict else printed.out)

@@ -29,7 +29,7 @@ site = sys.modules.get("sitecustomize")
 print(json.dumps({{
     "patched": "gemma4_compat" in names,
     "names": len(names),
-    "hooks": [type(finder).__module__ for finder in sys.meta_path].count("wrapt.importer"),
+    "hooks": [type(finder).__name__ for finder in sys.meta_path].count("_FirstImport"),
     "libraries": sorted({{*{WITH_TORCH!r}}} & set(sys.modules)),
     "path": sys.path,
     "sitecustomize": getattr(site, "__file__", None),
@@ -303,6 +303,7 @@ def test_switches_reach_the_children(tmp_path):
 
 SHOW_PYTHONPATH = """
 import gemma4_compat, os, sys
+gemma4_compat.status()
 print(os.environ["PYTHONPATH"].split(os.pathsep), len(sys._version_gated_patch_engines), flush=True)
 """
 
