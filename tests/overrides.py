@@ -1318,6 +1318,8 @@ def _(case, language):
 
 @row("save", "from four threads at once")
 def _(case):
+    import jinja2  # noqa: F401  (huggingface_hub fails if several threads import it first)
+
     def run(function):
         with ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(function) for _ in range(4)]
