@@ -95,7 +95,7 @@ def _offloaded_alone(model: Any, name: str) -> Any:
     module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
     hook = offload_hook(module)
     present = [key for key, value in module._parameters.items() if value is not None]
-    alone = hook is not None and not hook.place_submodules and present == [leaf]
+    alone = hook is not None and not hook.place_submodules and present == [leaf] == ["weight"]
     return module if alone else None
 
 
