@@ -93,16 +93,16 @@ def looked_up_by_the_cpu() -> Iterator[None]:
 @contextlib.contextmanager
 def norms_in_many_kernels() -> Iterator[None]:
     """Captured steps compute their RMS norms as transformers does."""
-    from gemma4_compat.patches import _decode_graphs
+    from gemma4_compat.runtime.capture import decoding
 
-    original = _decode_graphs.norms_in_one_kernel
-    _decode_graphs.norms_in_one_kernel = lambda modules: contextlib.nullcontext()
-    _decode_graphs.forget()
+    original = decoding.norms_in_one_kernel
+    decoding.norms_in_one_kernel = lambda modules: contextlib.nullcontext()
+    decoding.forget()
     try:
         yield
     finally:
-        _decode_graphs.norms_in_one_kernel = original
-        _decode_graphs.forget()
+        decoding.norms_in_one_kernel = original
+        decoding.forget()
 
 
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -163,7 +163,7 @@ def host_memory() -> int:
 
 def snapshot_ms(model: Any) -> float:
     """Milliseconds of the check that the model has not changed since the last call."""
-    from gemma4_compat.patches._decode_graphs import decoding_of
+    from gemma4_compat.runtime.capture.decoding import decoding_of
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoding = decoding_of(base)

@@ -35,7 +35,7 @@ def prefill(model: Any, length: int = 2048) -> float:
 
 def block_bytes(model: Any) -> list[int]:
     """Bytes of each streamed layer; they are the same on the host and on the GPU."""
-    from gemma4_compat.patches._streaming import streamed_layers
+    from gemma4_compat.runtime.host.blocks import streamed_layers
 
     return [layer.host.nbytes for layer in streamed_layers(model.modules())]
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .engine.status import PatchStatus, State, Status
 from .errors import InputError, MergeError, PatchError
+from .machine.host_memory import limit_page_locked
 from .model.hooks import input_device
-from .model.host_memory import limit_page_locked
 from .versions import FLOORS as _FLOORS
 from .versions import LIBRARIES as _LIBRARIES
 from .versions import NEWEST as _NEWEST

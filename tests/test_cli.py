@@ -571,7 +571,7 @@ def test_interrupted_while_the_hub_is_asked(monkeypatch, capsys):
     def interrupted(self, name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gemma4_compat.model.hub.Repository.file", interrupted)
+    monkeypatch.setattr("gemma4_compat.files.hub.Repository.file", interrupted)
     assert run_command("plan", "google/gemma-4-E4B-it", "--gpu", "8GiB") == 130
     assert capsys.readouterr().err == "gemma4-compat plan: interrupted\n"
 

@@ -14,21 +14,26 @@ import tempfile
 import pytest
 import torch
 
-from gemma4_compat.patches import _offload, _page_locked, _streaming
-from gemma4_compat.patches.offloading import disk_read_ahead, host_embedding
+from gemma4_compat.patches import _offload
+from gemma4_compat.patches.offloading import host_embedding
+from gemma4_compat.runtime.host import blocks, page_locked, parts, read_ahead
 from tests import support
 
-PATCHES = "gemma4_compat.patches"
-STREAMING = ["_streaming", "_page_locked", "_module_view", "offloading.offload_streaming"]
+PACKAGE = "gemma4_compat"
+HOST = "runtime.host"
+STREAMING = [
+    f"{HOST}.blocks", f"{HOST}.parts", f"{HOST}.page_locked", "objects",
+    "patches.offloading.offload_streaming",
+]  # fmt: skip
 #: what is offloaded how -> the modules in which the interrupt comes
 PLACES = {
     "streamed": STREAMING,
     "experts in place": STREAMING,
-    "8 bit": [*STREAMING, "_int8_state"],
-    "by accelerate": ["offloading.quant_state_offload"],
-    "embeddings": ["offloading.host_embedding", "_module_view"],
-    "on the disk": ["offloading.disk_read_ahead"],
-    "onloaded": ["_offload"],
+    "8 bit": [*STREAMING, f"{HOST}.int8_state"],
+    "by accelerate": ["patches.offloading.quant_state_offload"],
+    "embeddings": ["patches.offloading.host_embedding", f"{HOST}.table", "objects"],
+    "on the disk": ["patches.offloading.disk_read_ahead", f"{HOST}.read_ahead"],
+    "onloaded": ["patches._offload"],
 }
 #: So many of the points are tried by default.
 SAMPLE = 12
@@ -60,7 +65,7 @@ class Interrupt:
     """Notes the lines of these files that a block runs; raises before the one of number ``at``."""
 
     def __init__(self, names, at=None):
-        modules = [importlib.import_module(f"{PATCHES}.{name}") for name in names]
+        modules = [importlib.import_module(f"{PACKAGE}.{name}") for name in names]
         self.files, self.at = {each.__file__ for each in modules}, at
         self.lines = []
 
@@ -96,15 +101,15 @@ class Case:
         self.place, self.folder = place, folder
         self.whole = whole["int8" if place == "8 bit" else "nf4-nested"]
         if place in ("streamed", "experts in place", "8 bit"):
-            monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
+            monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
         if place == "experts in place":
-            monkeypatch.setattr(_streaming, "page_lock", lambda host, device=None: True)
-            monkeypatch.setattr(_streaming, "on_gpu", lambda host, device: host)
+            monkeypatch.setattr(blocks, "page_lock", lambda host, device=None: True)
+            monkeypatch.setattr(blocks, "on_gpu", lambda host, device: host)
         self.fast = []  # the calls that show that a patch is at work
         module, name = {
-            "embeddings": (host_embedding, "_table_to_look_up"),
-            "on the disk": (disk_read_ahead, "_is_cached"),
-        }.get(place, (_streaming, "_like"))
+            "embeddings": (host_embedding, "table_to_look_up"),
+            "on the disk": (read_ahead, "_is_cached"),
+        }.get(place, (parts, "_like"))
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: self.fast.append(1) or original(*args))
 
@@ -204,7 +209,7 @@ def test_an_allocation_that_fails_once(case, monkeypatch, where, call, error):
     with torch.no_grad():
         expected = case.whole(input_ids=torch.arange(3, 15)[None]).logits
     *_, fast = case.forwards(case.model())
-    owner = _streaming.Layer if where == "allocate" else _streaming
+    owner = blocks.Layer if where == "allocate" else blocks
     original, calls = getattr(owner, where), []
 
     def failing(*args):
@@ -217,4 +222,4 @@ def test_an_allocation_that_fails_once(case, monkeypatch, where, call, error):
     *found, still = case.forwards(case.model(), 3)
     assert all(torch.equal(each, expected) for each in found)
     assert still == fast
-    assert _page_locked.locked() == 0
+    assert page_locked.locked() == 0

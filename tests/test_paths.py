@@ -9,7 +9,7 @@ from pathlib import PureWindowsPath
 import pytest
 
 from gemma4_compat import text
-from gemma4_compat.model import hub
+from gemma4_compat.files import hub
 from gemma4_compat.plan.code import Load
 from tests.support import run_command
 

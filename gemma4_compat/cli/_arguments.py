@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import InputError
-from ..model.files import ADAPTER_CONFIG, located, read_config, with_repository
-from ..model.hub import Repository
+from ..files.checkpoint import ADAPTER_CONFIG, located, read_config, with_repository
+from ..files.hub import Repository
 
 T = TypeVar("T")
 

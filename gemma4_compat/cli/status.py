@@ -21,7 +21,7 @@ from .. import InputError, PatchStatus, State, Status, __version__
 from .. import status as status_of_patches
 from ..engine.gate import later
 from ..errors import suggestion
-from ..model.torch_build import cpu_only
+from ..machine.torch_build import cpu_only
 from ..result import Result
 from ..text import table, wrap
 from ..versions import NEWEST

@@ -16,7 +16,7 @@ from typing import Any
 from .. import text
 from ..engine.gate import holds
 from ..errors import InputError
-from ..model.files import (
+from ..files.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Entry,
@@ -29,7 +29,7 @@ from ..model.files import (
     read_adapter_config,
     read_header,
 )
-from ..model.hub import Repository, short_name
+from ..files.hub import Repository, short_name
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..files.checkpoint import Location
+from ..files.hub import short_name
 from ..model.device_maps import checked_map, closest, covering, device_label, left_out
-from ..model.files import Location
-from ..model.hub import short_name
 from ..result import Result
 from ..text import size, some, table, wrap
 from .mapped import Mapped

@@ -8,8 +8,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
+from ..files.checkpoint import Location, located, read_config
 from ..model.device_maps import OFFLOADED, covering, device_label, device_order
-from ..model.files import Location, located, read_config
 from ..model.meta import QUANTS, bnb_config, meta_model
 from ..model.parts import is_under
 from ..model.sizes import TensorSize, tensor_sizes

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..model.hooks import input_device
-from ..patches.generation.captured_decoding import how_it_decodes
 from ..result import Result
+from ..runtime.facts import how_it_decodes
 from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text
 

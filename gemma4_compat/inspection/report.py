@@ -20,7 +20,7 @@ from .. import __version__
 from ..engine.gate import installed_version
 from ..engine.status import State
 from ..errors import InputError
-from ..model.files import (
+from ..files.checkpoint import (
     INDEX,
     WEIGHTS,
     Location,
@@ -30,8 +30,8 @@ from ..model.files import (
     weight_headers,
     with_repository,
 )
-from ..model.host_memory import machine_memory
-from ..model.hub import Repository, short_name
+from ..files.hub import Repository, short_name
+from ..machine.host_memory import machine_memory
 from ..result import Result
 from ..text import plural, size
 from ..versions import WITH_TORCH

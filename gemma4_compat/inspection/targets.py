@@ -15,8 +15,8 @@ from typing import Any
 from .. import text
 from ..engine.status import State
 from ..errors import InputError, suggestion
-from ..model.files import LOCATIONS
-from ..model.hub import short_name
+from ..files.checkpoint import LOCATIONS
+from ..files.hub import short_name
 from ..model.meta import checkpoint_model
 from ..model.parts import (
     TOWERS,

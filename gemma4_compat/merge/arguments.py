@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import InputError, failures_of
-from ..model.files import (
+from ..files.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_header,
@@ -18,7 +18,7 @@ from ..model.files import (
     read_config,
     weight_headers,
 )
-from ..model.hub import Repository
+from ..files.hub import Repository
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The files of a repository to download.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import MergeError, failures_of
-from ..model.files import GENERATION_CONFIG, exists, read_json
+from ..files.checkpoint import GENERATION_CONFIG, exists, read_json
 from .arguments import TOKENIZER_CONFIG, check_out
 
 _TEMPLATE = "chat_template.jinja"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, failures_of
-from .files import CONFIG, Location, config_file, located, read_config
+from ..files.checkpoint import CONFIG, Location, config_file, located, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 

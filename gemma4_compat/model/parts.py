@@ -16,6 +16,15 @@ _WRAPPER = "ClippableLinear"
 #: the beginnings of the modules with the classes of Gemma 4, its variants and Gemma 3n
 MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
 
+#: the beginnings of their ``config.model_type``
+_TYPES = ("gemma3n", "gemma4")
+
+
+def is_ours(model: Any) -> bool:
+    """Whether this is a model of transformers of Gemma 4, its variants or Gemma 3n."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    return str(model_type).startswith(_TYPES)
+
 
 def part_of(name: str) -> str:
     """The part of the model that a module or tensor of this name belongs to."""

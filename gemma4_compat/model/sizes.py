@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .files import Location, adapter_header
+from ..files.checkpoint import Location, adapter_header
 from .parts import decoder_layers, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes

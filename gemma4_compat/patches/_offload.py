@@ -13,7 +13,7 @@ from ..model.hooks import (
     offload_hook,
     placed_model,
 )
-from ._shadow import shadowed
+from ..objects import shadowed
 
 #: The number of rows of a weight to compare at a time.
 _ROWS = 8192

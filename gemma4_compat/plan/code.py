@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..model import hub, parts
+from ..files import hub
+from ..model import parts
 from ..model.meta import bnb_options
 from .demand import EXCLUDED, TARGETS
 

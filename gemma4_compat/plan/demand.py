@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError
+from ..files.checkpoint import ADAPTER_CONFIG, Location, file_in, located
 from ..model import parts, sizes
-from ..model.files import ADAPTER_CONFIG, Location, file_in, located
 from ..model.sizes import TensorSize
 
 #: The tokens of a chunk: a plan assumes that a long prompt is read in chunks.

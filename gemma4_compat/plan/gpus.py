@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import InputError, suggestion
-from ..model.torch_build import cpu_only
+from ..machine.torch_build import cpu_only
 from ..text import size
 
 _GIB = 2**30

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import InputError
+from ..files.checkpoint import Location, located, read_config
+from ..machine.host_memory import available_memory
 from ..model import parts, sizes
 from ..model.device_maps import covering
-from ..model.files import Location, located, read_config
-from ..model.host_memory import available_memory
 from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line

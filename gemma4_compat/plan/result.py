@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..model import hub, parts
+from ..files import hub
+from ..model import parts
 from ..result import Result
 from ..text import size, table, wrap
 from .demand import PREFILL

@@ -21,16 +21,11 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches import (
-    _cuda_graph,
-    _decode_graphs,
-    _int8_outliers,
-    _page_locked,
-    _rms_norm,
-    _streaming,
-    _two_branches,
-)
-from gemma4_compat.patches._cache_memory import layers_of
+from gemma4_compat.runtime.capture import branches, conditions, graph
+from gemma4_compat.runtime.capture import decoding as steps
+from gemma4_compat.runtime.capture.cache_memory import layers_of
+from gemma4_compat.runtime.host import blocks, page_locked
+from gemma4_compat.runtime.kernels import int8_outliers, rms_norm
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -92,14 +87,14 @@ def captures(model):
 def counted(monkeypatch):
     """Yield a list that gets an entry for each capture."""
     seen = []
-    original = _cuda_graph._captured
+    original = graph._captured
 
     def counting(*args):
         seen.append("a capture")  # a reference to the cache would keep it alive
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_cuda_graph, "_captured", counting)
+        patch.setattr(graph, "_captured", counting)
         yield seen
 
 
@@ -308,7 +303,7 @@ def test_outliers_of_8_bit_layers(dtype, outliers):
         row[..., columns[1::2]] *= -1
         with torch.no_grad():
             expected = layer(row)
-            found = _int8_outliers.product(row, layer.state, layer.bias)
+            found = int8_outliers.product(row, layer.state, layer.bias)
             if outliers < 2:
                 assert torch.equal(found, expected)
             # The last bit of the dtype, where the sum is near zero that of its terms.
@@ -324,7 +319,7 @@ def test_8_bit_with_a_threshold(model_dir, streamed):
     """Captured steps search on the GPU, and equal eager steps that do so bit for bit."""
     whole = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
     own = generated(whole, prompt(whole), eager=True)
-    with _int8_outliers.outliers_on_the_gpu():
+    with int8_outliers.outliers_on_the_gpu():
         expected = generated(whole, prompt(whole), eager=True)
     model = support.with_layers_on_the_cpu(whole, range(6)) if streamed else whole
     assert_same(generated(model, prompt(model)), expected)
@@ -811,10 +806,10 @@ def test_streamed_weights_that_change(model_dir):
 @pytest.mark.cuda
 def test_memory_of_streamed_layers_is_freed(model_dir):
     gc.collect()
-    before = _page_locked.locked()
+    before = page_locked.locked()
     model = load_in("layers on the CPU", model_dir)
     check(model, prompt(model))
-    assert _page_locked.locked() > before
+    assert page_locked.locked() > before
     allocated = set()
     for _ in range(2):  # in transformers 5.5 a prompt leaves the last layer on the GPU
         generated(model, prompt(model))
@@ -823,7 +818,7 @@ def test_memory_of_streamed_layers_is_freed(model_dir):
     assert len(allocated) == 1, "a layer stayed on the GPU"
     del model
     gc.collect()
-    assert _page_locked.locked() == before
+    assert page_locked.locked() == before
 
 
 @pytest.mark.cuda
@@ -845,11 +840,11 @@ def test_layers_beyond_the_limit(model_dir, caplog):
 
 @pytest.fixture
 def captured_on_cpu(monkeypatch):
-    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
+    monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
 
 
 def obstacle(model):
-    return _decode_graphs.obstacle_of(model)
+    return conditions.obstacle_of(model)
 
 
 def test_a_model_on_the_cpu_is_refused(model_dir):
@@ -878,23 +873,23 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
     from accelerate import cpu_offload
     from peft import PeftModel
 
-    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu",))
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu",))
     options = {"llm_int8_threshold": 0.0} if kind == "int8" else {}
     model = load_model(model_dir, kind, **options)
     cpu_offload(model.model.language_model.layers, torch.device("cpu"))
     assert obstacle(model) is None
     fill(model, empty_cache(model))
     assert "is offloaded, and its host memory is not page-locked" in obstacle(model)
-    (first,) = _streaming.first_layers(model.modules())
+    (first,) = blocks.first_layers(model.modules())
     for layer in first.dispatch.layers.values():
         layer.layout = replace(layer.layout, page_locked=True)
     assert obstacle(model) is None
-    version = _decode_graphs.Version(model, ())
+    version = steps.Version(model, ())
     fill(model, empty_cache(model))
     assert version.change(()) is None
     PeftModel.from_pretrained(model, adapter_dir)
     assert obstacle(model.eval()) is None
-    version = _decode_graphs.Version(model, ())
+    version = steps.Version(model, ())
     name = next(name for name in first.dispatch.tensors if name.startswith("1.input_layernorm"))
     first.dispatch.tensors[name] = first.dispatch.tensors[name].clone()
     assert "tensor" in version.change(())
@@ -930,12 +925,12 @@ def test_two_threads_search_on_the_gpu(model_dir):
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with _int8_outliers.outliers_on_the_gpu():
+        with int8_outliers.outliers_on_the_gpu():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with _int8_outliers.outliers_on_the_gpu(), torch.no_grad():
+    with int8_outliers.outliers_on_the_gpu(), torch.no_grad():
         thread.start()
         assert inside.wait(60)
         assert torch.equal(model(input_ids=ids).logits, expected)
@@ -957,7 +952,7 @@ def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir)
     model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir)
     model.load_adapter(second_adapter_dir, "second")
     base = model.get_base_model()
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     first = decoding.version(base)
     with torch.no_grad():
         model(**text_inputs(base.config))
@@ -990,7 +985,7 @@ def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir)
 )
 def test_changes_make_another_version(model_dir, change):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     first = decoding.version(model)
     assert decoding.version(model) is first
     change(model)
@@ -1001,7 +996,7 @@ def test_a_version_keeps_nothing_alive(model_dir):
     import weakref
 
     model = load_model(model_dir)
-    decoding = vars(model)["_decoding"] = _decode_graphs.Decoding()
+    decoding = vars(model)["_decoding"] = steps.Decoding()
     decoding.version(model)
     seen = weakref.ref(model.lm_head.weight), weakref.ref(model)
     old = model.lm_head
@@ -1038,7 +1033,7 @@ def fill(model, cache, batch=1):
 
 def test_memory_is_lent_once_its_cache_is_gone(model_dir):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     first = static_cache(model)
     memory = decoding.memory_of(first)
     assert decoding.memory_of(first) is memory
@@ -1061,7 +1056,7 @@ def test_memory_is_lent_once_its_cache_is_gone(model_dir):
 @pytest.mark.parametrize("what", ["a layer", "keys", "a view"])
 def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     cache = static_cache(model)
     memory = decoding.memory_of(cache)
     layer = cache.layers[0]
@@ -1083,7 +1078,7 @@ def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
 @pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 24)])
 def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     decoding.memory_of(static_cache(model))
     gc.collect()
     other = empty_cache(model, length)
@@ -1094,7 +1089,7 @@ def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
 
 def test_memory_of_another_dtype_is_not_lent(model_dir):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     memory = decoding.memory_of(static_cache(model))
     gc.collect()
     model.model.float()
@@ -1107,7 +1102,7 @@ def test_memory_of_another_dtype_is_not_lent(model_dir):
 
 def test_copies_of_a_cache_have_their_own_memory(model_dir):
     model = load_model(model_dir)
-    decoding = _decode_graphs.Decoding()
+    decoding = steps.Decoding()
     cache = static_cache(model)
     memory = decoding.memory_of(cache)
     assert decoding.memory_of(copy.deepcopy(cache)) is not memory
@@ -1117,17 +1112,17 @@ def test_copies_of_a_cache_have_their_own_memory(model_dir):
 
 def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
     """The user's own inputs prevent capturing; token types that remain from a prompt do not."""
-    monkeypatch.setattr(_decode_graphs, "CAPTURED_ON", ("cpu",))
+    monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
     model, said = load_model(model_dir), []
     cache = static_cache(model)
-    decoder = _decode_graphs.Decoder(model, said.append)
+    decoder = steps.Decoder(model, said.append)
     step = {"input_ids": torch.tensor([[7]]), "past_key_values": cache}
     masks = {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"))}
     of_a_prompt = {"mm_token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
     with torch.no_grad():
         decoder(**step, **masks, **of_a_prompt)
         assert said == []
-        decoder = _decode_graphs.Decoder(model, said.append)
+        decoder = steps.Decoder(model, said.append)
         decoder(**step, **masks, output_router_logits=True)
         assert said == ["its forward is called with output_router_logits"]
 
@@ -1157,15 +1152,15 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
         seen.append(module)
         return original(inputs)
 
-    monkeypatch.setattr(_decode_graphs, "Step", Step)
+    monkeypatch.setattr(steps, "Step", Step)
     model = load_model(model_dir)
     step = {"input_ids": torch.tensor([[7]]), "past_key_values": static_cache(model)}
-    decoder = _decode_graphs.Decoder(model, pytest.fail)
+    decoder = steps.Decoder(model, pytest.fail)
     with torch.no_grad():
         with register_module_forward_hook(is_run):
             model(**step)
         assert len(run) > 4
-        monkeypatch.setattr(_rms_norm, "_norm", norm)
+        monkeypatch.setattr(rms_norm, "_norm", norm)
         for number in range(2):
             decoder(**step)
             assert seen == run
@@ -1177,9 +1172,9 @@ def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
     from accelerate import cpu_offload
 
     layers = of_family("Gemma4 experts", tmp_path, "cpu").model.layers
-    assert all(_two_branches.has_two_branches(layer) for layer in layers)
+    assert all(branches.has_two_branches(layer) for layer in layers)
     cpu_offload(layers[1].mlp, execution_device=torch.device("cpu"))
-    assert not _two_branches.has_two_branches(layers[1])
+    assert not branches.has_two_branches(layers[1])
 
     class InAnotherOrder(type(layers[0])):
         def forward(self, x):
@@ -1188,9 +1183,9 @@ def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
             x = self.experts(self.pre_feedforward_layernorm_2(x))
             return self.post_feedforward_layernorm_2(x * scores)
 
-    assert _two_branches.has_two_branches(layers[0])
+    assert branches.has_two_branches(layers[0])
     layers[0].__class__ = InAnotherOrder
-    assert _two_branches.has_two_branches(layers[0]) is False
+    assert branches.has_two_branches(layers[0]) is False
 
     forward = layers[2].forward
 
@@ -1199,13 +1194,13 @@ def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
         return forward(*args, **kwargs)
 
     layers[2].forward = users
-    assert _two_branches.has_two_branches(layers[2]) is False
+    assert branches.has_two_branches(layers[2]) is False
     del layers[2].forward
-    assert _two_branches.has_two_branches(layers[2])
+    assert branches.has_two_branches(layers[2])
     monkeypatch.setattr(type(layers[2]), "forward", wraps(type(layers[2]).forward)(users))
-    assert _two_branches.has_two_branches(layers[2]) is False
+    assert branches.has_two_branches(layers[2]) is False
     dense = load_model(model_dir).model.language_model.layers
-    assert not any(map(_two_branches.has_two_branches, dense))
+    assert not any(map(branches.has_two_branches, dense))
 
 
 def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
@@ -1217,7 +1212,7 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
             return model(input_ids=ids).logits
 
     def logits_of_branches():
-        with _two_branches.side_by_side(model.modules(), torch.device("cpu")):
+        with branches.side_by_side(model.modules(), torch.device("cpu")):
             return logits()
 
     def fail(*_):
@@ -1249,10 +1244,8 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
             calls.append(("join", threading.get_ident()))
 
     capturing = threading.get_ident()
-    monkeypatch.setattr(_two_branches, "Fork", Fork)
-    monkeypatch.setattr(
-        _two_branches, "is_capturing", lambda device: threading.get_ident() == capturing
-    )
+    monkeypatch.setattr(branches, "Fork", Fork)
+    monkeypatch.setattr(branches, "is_capturing", lambda device: threading.get_ident() == capturing)
     model = of_family("Gemma4 experts", tmp_path, "cpu")
 
     def forward():
@@ -1270,7 +1263,7 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(experts, "forward", meanwhile)
-    with _two_branches.side_by_side(model.modules(), torch.device("cpu")):
+    with branches.side_by_side(model.modules(), torch.device("cpu")):
         forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 
@@ -1284,7 +1277,7 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
     from transformers.models.gemma4 import modeling_gemma4
 
     model = load_model(model_dir)
-    version = _decode_graphs.Version(model, ())
+    version = steps.Version(model, ())
     fill(model, empty_cache(model))
     model.generate(**text_inputs(model.config), max_new_tokens=2, do_sample=False)
     assert version.change(()) is None
@@ -1331,7 +1324,7 @@ def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
     model = load_model(model_dir)
     model.model.language_model.register_buffer("own", without_storage(kind), persistent=False)
     assert "has a tensor without storage" in obstacle(model)
-    version = _decode_graphs.Version(model, ())
+    version = steps.Version(model, ())
     assert version.change(()) is None
     model.model.language_model.own = without_storage(kind)
     assert version.change(()) is not None
@@ -1348,10 +1341,10 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
             raise RuntimeError("Cannot access data pointer")
 
         with monkeypatch.context() as patch:
-            patch.setattr(_decode_graphs, "_modules_of_a_step", fail)
-            decoder = _decode_graphs.Decoder(model, said.append)
+            patch.setattr(steps, "modules_of_a_step", fail)
+            decoder = steps.Decoder(model, said.append)
             assert torch.equal(decoder(**{**step, "past_key_values": cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]
-        again = _decode_graphs.Decoder(model, said.append)
+        again = steps.Decoder(model, said.append)
         assert again._prepared(cache, step)
         assert again.obstacle is None

@@ -231,14 +231,28 @@ def test_given_objects_are_as_before(model_dir):
     assert model.generation_config.to_dict() == options
 
 
-def test_a_method_of_a_user_that_hands_on(model_dir):
+@pytest.mark.parametrize("of", ["the class", "the model"])
+def test_a_method_of_a_user_that_changes_the_features(model_dir, of):
+    """The chunks get what the user's method returns; it does not run again for each."""
     model = small_model(model_dir)
     inputs = image_inputs(model.config)
-    expected = generated(model, inputs)
+    usual = model.model.get_image_features
+
+    def own(pixel_values, image_position_ids=None, **kwargs):
+        output = usual(pixel_values, image_position_ids, **kwargs)
+        features = output.pooler_output
+        in_one = isinstance(features, torch.Tensor)
+        output.pooler_output = 0.5 * features if in_one else tuple(0.5 * each for each in features)
+        return output
 
     class Own(type(model.model)):
-        def get_image_features(self, *args, **kwargs):
-            return super().get_image_features(*args, **kwargs)
+        get_image_features = staticmethod(own)
 
-    model.model.__class__ = Own
+    if of == "the class":
+        model.model.__class__ = Own
+    else:
+        model.model.get_image_features = own
+    before = dict(vars(model.model))
+    expected = generated(model, inputs)
     assert_equal(generated(model, inputs, prefill_chunk_size=7), expected)
+    assert vars(model.model) == before

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.patches.offloading import disk_read_ahead
+from gemma4_compat.runtime.host import read_ahead
 from tests.support import assert_same, load_model, logits, split
 
 DECODER = "model.language_model.layers."
@@ -197,13 +197,13 @@ def test_the_ranges_are_those_of_the_tensors(model_dir, tmp_path, place):
 
 
 def test_neighbours_are_read_together():
-    gap = disk_read_ahead._GAP
+    gap = read_ahead._GAP
     parts = [("b", 0, 5), ("a", 10, 20), ("a", 0, 10), ("a", 20 + gap, 99 + gap)]
     parts.append(("a", 100 + 2 * gap, 101 + 2 * gap))
-    merged = list(disk_read_ahead._merged([disk_read_ahead.Range(*part) for part in parts]))
+    merged = list(read_ahead._merged([read_ahead.Range(*part) for part in parts]))
     assert merged == [("a", 0, 99 + gap), ("a", 100 + 2 * gap, 101 + 2 * gap), ("b", 0, 5)]
-    piece = disk_read_ahead._PIECE
-    pieces = list(disk_read_ahead.Range("a", 3, 2 * piece + 4).split())
+    piece = read_ahead._PIECE
+    pieces = list(read_ahead.Range("a", 3, 2 * piece + 4).split())
     assert pieces == [
         ("a", 3, 3 + piece),
         ("a", 3 + piece, 3 + 2 * piece),

@@ -22,9 +22,10 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches import _experts_kernel, _packed_experts, _page_locked, _streaming
-from gemma4_compat.patches._packed_experts import Packed, is_packed, quantised
 from gemma4_compat.patches.offloading import fused_experts_4bit
+from gemma4_compat.runtime.experts import kernel as experts_kernel
+from gemma4_compat.runtime.experts.packed import IN_HOST_MEMORY, Packed, is_packed, quantised
+from gemma4_compat.runtime.host import blocks, page_locked
 from tests import support
 
 OURS = "gemma4_compat.patches.offloading.fused_experts_4bit"
@@ -950,7 +951,7 @@ def test_offloaded_models_are_dequantised(folder, tmp_path, disk):
 
 def parts_of(model):
     hooks = (layer.experts._hf_hook for layer in model.model.layers)
-    return [next(filter(None, map(_streaming.part_of, hooks_of_one(hook)))) for hook in hooks]
+    return [next(filter(None, map(blocks.part_of, hooks_of_one(hook)))) for hook in hooks]
 
 
 def hooks_of_one(hook):
@@ -973,10 +974,10 @@ def test_offloaded_experts_are_read_in_place(folder, monkeypatch, in_place):
     """The CPU stands in for the GPU; without page-locked memory, a block is copied."""
     from accelerate import cpu_offload
 
-    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
     if in_place:
-        monkeypatch.setattr(_streaming, "page_lock", lambda host, device=None: True)
-        monkeypatch.setattr(_streaming, "on_gpu", lambda host, device: host)
+        monkeypatch.setattr(blocks, "page_lock", lambda host, device=None: True)
+        monkeypatch.setattr(blocks, "on_gpu", lambda host, device: host)
     model = load(folder)
     expected = {tokens: logits(model, tokens) for tokens in (1, 7, 40)}
     model = cpu_offload(model, execution_device=torch.device("cpu"))
@@ -989,7 +990,7 @@ def test_offloaded_experts_are_read_in_place(folder, monkeypatch, in_place):
             assert torch.equal(logits(model, tokens), before)
             assert all(parameter.is_meta for parameter in model.parameters())
     layers = [part.layer for part in parts_of(model)]
-    assert all(isinstance(layer, _streaming.Experts) for layer in layers)
+    assert all(isinstance(layer, blocks.Experts) for layer in layers)
     assert {bool(layer.on_device) for layer in layers} == {in_place}
     assert (set(seen) == {layers[0].host.data_ptr()}) is in_place
 
@@ -1059,7 +1060,7 @@ def routed_wide(tokens, dtype=torch.bfloat16, seed=0):
 def in_kernels(experts, states, chosen, weights):
     packed = {name: Packed(getattr(experts, name), states.dtype) for name in FUSED}
     with torch.no_grad():
-        found = _experts_kernel.routed(experts, packed, states, chosen, weights)
+        found = experts_kernel.routed(experts, packed, states, chosen, weights)
     assert found is not None, "the kernels were not used"
     return found
 
@@ -1109,7 +1110,7 @@ def test_kernels_of_copied_experts(kind):
     inputs = routed_wide(2)
     expected = in_kernels(experts, *inputs)
     for name in FUSED:
-        setattr(getattr(experts, name), _packed_experts.IN_HOST_MEMORY, True)
+        setattr(getattr(experts, name), IN_HOST_MEMORY, True)
     assert torch.equal(in_kernels(experts, *inputs), expected)
 
 
@@ -1213,7 +1214,7 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     expected, _ = captured_and_eager(model)
     packed = sum(p.nbytes for layer in model.model.layers for p in layer.experts.parameters())
     gc.collect()  # models of other tests
-    before, locked = torch.cuda.memory_allocated(), _page_locked.locked()
+    before, locked = torch.cuda.memory_allocated(), page_locked.locked()
     names = {f"model.layers.{i}.experts": "cpu" for i in range(LAYERS)}
     model = dispatch_model(
         model, {"": 0, **names}, main_device=0, skip_keys=model._skip_keys_device_placement
@@ -1227,28 +1228,28 @@ def test_captured_decoding_with_experts_on_the_cpu(folder, kind):
     assert all(part.layer.in_place for part in parts_of(model))
     del model
     gc.collect()
-    assert _page_locked.locked() == locked
+    assert page_locked.locked() == locked
 
 
 @pytest.mark.cuda
 def test_page_locked_memory_lives_as_long_as_its_views():
     gc.collect()  # models of other tests
-    before = _page_locked.locked()
-    memory = _page_locked.page_locked_memory(2**20, torch.device("cuda:0"))
+    before = page_locked.locked()
+    memory = page_locked.page_locked_memory(2**20, torch.device("cuda:0"))
     assert memory.is_pinned()
     view = memory[512:].view(torch.int64)
     del memory
     gc.collect()
-    assert _page_locked.locked() == before + 2**20
-    on_gpu = _page_locked.on_gpu(view, torch.device("cuda:0")).view(torch.int64)
+    assert page_locked.locked() == before + 2**20
+    on_gpu = page_locked.on_gpu(view, torch.device("cuda:0")).view(torch.int64)
     view.fill_(7)
     assert torch.equal(on_gpu.sum().cpu(), view.sum())
     del view
     gc.collect()
-    assert _page_locked.locked() == before + 2**20
+    assert page_locked.locked() == before + 2**20
     del on_gpu
     gc.collect()
-    assert _page_locked.locked() == before
+    assert page_locked.locked() == before
 
 
 def deterministic():

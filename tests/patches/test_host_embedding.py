@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.patches import _page_locked
+from gemma4_compat.runtime.host import page_locked
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, split
 
@@ -394,7 +394,7 @@ def test_table_is_read_in_place(dtype):
     ids = torch.randint(0, 5000, (3, 70), device="cuda:0")
     expected = copy.deepcopy(whole).cuda()(ids)
     model, hook = on_gpu(whole)
-    locked = _page_locked.in_place_of(hook)
+    locked = page_locked.in_place_of(hook)
     assert locked.nbytes == 0, "page-locked while loading"
     model(ids)
     assert locked.nbytes == 0, "page-locked for a forward that records a graph"
@@ -426,7 +426,7 @@ def test_page_locked_memory_is_given_back():
     model, hook = on_gpu(embedding)
     with torch.no_grad():
         model(ids)
-    memory = _page_locked.host_tensor(hook.weights_map, "weight")
+    memory = page_locked.host_tensor(hook.weights_map, "weight")
     assert memory.is_pinned()
     del model, hook, embedding
     gc.collect()
@@ -440,12 +440,12 @@ def test_memory_that_cannot_be_page_locked(caplog):
     ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
     expected = copy.deepcopy(embedding).cuda()(ids)
     model, hook = on_gpu(embedding)
-    memory = _page_locked.host_tensor(hook.weights_map, "weight")
-    assert _page_locked.page_lock(memory)  # CUDA does not lock memory twice
-    _page_locked._warn_pageable.cache_clear()
+    memory = page_locked.host_tensor(hook.weights_map, "weight")
+    assert page_locked.page_lock(memory)  # CUDA does not lock memory twice
+    page_locked._warn_pageable.cache_clear()
     with torch.no_grad(), caplog.at_level("WARNING", "gemma4_compat"):
         for _ in range(2):
             assert torch.equal(model(ids), expected)
     assert caplog.text.count("cannot be page-locked") == 1
-    assert _page_locked.in_place_of(hook).nbytes is None
+    assert page_locked.in_place_of(hook).nbytes is None
     assert (torch.ones(3, device="cuda") + 1).sum() == 6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.patches import _streaming
+from gemma4_compat.runtime.host import blocks
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
 
@@ -22,7 +22,7 @@ FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
 @pytest.fixture
 def cpu_streams(monkeypatch):
     """Stream layers from the CPU to the CPU; only CUDA streams and page-locking are left out."""
-    monkeypatch.setattr(_streaming, "STREAMED_TO", ("cpu", "cuda"))
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
 
 
 def offloaded(model, folder=None):
@@ -33,7 +33,7 @@ def offloaded(model, folder=None):
 
 def dispatches():
     gc.collect()
-    return list(_streaming.dispatches.values())
+    return list(blocks.dispatches.values())
 
 
 def layers_of(model, module=f"{FIRST}self_attn.q_proj"):
@@ -114,14 +114,14 @@ def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
     """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
     expected = logits(load_model(model_dir, kind))
     model = offloaded(load_model(model_dir, kind))
-    empty_like = _streaming._empty_like
+    empty_like = blocks._empty_like
 
     def limited(host, device):
         if sum(bool(layer.on_device) for layer in layers_of(model).layers.values()) >= room:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return empty_like(host, device)
 
-    monkeypatch.setattr(_streaming, "_empty_like", limited)
+    monkeypatch.setattr(blocks, "_empty_like", limited)
     for _ in range(2):
         assert_same(logits(model), expected)
     assert layers_of(model).alone or room == 0
@@ -357,7 +357,7 @@ def test_gradients_on_the_gpu(model_dir, language_adapter_dir, kind, checkpointi
     expected = gradients(load_model(model_dir, kind, {"": 0}))
     split = on_gpu(model_dir, kind)
     found = gradients(split)
-    assert _streaming.streamed_layers(split.modules())
+    assert blocks.streamed_layers(split.modules())
     assert found.keys() == expected.keys() != set()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 

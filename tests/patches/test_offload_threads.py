@@ -379,7 +379,7 @@ def test_an_interrupt_leaves_no_lock(model_dir, tmp_path):
         def trace(frame, event, argument):
             nonlocal lines
             path, number = frame.f_code.co_filename, frame.f_lineno
-            if not path.endswith("_forward_lock.py"):
+            if not path.endswith("forward_lock.py"):
                 return trace if event == "call" else None
             source = linecache.getline(path, number).strip()
             if event == "line" and not source.startswith(("with ", "try:")):

@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat.patches._packed_experts import is_packed
+from gemma4_compat.runtime.experts.packed import is_packed
 from tests import support
 from tests.patches.test_fused_experts_4bit import (
     FUSED,

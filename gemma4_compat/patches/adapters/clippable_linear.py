@@ -18,9 +18,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._clippable import inner_keys, matching_inner, resolving, wrappers
 from .._code import mentions
-from .._native_names import LOAD_ADAPTER, loading_in, loading_with
+from ._clippable import inner_keys, matching_inner, resolving, wrappers
+from ._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(
     name="clippable_linear",

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._clippable import matching_inner, resolving, wrappers
-from .._shadow import shadowed
+from ...objects import shadowed
+from ._clippable import matching_inner, resolving, wrappers
 
 PATCH = Patch(
     name="clippable_linear_lookups",

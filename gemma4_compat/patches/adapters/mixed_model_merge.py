@@ -16,10 +16,10 @@ from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
-from .._adapter_layer import base_layer
+from ...objects import shadowed
 from .._code import code_at, mentions
 from .._offload import onloaded
-from .._shadow import shadowed
+from ._adapter_layer import base_layer
 
 PATCH = Patch(
     name="mixed_model_merge",

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
-from .._native_names import LOAD_ADAPTER, loading_in
+from ._native_names import LOAD_ADAPTER, loading_in
 
 PATCH = Patch(
     name="native_adapter_conversions",

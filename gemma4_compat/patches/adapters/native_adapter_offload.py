@@ -18,8 +18,8 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
 from .._code import code_of, mentions
-from .._native_names import LOAD_ADAPTER, loading_in
 from .._offload import executing_map, has_changed, offload, tied_copies_follow
+from ._native_names import LOAD_ADAPTER, loading_in
 
 PATCH = Patch(
     name="native_adapter_offload",

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from .._code import code_at, mentions
-from .._native_names import LOAD_ADAPTER, loading_in, loading_with
+from ._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(
     name="native_modules_to_save",

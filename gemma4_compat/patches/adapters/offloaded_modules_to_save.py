@@ -25,10 +25,10 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...model.hooks import hooks_of, offload_hook
-from .._adapter_layer import onload_in_forward
+from ...objects import hidden
 from .._code import code_at
 from .._offload import is_dispatched, onloaded
-from .._shadow import hidden
+from ._adapter_layer import onload_in_forward
 
 PATCH = Patch(
     name="offloaded_modules_to_save",

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
+from ...objects import shadowed
 from .._code import code_at, mentions
-from .._shadow import shadowed
 
 PATCH = Patch(
     name="offloaded_tie_check",

@@ -18,9 +18,10 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import execution_device
+from ...runtime.experts.forward import updates
+from ...runtime.experts.packed import Packed, is_packed, quantised
 from .._code import code_at, mentions
 from .._offload import onloaded
-from .._packed_experts import Packed, is_packed, quantised, updates
 
 PATCH = Patch(
     name="packed_experts_lora",

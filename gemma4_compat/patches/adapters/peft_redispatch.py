@@ -26,10 +26,10 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
-from .._adapter_layer import base_layer, onload_in_forward
+from ...objects import shadowed
 from .._code import code_at
 from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
-from .._shadow import shadowed
+from ._adapter_layer import base_layer, onload_in_forward
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...objects import shadowed
 from .._code import mentions
-from .._native_names import LOAD_ADAPTER, loading_in
-from .._shadow import shadowed
 from .._text_model import (
     is_gemma4,
     is_text_model,
@@ -32,6 +31,7 @@ from .._text_model import (
     tensor_shapes,
     with_renaming,
 )
+from ._native_names import LOAD_ADAPTER, loading_in
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from copy import copy
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...objects import View
 from .._code import code_of, mentions
-from .._module_view import View
 
 PATCH = Patch(
     name="cpu_packed_gradient",

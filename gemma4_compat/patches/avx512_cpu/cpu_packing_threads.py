@@ -15,8 +15,8 @@ from copy import copy
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...objects import ForkableLock
 from .._code import code_of, mentions
-from .._fork import ForkableLock
 
 PATCH = Patch(
     name="cpu_packing_threads",

@@ -7,13 +7,13 @@ works for a tenth of each step and waits for Python during the rest.
 
 In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
 runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
-eager step, except that an RMS norm has one kernel instead of nine (see ``_rms_norm``).  The logits
-are equal bit for bit; for one exception, 8-bit layers with an outlier threshold, see
-``_int8_outliers``.  torch.compile is not used.  In 26B-A4B, the MLP of a layer runs beside its
-experts.  Modules that a decode step does not run, such as the towers, may be on the CPU or on disk;
-the GPU reads offloaded embeddings in place.  The cache's memory and the graphs are kept, and the
-next call with a cache of the same size uses them again, unless other code still holds the old
-cache.
+eager step, except that an RMS norm has one kernel instead of nine.  The logits are equal bit for
+bit, with one exception: 8-bit layers with an outlier threshold, see
+``runtime/kernels/int8_outliers.py``.  torch.compile is not used.  In 26B-A4B, the MLP of a layer
+runs beside its experts.  Modules that a decode step does not run, such as the towers, may be on the
+CPU or on disk; the GPU reads offloaded embeddings in place.  The cache's memory and the graphs are
+kept, and the next call with a cache of the same size uses them again, unless other code still holds
+the old cache.
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: decoder
 layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training
@@ -29,9 +29,10 @@ import threading
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from .._cache_memory import use_lent
+from ...model.parts import is_ours
+from ...runtime.capture.cache_memory import use_lent
+from ...runtime.capture.decoding import Decoder, decoding_of, forget
 from .._code import code_at, mentions
-from .._decode_graphs import Decoder, decoding_of, forget, obstacle_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,6 @@ PATCH = Patch(
 )
 
 _GENERATION = "transformers.generation.utils"
-_MODELS = ("gemma4", "gemma3n")
 
 _call = threading.local()  # .decoder: the Decoder of the current call of generate
 
@@ -118,38 +118,6 @@ def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwa
     return None
 
 
-def how_it_decodes(model: Any) -> str | None:
-    """How ``generate`` calls the decode steps of a model, as text; ``None`` for other models.
-
-    Args:
-        model: a transformers model; its weights are neither moved nor loaded.
-    """
-    if not _is_known(model):
-        return None
-    if _is_compiled_upstream(model):
-        return 'compiled by transformers with cache_implementation="static"'
-    why = obstacle_of(model)
-    if why is None:
-        return 'captured as CUDA graphs with cache_implementation="static"'
-    return f"eager, because {why}"
-
-
-def _is_known(model: Any) -> bool:
-    config = getattr(model, "config", None)
-    return str(getattr(config, "model_type", "")).startswith(_MODELS)
-
-
-def _is_compiled_upstream(model: Any) -> bool:
-    """Whether a model meets the criteria of ``GenerationMixin._valid_auto_compile_criteria``."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    return (
-        model.device.type == "cuda"
-        and (quantizer is None or quantizer.is_compileable)
-        and not places & {"cpu", "disk"}
-    )
-
-
 def _is_eager(model: Any, generation_config: Any) -> bool:
     """Whether a model that transformers does not compile may be captured.
 
@@ -159,7 +127,7 @@ def _is_eager(model: Any, generation_config: Any) -> bool:
 
     return (
         torch.cuda.is_available()
-        and _is_known(model)
+        and is_ours(model)
         and generation_config.compile_config is None
         and not generation_config.disable_compile
         and not generation_config.output_attentions

@@ -19,7 +19,7 @@ cannot contain, and a chunk is as long as an image that is longer than ``prefill
 from __future__ import annotations
 
 from ...engine import Patch
-from .._chunked_prefill import mend
+from ._chunked_prefill import mend
 
 PATCH = Patch(
     name="chunked_prefill_images",

@@ -8,7 +8,7 @@ raises ValueError for sound in more than one chunk, as transformers 5.23.0 does.
 from __future__ import annotations
 
 from ...engine import Patch
-from .._chunked_prefill import mend
+from ._chunked_prefill import mend
 
 PATCH = Patch(
     name="gemma3n_chunked_prefill_images",

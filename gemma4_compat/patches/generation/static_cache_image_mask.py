@@ -17,7 +17,7 @@ tokens, such as decode steps, are unchanged.
 from __future__ import annotations
 
 from ...engine import Patch
-from .._image_mask import mend
+from ._image_mask import mend
 
 PATCH = Patch(
     name="static_cache_image_mask",

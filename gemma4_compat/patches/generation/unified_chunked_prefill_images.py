@@ -9,7 +9,7 @@ The fix is the same, too.
 from __future__ import annotations
 
 from ...engine import Patch
-from .._chunked_prefill import mend
+from ._chunked_prefill import mend
 
 PATCH = Patch(
     name="unified_chunked_prefill_images",

@@ -9,7 +9,7 @@ The fix makes the mask again from the token types that the model gets.
 from __future__ import annotations
 
 from ...engine import Patch
-from .._image_mask import mend
+from ._image_mask import mend
 
 PATCH = Patch(
     name="unified_static_cache_image_mask",

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._claimed_dtype import claiming
 from .._code import code_of
+from ._claimed_dtype import claiming
 
 PATCH = Patch(
     name="audio_uint8_weights",

@@ -25,20 +25,19 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...engine.gate import holds
-from .._code import code_of, mentions
-from .._offload import onloaded
-from .._packed_experts import (
+from ...runtime.experts.forward import Upstream, forward
+from ...runtime.experts.packed import (
     FUSED,
     Packed,
-    Upstream,
     experts_in,
     fits_in_blocks,
-    forward,
     has_fused_form,
     is_packed,
     packed_parameters,
     quantised,
 )
+from .._code import code_of, mentions
+from .._offload import onloaded
 
 logger = logging.getLogger(__name__)
 

@@ -18,19 +18,17 @@ embeddings whose weight is on the execution device anyway because they are tied 
 
 from __future__ import annotations
 
-import copy
-import os
-import threading
-from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
-from ...model.hooks import offload_hook
-from .._fork import ForkableLock
-from .._module_view import View
-from .._not_copied import NotCopied, attached
-from .._page_locked import in_place_of
+from ...runtime.host.page_locked import in_place_of
+from ...runtime.host.table import (
+    PutBack,
+    host_table,
+    lookups_of,
+    table_to_look_up,
+    without_weight,
+)
 
 PATCH = Patch(
     name="host_embedding",
@@ -46,9 +44,6 @@ PATCH = Patch(
     ),
     links=("https://github.com/huggingface/transformers/issues/47705",),
 )
-
-#: Rows are gathered in parts of this size, while the previous part is copied.
-_STAGED_BYTES = 16 * 2**20
 
 
 @PATCH.probe
@@ -71,9 +66,9 @@ def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
 
     module = original(self, module)
     if self.offload and isinstance(module, torch.nn.Embedding):
-        _host_table()  # two threads that call it first at the same time would make two classes
-        if not any(isinstance(hook, _PutBack) for hook in module._forward_hooks.values()):
-            module.register_forward_hook(_PutBack(), always_call=True)
+        host_table()  # two threads that call it first at the same time would make two classes
+        if not any(isinstance(hook, PutBack) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(PutBack(), always_call=True)
     return module
 
 
@@ -85,12 +80,12 @@ def align_devices_hook_pre_forward(
 
     if not (self.offload and isinstance(module, torch.nn.Embedding)):
         return original(self, module, *args, **kwargs)
-    lookups = _lookups_of(self)
+    lookups = lookups_of(self)
     lookups.leave(module)
-    table = _table_to_look_up(self, module) if args or kwargs else None
+    table = table_to_look_up(self, module) if args or kwargs else None
     if table is None:
         return original(self, module, *args, **kwargs)
-    result = original(self, _without_weight(module), *args, **kwargs)
+    result = original(self, without_weight(module), *args, **kwargs)
     lookups.enter(module, table, self.execution_device, in_place_of(self))
     return result
 
@@ -100,168 +95,6 @@ def align_devices_hook_post_forward(original: Any, self: Any, module: Any, outpu
     import torch
 
     if self.offload and isinstance(module, torch.nn.Embedding):
-        if _lookups_of(self).leave(module):
-            module = _without_weight(module)
+        if lookups_of(self).leave(module):
+            module = without_weight(module)
     return original(self, module, output)
-
-
-class _PutBack:
-    """A forward hook that puts the weight back.  It is pickled as a hook that does nothing."""
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        hook = offload_hook(module)
-        if hook is not None:  # otherwise the module stays onloaded after its forward
-            _lookups_of(hook).leave(module)
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
-
-    def __deepcopy__(self, memo: Any) -> _PutBack:
-        return self
-
-
-class _Lookups(NotCopied):
-    """The threads that are in the forward of one embedding, and look up rows in its table."""
-
-    def __init__(self) -> None:
-        self.lock = ForkableLock()
-        self.threads: set[int] = set()
-
-    def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
-        """Make the embedding look up rows in the table, until this thread leaves."""
-        with self.lock.now:
-            self.threads.add(threading.get_ident())
-            weight = module._parameters["weight"]
-            if not isinstance(weight, _host_table()):
-                weight = _host_table()(table, weight, device, in_place)
-                module._parameters["weight"] = weight
-
-    def leave(self, module: Any) -> bool:
-        """End this thread's forward.  The last thread to leave puts the weight back.
-
-        Returns whether this thread was in a forward.  That forward may have raised, in which case
-        accelerate did not call ``post_forward``.
-        """
-        thread = threading.get_ident()
-        with self.lock.now:
-            if thread not in self.threads:
-                return False
-            self.threads.discard(thread)
-            if not self.threads:
-                weight = module._parameters["weight"]
-                module._parameters["weight"] = getattr(weight, "placeholder", weight)
-            return True
-
-
-def _lookups_of(hook: Any) -> _Lookups:
-    return attached(hook, "_lookups", _Lookups)  # type: ignore[no-any-return]
-
-
-def _without_weight(module: Any) -> Any:
-    """A view of the module for a hook that must not load its weight."""
-    return View(module, named_parameters=lambda *args, **kwargs: iter(()))
-
-
-def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
-    """The table, if its rows are to be looked up where it is stored; else ``None``."""
-    import torch
-
-    weight = embedding.weight  # read it only once, because another thread may replace it
-    if (
-        type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantised
-        or not getattr(weight, "placeholder", weight).is_meta
-        or embedding.max_norm is not None  # a lookup changes the weight
-        or hook.execution_device is None
-        or torch.compiler.is_compiling()
-    ):
-        return None
-    table = _table(hook.weights_map, "weight")
-    if table.shape != weight.shape:  # the embedding was resized
-        return None
-    tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
-    return None if hook.execution_device in tied else table
-
-
-def _table(weights_map: Any, name: str) -> Any:
-    """The stored weight: in memory, or mapped from its file."""
-    import torch
-
-    loader: Any = getattr(weights_map, "dataset", None)
-    key = getattr(weights_map, "prefix", "") + name
-    index, folder = getattr(loader, "index", {}), getattr(loader, "save_folder", None)
-    if folder is None or key in loader.state_dict or index[key].get("safetensors_file"):
-        return weights_map[name].detach()  # safetensors maps its files into memory
-    shape, dtype = index[key]["shape"], getattr(torch, index[key]["dtype"])
-    file = os.path.join(folder, f"{key}.dat")
-    size = torch.Size(shape).numel()
-    return torch.from_file(file, shared=False, size=size, dtype=dtype).view(*shape)
-
-
-@cache
-def _host_table() -> type:
-    import torch
-    from torch.utils._pytree import tree_map_only
-
-    class HostTable(torch.Tensor):  # type: ignore[misc]
-        """Reports the execution device as its device; its values are in ``table``."""
-
-        __torch_function__ = torch._C._disabled_torch_function_impl
-
-        @staticmethod
-        def __new__(cls: Any, table: Any, placeholder: Any, device: Any, in_place: Any) -> Any:
-            return torch.Tensor._make_wrapper_subclass(
-                cls,
-                placeholder.shape,
-                dtype=placeholder.dtype,
-                device=torch.device(device),
-                requires_grad=placeholder.requires_grad,
-            )
-
-        def __init__(self, table: Any, placeholder: Any, device: Any, in_place: Any) -> None:
-            self.table, self.placeholder, self.in_place = table, placeholder, in_place
-
-        def __deepcopy__(self, memo: Any) -> Any:
-            """A copy of a model is in no forward.  An interrupted one leaves the table here."""
-            return copy.deepcopy(self.placeholder, memo)
-
-        @classmethod
-        def __torch_dispatch__(
-            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if function is torch.ops.aten.embedding.default and type(args[1]) is not cls:
-                return args[0].rows(args[1]).to(args[0].dtype)
-            loaded = tree_map_only(cls, cls.load, (args, kwargs or {}))
-            return function(*loaded[0], **loaded[1])
-
-        def rows(self, ids: Any) -> Any:
-            """The rows of these token ids: shape of the ids x width, on the device of the ids."""
-            table = None
-            if self.in_place is not None and ids.device != self.table.device:
-                table = self.in_place.on(self.table, ids.device)
-            if table is None:
-                return _rows(self.table, ids)
-            return torch.nn.functional.embedding(ids, table)
-
-        def load(self) -> Any:
-            """The whole table on the execution device, copied once."""
-            if self.table.device != self.device or self.table.dtype != self.dtype:
-                self.table = self.table.to(self.device, self.dtype)
-            return self.table
-
-    return HostTable
-
-
-def _rows(table: Any, ids: Any) -> Any:
-    """``table[ids]`` on the device of ``ids``, for a table in host memory or on the disk."""
-    import torch
-
-    if table.device == ids.device:
-        return torch.nn.functional.embedding(ids, table)
-    rows = torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=ids.device)
-    lines = max(_STAGED_BYTES // (table.shape[1] * table.element_size()), 1)
-    for part, target in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
-        # PyTorch caches pinned memory, and reuses it only after the copy has ended.
-        staged = torch.empty(target.shape, dtype=table.dtype, pin_memory=ids.device.type == "cuda")
-        torch.index_select(table, 0, part, out=staged)
-        target.copy_(staged, non_blocking=True)
-    return rows.view(*ids.shape, -1)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...runtime.host.int8_state import empty
 from .._code import code_at
-from .._int8_state import empty
 
 PATCH = Patch(
     name="int8_offload_state",

@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, fixed
+from ...objects import View
+from ...runtime.host.blocks import add, part_of
 from .._code import code_at
-from .._module_view import View
-from .._streaming import add, part_of
 
 PATCH = Patch(
     name="offload_streaming",

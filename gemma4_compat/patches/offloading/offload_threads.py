@@ -18,8 +18,8 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
+from ...runtime.host.forward_lock import lock_forward, share_lock
 from .._code import code_of, mentions
-from .._forward_lock import lock_forward, share_lock
 
 PATCH = Patch(
     name="offload_threads",

@@ -14,8 +14,8 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
+from ...objects import View
 from .._code import code_at
-from .._module_view import View
 from .._offload import hook_of_weight
 
 PATCH = Patch(

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
-from .._shadow import shadowed, variant
+from ...objects import shadowed, variant
 
 PATCH = Patch(
     name="offloaded_save",

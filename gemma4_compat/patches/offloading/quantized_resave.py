@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._shadow import variant
+from ...objects import variant
 
 PATCH = Patch(
     name="quantized_resave",

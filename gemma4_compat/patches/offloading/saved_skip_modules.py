@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...objects import shadowed
 from .._code import code_of
-from .._shadow import shadowed
 
 PATCH = Patch(
     name="saved_skip_modules",

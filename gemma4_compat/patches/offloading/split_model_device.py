@@ -19,7 +19,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
-from .._shadow import shadowed
+from ...objects import shadowed
 
 PATCH = Patch(
     name="split_model_device",

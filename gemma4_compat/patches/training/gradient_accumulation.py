@@ -36,8 +36,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...objects import shadowed
 from .._code import code_at
-from .._shadow import shadowed
 
 logger = logging.getLogger(__name__)
 

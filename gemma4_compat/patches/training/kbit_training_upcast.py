@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._shadow import shadowed
+from ...objects import shadowed
 
 logger = logging.getLogger(__name__)
 

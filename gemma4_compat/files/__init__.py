@@ -1,0 +1,1 @@
+"""Checkpoints and adapters as folders, and as repositories on the Hub."""

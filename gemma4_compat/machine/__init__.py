@@ -1,0 +1,1 @@
+"""Facts about this machine: its memory, and its build of PyTorch."""

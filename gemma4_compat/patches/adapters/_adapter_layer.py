@@ -1,0 +1,51 @@
+"""PEFT layers around an offloaded base layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...model.hooks import offload_hook
+from .._offload import offload, onload
+
+#: Attribute of a layer: one (hook, merged adapters) pair for each forward in progress.
+_FORWARDS = "_forwards_with_offloaded_base_layer"
+
+
+def base_layer(module: Any) -> Any:
+    """The base layer of a PEFT layer, or the module itself if it is no PEFT layer."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def onload_in_forward(layer: Any) -> None:
+    """Onload an offloaded base layer for the whole forward of the PEFT layer around it.
+
+    DoRA, HRA and others compute with the base weight outside the base layer's own forward, where
+    it is on meta.  No additional transfer happens: meanwhile the base layer's hook does nothing.
+    """
+    base = base_layer(layer)
+    if base is not layer and offload_hook(base) is not None:
+        if _before_forward not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_before_forward, prepend=True)
+            layer.register_forward_hook(_after_forward, always_call=True)
+
+
+def _before_forward(layer: Any, args: Any) -> None:
+    # Without inputs, the hook of an embedding loads the whole weight instead of the needed rows.
+    # LoRA on a parameter replaces the whole weight, and unmerging changes it.
+    unmerges = getattr(layer, "disable_adapters", False) and _merged(layer)
+    inputs = () if unmerges or hasattr(layer, "parameter_name") else args
+    hook = onload(base_layer(layer), *inputs)  # the hook may have been replaced since
+    vars(layer).setdefault(_FORWARDS, []).append((hook, _merged(layer)))
+
+
+def _after_forward(layer: Any, args: Any, output: Any) -> None:
+    if not vars(layer).get(_FORWARDS):  # loading failed
+        return
+    hook, merged = vars(layer)[_FORWARDS].pop()
+    if hook is not None:
+        # With adapters disabled, the forward of a merged layer unmerges it permanently.
+        offload(base_layer(layer), hook, keep_changes=_merged(layer) != merged)
+
+
+def _merged(layer: Any) -> list[str]:
+    return list(getattr(layer, "merged_adapters", ()))

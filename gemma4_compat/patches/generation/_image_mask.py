@@ -1,0 +1,106 @@
+"""Rebuilds the mask of a static cache from the token types of the whole sequence."""
+
+from __future__ import annotations
+
+import sys
+from inspect import signature
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+
+
+def mend(patch: Patch, module: str, name: str) -> None:
+    """Register the probe and the replacement for a model's class."""
+    patch.around(module, f"{name}.prepare_inputs_for_generation")(_with_image_mask)
+
+    @patch.probe
+    def mask_is_made_without_the_token_types() -> Finding:
+        """Run the installed method on a tiny static cache."""
+        return _probe(getattr(sys.modules[module], name))
+
+
+def _probe(model_class: Any) -> Finding:
+    """Prepare two new tokens after two cached ones, and check the token types of the mask."""
+    import torch
+    from transformers.cache_utils import PreTrainedConfig, StaticCache
+
+    class Model(model_class):  # type: ignore[misc]
+        config = PreTrainedConfig(num_hidden_layers=1, layer_types=["full_attention"])
+        dtype = torch.float32
+        device = torch.device("cpu")
+
+        def __init__(self) -> None:
+            pass  # the method under test needs no modules
+
+        @staticmethod
+        def create_masks_for_generate(mm_token_type_ids: Any = None, **kwargs: Any) -> Any:
+            return {"made from": mm_token_type_ids}
+
+    model = Model()
+    all_tokens = torch.ones((1, 4), dtype=torch.long, device="cpu")
+    inputs = model.prepare_inputs_for_generation(
+        all_tokens[:, 2:],
+        past_key_values=StaticCache(config=model.config, max_cache_len=4),
+        attention_mask=all_tokens,
+        mm_token_type_ids=all_tokens,
+        is_first_iteration=True,
+    )
+    types = inputs["attention_mask"]["made from"]
+    if types is not None and types.shape == all_tokens.shape:
+        return fixed("the mask is made from the token types of the whole sequence")
+    return broken()
+
+
+def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``prepare_inputs_for_generation`` with the mask rebuilt from the returned token types."""
+    import torch
+    from transformers.cache_utils import Cache
+
+    inputs = original(self, *args, **kwargs)
+    types = inputs.get("mm_token_type_ids")
+    if types is None or not isinstance(inputs.get("attention_mask"), dict):
+        return inputs
+    bound = signature(original).bind(self, *args, **kwargs).arguments
+    given = {**bound, **bound.get("kwargs", {})}
+    padding = given.get("attention_mask")
+    is_masked_by_caller = isinstance(padding, dict) or getattr(padding, "ndim", 2) != 2
+    if is_masked_by_caller or not has_bidirectional_images(self.config, types):
+        return inputs
+    tokens = inputs.get("inputs_embeds")
+    tokens = inputs["input_ids"] if tokens is None else tokens
+    masks = {}
+    # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
+    # is made with a cache that has layers of one kind only.
+    for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
+        masks[name] = self.create_masks_for_generate(
+            config=self.config,
+            # create_masks_for_generate reads only its shape, dtype and device
+            inputs_embeds=torch.empty(
+                (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
+            ),
+            attention_mask=padding,
+            past_key_values=Cache(layers=layers),
+            position_ids=inputs.get("position_ids"),
+            mm_token_type_ids=types.to(tokens.device),
+            is_first_iteration=given.get("is_first_iteration", False),
+        )[name]
+    inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
+    return inputs
+
+
+def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
+    """The layers of a cache, by the name of their mask."""
+    by_mask: dict[str, list[Any]] = {}
+    for layer in cache.layers:
+        if not hasattr(layer, "is_sliding"):
+            continue  # a placeholder: this layer shares the keys and values of another
+        name = "sliding_attention" if layer.is_sliding else "full_attention"
+        by_mask.setdefault(name, []).append(layer)
+    return by_mask
+
+
+def has_bidirectional_images(config: Any, types: Any) -> bool:
+    """Whether the tokens of an image or video attend in both directions."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+        return False
+    return bool(((types == 1) | (types == 2)).any())

@@ -1,0 +1,153 @@
+"""The conditions under which the decode steps of a model are captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...model.hooks import execution_device, offload_hook
+from ...model.parts import tower_of
+from ..host.blocks import why_not_streamed
+from ..host.page_locked import in_place_of
+from ..kernels.int8_outliers import can_search, has_threshold
+from .graph import NotCaptured
+from .snapshot import address, own_tensors
+
+_TOWERS = ("vision", "audio")
+#: The inputs of a decode step; any other input belongs to a prompt or to a user's own forward.
+INPUTS = frozenset(
+    {
+        "input_ids", "position_ids", "attention_mask", "cache_position", "past_key_values",
+        "use_cache", "return_dict", "logits_to_keep",
+    }
+)  # fmt: skip
+#: Some releases pass these in each step; the model reads them only beside an image or sound.
+_OF_A_PROMPT = frozenset(
+    {
+        "image_position_ids", "video_position_ids", "num_frames_per_video", "input_features_mask",
+        "mm_token_type_ids",
+    }
+)  # fmt: skip
+
+#: A reason not to capture a step.
+SEARCH = (
+    "its 8-bit layers search {} for outliers, which needs the CPU in each step "
+    "(BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
+)
+
+#: Device types that have CUDA graphs.
+CAPTURED_ON = ("cuda",)
+
+
+def obstacle_of(model: Any) -> str | None:
+    """The reason why the decode steps of a model are not captured; ``None`` if they are."""
+    return device_or_obstacle(model, modules_of_a_step(model))[1]
+
+
+def unknown_input(inputs: dict[str, Any]) -> str | None:
+    """The reason why a step with these inputs is not captured; ``None`` if it is."""
+    known = INPUTS
+    if isinstance(inputs.get("attention_mask"), dict):  # the masks include those of the prompt
+        known = known | _OF_A_PROMPT
+    unknown = sorted(
+        name for name, value in inputs.items() if name not in known and value is not None
+    )
+    return f"its forward is called with {', '.join(unknown)}" if unknown else None
+
+
+def kind_of(leaf: Any) -> Any:
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    return leaf
+
+
+def environment_now() -> tuple[Any, ...]:
+    """The settings of PyTorch that decide which kernels run."""
+    import torch
+
+    cuda = torch.backends.cuda
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_float32_matmul_precision(),
+        cuda.matmul.allow_tf32,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def modules_of_a_step(model: Any) -> dict[str, Any]:
+    """The modules that a decode step runs, by name: all but the towers."""
+    return {name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS}
+
+
+def device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | None]:
+    """The GPU to capture on and ``None``, or ``None`` and the reason not to capture."""
+    try:
+        device = _device_of_a_step(modules)
+        _check_repeatable(model, modules, device)
+    except NotCaptured as why:
+        return None, str(why)
+    return device, None
+
+
+def _device_of_a_step(modules: dict[str, Any]) -> Any:
+    """The one GPU that all of these modules compute on.
+
+    Raises:
+        NotCaptured: there is no such GPU, or accelerate copies weights to it in each forward, or
+            the CPU looks up rows of an embedding.
+    """
+    import torch
+
+    devices = set()
+    for name, module in modules.items():
+        own = own_tensors(module)
+        if any(address(tensor) is None for tensor in own):
+            raise NotCaptured(f"{name} has a tensor without storage")
+        hook = offload_hook(module)
+        if hook is None:
+            devices |= {tensor.device for tensor in own}
+        elif not isinstance(module, torch.nn.Embedding):
+            devices |= {tensor.device for tensor in own if not tensor.is_meta}
+            if any(tensor.is_meta for tensor in own):
+                why = why_not_streamed(hook, module)
+                if why is not None:
+                    raise NotCaptured(f"{name} is offloaded, and {why}")
+                devices.add(execution_device(module))
+        elif getattr(in_place_of(hook), "nbytes", None) is None:
+            raise NotCaptured(f"the CPU looks up the rows of {name}")
+    if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
+        named = " and ".join(sorted(map(str, devices)))
+        raise NotCaptured(f"its decoder is on {named}, not on one GPU")
+    return devices.pop()
+
+
+def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
+    """Check that a graph repeats all that the forward does.
+
+    Raises:
+        NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
+            layers that cannot search for outliers on this GPU.
+    """
+    from torch.nn.modules import module as nn_module
+
+    if any(module.training for module in modules.values()):
+        raise NotCaptured("the model is in training mode")
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        raise NotCaptured("there are forward hooks for all modules")
+    for name, module in modules.items():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(str(hook.__module__).startswith("gemma4_compat.") for hook in hooks):
+            raise NotCaptured(f"{name} has a forward hook")
+        if has_threshold(module) and not can_search(device):
+            raise NotCaptured(SEARCH.format("their inputs"))
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise NotCaptured("the model is compiled")

@@ -1,0 +1,144 @@
+"""Captures a decode step as a CUDA graph and replays it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache as cached
+from typing import Any
+
+from .cache_memory import Memory, counting_layers
+
+_one_capture = threading.Lock()
+_one_replay = threading.Lock()
+_last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
+
+
+class NotCaptured(Exception):
+    """A step cannot be captured; the message is the reason, for the user."""
+
+
+class CaptureFailed(NotCaptured):
+    """A capture was tried and failed; do not capture other steps of this model."""
+
+
+class Step:
+    """One decode step as a CUDA graph, with the tensors that it reads and writes."""
+
+    def __init__(
+        self, model: Any, device: Any, cache: Any, memory: Memory, leaves: list[Any], spec: Any
+    ) -> None:
+        import torch
+        from torch.utils._pytree import tree_unflatten
+
+        if any(isinstance(leaf, torch.Tensor) and leaf.device != device for leaf in leaves):
+            raise NotCaptured(f"its inputs are not on {device}, where the model computes")
+        self.device = device
+        with torch.inference_mode(mode=False):
+            inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
+        kwargs = tree_unflatten(inputs, spec)
+        if not memory.steps:  # PyTorch frees a pool with the last of its graphs
+            memory.pool = torch.cuda.graph_pool_handle()
+        self.graph = torch.cuda.CUDAGraph()
+        with _counters_kept(cache):
+            output = _captured(self.graph, memory.pool, device, model, kwargs, cache)
+        self.kind = type(output)
+        self.output: dict[str, Any] = {}
+        for name, value in output.items():
+            if value is not cache and not isinstance(value, torch.Tensor):
+                raise CaptureFailed(f"its output {name} is not a tensor")
+            self.output[name] = None if value is cache else value
+
+    def replay(self, cache: Any, leaves: list[Any]) -> Any:
+        """Run the step with these inputs; return a copy of its output."""
+        import torch
+
+        new_inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        with _one_replay, torch.cuda.device(self.device):
+            # Steps share a cuBLAS workspace, so they must run one after the other.
+            stream = torch.cuda.current_stream()
+            last = _last_stream.get(self.device, stream)
+            if last != stream:
+                stream.wait_stream(last)
+            _last_stream[self.device] = stream
+            for own, new in zip(self.inputs, new_inputs, strict=True):
+                own.copy_(new, non_blocking=True)
+            self.graph.replay()
+            output = {k: cache if v is None else v.clone() for k, v in self.output.items()}
+        for layer in counting_layers(cache):
+            layer.cumulative_length_int += 1
+        return self.kind(**output)
+
+
+def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
+    """Record the kernels of a call in ``graph`` without running them, and return its output.
+
+    ``torch.cuda.graph`` would collect garbage and empty PyTorch's memory cache at each capture.
+    """
+    import torch
+
+    with _one_capture, torch.cuda.device(device), _no_garbage_collection():
+        stream = _capturing_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), _random_numbers_kept(device):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = model(**inputs, past_key_values=cache)
+                graph.capture_end()
+                return output
+            except BaseException as error:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                if isinstance(error, Exception):
+                    why = str(error).partition("\n")[0].partition(". ")[0]
+                    raise CaptureFailed(f"{type(error).__name__}: {why}") from error
+                raise
+
+
+@cached
+def _capturing_stream(device: Any) -> Any:
+    """One stream for all captures, because cuBLAS keeps 32 MiB for each stream."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _random_numbers_kept(device: Any) -> Iterator[None]:
+    """Restore PyTorch's generator after a failed capture, which leaves it in capture mode."""
+    import torch
+
+    state = torch.cuda.get_rng_state(device)
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(device)
+        fresh.set_state(state)
+        own = torch.cuda.default_generators[device.index]
+        own.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _counters_kept(cache: Any) -> Iterator[None]:
+    counters = [(layer, layer.cumulative_length_int) for layer in counting_layers(cache)]
+    try:
+        yield
+    finally:
+        for layer, count in counters:
+            layer.cumulative_length_int = count

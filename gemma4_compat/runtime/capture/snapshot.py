@@ -1,0 +1,272 @@
+"""Detects changes of a model's modules, tensor addresses, settings and code.
+
+A CUDA graph repeats kernels on fixed addresses.  It does not notice a replaced weight, another
+active adapter, a changed scaling, or another forward of a class.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from operator import is_, itemgetter
+from typing import Any
+
+from ...model.hooks import offload_hook
+from ..host.blocks import streamed_tensors
+
+#: Compared by value.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+#: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
+#: ``generate`` writes.
+_LEFT_OUT = frozenset(
+    {
+        "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",
+        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks", "_backward_hooks", "_backward_pre_hooks",
+        "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+        "generation_config", "prepare_inputs_for_generation", "_cache",
+        "_previous_max_cache_length", "_compiled_call", "_last_compile_config", "_decoding",
+    }
+)  # fmt: skip
+
+
+class Snapshot:
+    """All that a forward of these modules depends on, except the values of tensors.
+
+    Args:
+        modules: ``nn.Module`` objects; their submodules are not included.
+        others: objects with settings, such as a config.
+    """
+
+    def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
+        modules = list(modules)
+        self._modules = [_Module(module) for module in modules]
+        self._code = [_Namespace(*each) for each in _namespaces({type(m) for m in modules})]
+        self._others = [(other, _frozen(vars(other))) for other in others]
+
+    def change(self) -> str | None:
+        """What changed since, for a log message; ``None`` if nothing changed."""
+        for module in self._modules:
+            change = module.change()
+            if change is not None:
+                return change
+        for other, frozen in self._others:
+            if not _same(_frozen(vars(other)), frozen):
+                return f"a setting of {type(other).__name__}"
+        changes = (namespace.change() for namespace in self._code)
+        return next((change for change in changes if change is not None), None)
+
+
+class _Namespace:
+    """The functions and classes in a dict that code is found in."""
+
+    __slots__ = ("entries", "get", "label", "names", "values")
+
+    def __init__(self, label: str, entries: Any, names: Iterable[str]) -> None:
+        self.label, self.entries = label, entries
+        self.names = tuple(names)
+        self.get = itemgetter(*self.names, self.names[0])  # always a tuple
+        self.values = self.get(entries)
+
+    def change(self) -> str | None:
+        try:
+            if all(map(is_, self.get(self.entries), self.values)):
+                return None
+        except KeyError:
+            pass
+        pairs = zip(self.names, self.values, strict=False)
+        name = next((n for n, value in pairs if self.entries.get(n) is not value), "the code")
+        return f"{name} of {self.label}"
+
+
+def _namespaces(classes: Iterable[Any]) -> Iterator[tuple[str, Any, list[str]]]:
+    """What the forwards of these classes are found in, and what they call by name.
+
+    The classes with their bases, the Python modules that define their forwards, and transformers'
+    tables of functions for attention and experts.
+    """
+    import torch
+
+    bases = list(dict.fromkeys(base for each in classes for base in each.__mro__[:-1]))
+    for base in bases:
+        if names := [n for n in vars(base) if n not in ("__dict__", "__weakref__")]:
+            yield base.__name__, vars(base), names
+    modules = {id(vars(torch.nn.functional)): vars(torch.nn.functional)}
+    for each in classes:
+        function = getattr(each, "forward", None)
+        while function is not None:
+            namespace = getattr(function, "__globals__", None)
+            if namespace is not None:
+                modules[id(namespace)] = namespace
+            function = getattr(function, "__wrapped__", None)
+    tables: dict[int, Any] = {}
+    for namespace in modules.values():
+        label = str(namespace.get("__name__"))
+        if names := [n for n, value in namespace.items() if callable(value)]:
+            yield label, namespace, names
+        for value in list(namespace.values()):
+            own = getattr(value, "__dict__", None)
+            if isinstance(own, dict) and "_local_mapping" in own:
+                for table in (own["_local_mapping"], type(value)._global_mapping):
+                    tables[id(table)] = table
+    for table in tables.values():
+        if table:
+            yield "a table of functions", table, list(table)
+
+
+class _Module:
+    """The state of one module.  It keeps neither the module nor its tensors alive.
+
+    The fast paths are for speed: thousands of modules are compared before each generation.
+    """
+
+    __slots__ = (
+        "children", "containers", "get", "keys", "module", "names", "tensors", "values",
+    )  # fmt: skip
+
+    def __init__(self, module: Any) -> None:
+        own = vars(module)
+        self.module = weakref.ref(module)
+        self.names = _names(own)
+        self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
+        self.values = self.get(own)
+        self.keys = frozenset(own)
+        self.containers = [
+            (number, _flat(value), _frozen(value))
+            for number, value in enumerate(self.values)
+            if isinstance(value, _CONTAINERS)
+        ]
+        self.children = [weakref.ref(child) for child in _present(own["_modules"])]
+        self.tensors = [
+            (weakref.ref(tensor), address(tensor), tuple(_state_addresses(tensor)))
+            for tensor in _tensors(module)
+        ]
+
+    def change(self) -> str | None:
+        module = self.module()
+        if module is None:
+            return "the set of modules"
+        own = vars(module)
+        what = self._changed_setting(own) or self._changed_tensor(_tensors(module))
+        if what is None and not self._has_same_children(own):
+            what = "modules"
+        return None if what is None else f"{what} of a {type(module).__name__}"
+
+    def _changed_setting(self, own: Any) -> str | None:
+        if own.keys() != self.keys and _names(own) != self.names:
+            return "attributes"
+        try:
+            values = self.get(own)
+        except KeyError as error:
+            return str(error)
+        if not all(map(is_, values, self.values)):
+            for name, new, old in zip(self.names, values, self.values, strict=True):
+                if not _same(new, old):
+                    return name
+        for number, flat, frozen in self.containers:
+            value = values[number]
+            if not value and not frozen:
+                continue
+            if flat is not None and len(flat) == len(value):
+                items = value.values() if isinstance(value, dict) else value
+                if all(map(is_, items, flat)):
+                    continue
+            if not _same(_frozen(value), frozen):
+                return self.names[number]
+        return None
+
+    def _has_same_children(self, own: Any) -> bool:
+        children = _present(own["_modules"])
+        return len(children) == len(self.children) and all(
+            ref() is child for ref, child in zip(self.children, children, strict=True)
+        )
+
+    def _changed_tensor(self, tensors: list[Any]) -> str | None:
+        if len(tensors) != len(self.tensors):
+            return "tensors"
+        for (ref, pointer, state), tensor in zip(self.tensors, tensors, strict=True):
+            same = ref() is tensor
+            if not same or (pointer is not None and tensor.data_ptr() != pointer):
+                return "a tensor"
+            if state and tuple(_state_addresses(tensor)) != state:
+                return "the statistics of a quantised weight"
+        return None
+
+
+def address(tensor: Any) -> int | None:
+    """The address of a tensor's values; ``None`` if it has no storage, as sparse tensors have."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:
+        return None
+
+
+def own_tensors(module: Any) -> list[Any]:
+    """The parameters and buffers of a module, without those of its submodules."""
+    return _present(module._parameters) + _present(module._buffers)
+
+
+def _names(own: Any) -> tuple[str, ...]:
+    return tuple(name for name in own if name not in _LEFT_OUT)
+
+
+def _present(entries: Any) -> list[Any]:
+    return [value for value in entries.values() if value is not None]
+
+
+def _tensors(module: Any) -> list[Any]:
+    """The tensors of a module, and the host tensors that are copied for its forward."""
+    own = vars(module)
+    hook = offload_hook(module) if "_hf_hook" in own else None
+    if hook is None:
+        return own_tensors(module)
+    streamed = streamed_tensors(hook)
+    # An offloaded embedding has other parameters during each lookup.
+    return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
+
+
+def _state_addresses(tensor: Any) -> Iterator[int | None]:
+    """The addresses of the statistics of a quantised tensor."""
+    for name in ("quant_state", "CB", "SCB"):
+        state = getattr(tensor, name, None)
+        if state is not None:
+            yield from _addresses_in(state)
+
+
+def _addresses_in(state: Any) -> Iterator[int | None]:
+    if hasattr(state, "data_ptr"):
+        yield address(state)
+        return
+    for name, value in vars(state).items():
+        if hasattr(value, "data_ptr"):
+            yield address(value)
+        elif name == "state2" and value is not None:  # the statistics are quantised too
+            yield from _addresses_in(value)
+
+
+def _flat(container: Any) -> Any | None:
+    """The values of a dict or the items of a list; ``None`` if any of them is a container."""
+    values = tuple(container.values()) if isinstance(container, dict) else tuple(container)
+    return None if any(isinstance(value, _CONTAINERS) for value in values) else values
+
+
+def _frozen(container: Any) -> tuple[Any, ...]:
+    """The contents of a dict, list or set as nested tuples."""
+    entries = container
+    if isinstance(container, dict):
+        entries = (entry for item in container.items() for entry in item)
+    return tuple(_frozen(entry) if isinstance(entry, _CONTAINERS) else entry for entry in entries)
+
+
+def _same(new: Any, old: Any) -> bool:
+    if new is old:
+        return True
+    if type(new) is not type(old):
+        return False
+    if isinstance(new, _CONTAINERS):
+        new, old = _frozen(new), _frozen(old)
+        return len(new) == len(old) and all(map(_same, new, old))
+    # Python makes a new bound method at each access, so callables are compared with ==.
+    return (isinstance(new, _PLAIN) or callable(new)) and bool(new == old)

@@ -1,0 +1,1 @@
+"""The experts of a mixture-of-experts layer in 4 bits."""

@@ -1,0 +1,278 @@
+"""The forward of a module with experts in 4 bits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+from ...objects import View
+from .kernel import has_usual_gate, routed
+from .packed import FUSED, Packed, packed_parameters
+
+logger = logging.getLogger(__name__)
+
+#: ``.of``: what LoRA layers add to the weights of the modules whose forward they run in a thread:
+#: (id of the module, name of the parameter) -> function
+updates = threading.local()
+
+
+class Upstream:
+    """The forward of a class of experts, and the functions of transformers that it chooses from.
+
+    Only these functions have faster equivalents here.  Any other function is a user's: it is called
+    in every forward, with the dequantised weights.
+
+    Args:
+        forward: the class's.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        from transformers.integrations import moe
+
+        self.forward = forward
+        self.registered = moe.ALL_EXPERTS_FUNCTIONS
+        self.batched = moe.batched_mm_experts_forward
+        self.grouped = moe.grouped_mm_experts_forward
+        functions = forward, self.batched, self.grouped
+        self.is_known = all(getattr(f, "__globals__", None) is vars(moe) for f in functions)
+
+    def chosen(self, module: Any) -> str | None:
+        """The name of the function of transformers that runs; ``None`` if it is another one."""
+        if not self.is_known:
+            return None
+        name = module.config._experts_implementation
+        function = self.registered.get(name)
+        if function is None:
+            return "eager" if name in (None, "eager") else None
+        if function is self.batched:
+            return "batched_mm"
+        return "grouped_mm" if function is self.grouped else None
+
+
+def forward(
+    upstream: Upstream,
+    module: Any,
+    hidden_states: Any,
+    top_k_index: Any,
+    top_k_weights: Any,
+) -> Any:
+    """The forward of a module with experts in 4 bits."""
+    import torch
+
+    added = getattr(updates, "of", {})
+    changed = {name: added[id(module), name] for name in FUSED if (id(module), name) in added}
+    dtype = getattr(module, "compute_dtype", None) or hidden_states.dtype
+    packed = {
+        name: Packed(parameter, dtype) for name, parameter in packed_parameters(module).items()
+    }
+    inputs = hidden_states.to(dtype), top_k_index, top_k_weights
+    chosen = upstream.chosen(module)
+    trains = hidden_states.requires_grad or top_k_weights.requires_grad
+    if (
+        chosen is not None
+        and not changed
+        and not (trains and torch.is_grad_enabled())
+        and len(packed) == len(FUSED)
+    ):
+        gates = chosen != "eager" or has_usual_gate(module)  # the loop calls act_fn
+        if gates and (output := routed(module, packed, *inputs)) is not None:
+            return output.to(hidden_states.dtype)
+        in_rows = all(each.rows_are_blocks() for each in packed.values())
+        if gates and len(hidden_states) == 1 and in_rows:
+            return _one_token(module, packed, *inputs).to(hidden_states.dtype)
+        # The loop over the experts, "eager", needs to know their numbers.
+        few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
+        if few and chosen != "eager":
+            routed_to = {name: _Routed(each) for name, each in packed.items()}
+            return upstream.batched(View(module, **routed_to), *inputs).to(hidden_states.dtype)
+    return _whole(upstream, chosen, module, packed, changed, inputs).to(hidden_states.dtype)
+
+
+def _one_token(
+    module: Any, packed: dict[str, Packed], inputs: Any, indices: Any, weights: Any
+) -> Any:
+    """Two products with a matrix in 4 bits: of all gates and ups, and of all downs.
+
+    The products with the second matrix add up the experts, so its inputs are weighted.
+    """
+    from bitsandbytes import matmul_4bit
+
+    indices = indices.reshape(-1)
+    matrix, state = packed["gate_up_proj"].stacked(indices)
+    inner = matmul_4bit(inputs, matrix.t(), quant_state=state).view(len(indices), -1)
+    inner = module._apply_gate(inner) * weights.reshape(-1, 1)
+    matrix, state = packed["down_proj"].side_by_side(indices)
+    inner = inner.to(inputs.dtype).view(1, -1)
+    return matmul_4bit(inner, matrix.t(), quant_state=state)
+
+
+def _whole(
+    upstream: Upstream, chosen: str | None, module: Any, packed: Any, updates: Any, inputs: Any
+) -> Any:
+    """The output, from fused tensors that are dequantised when they are read.
+
+    Autograd gets them dequantised again in the backward.
+    """
+    function, settings = upstream.forward, {}
+    if chosen in ("batched_mm", "grouped_mm"):
+        function = upstream.grouped  # batched_mm copies an expert's weights for each of its tokens
+        if not _has_grouped_kernel(inputs[0]) and "eager" not in upstream.registered:
+            _say_looped(str(inputs[0].dtype))
+            function, chosen = upstream.forward, "eager"
+            settings["config"] = View(module.config, _experts_implementation="eager")
+    lent = _Lent()
+    stand_in = _Dequantising(module, packed, updates, lent, chosen, **settings)
+    with lent.hooks():
+        return function(stand_in, *inputs)
+
+
+def _has_grouped_kernel(inputs: Any) -> bool:
+    """CUDA's kernel multiplies bfloat16 only."""
+    import torch
+
+    return bool(inputs.device.type != "cuda" or inputs.dtype == torch.bfloat16)
+
+
+@cache
+def _say_looped(dtype: str) -> None:
+    logger.warning(
+        "the 4-bit experts compute in %s (bnb_4bit_compute_dtype), for which CUDA has no grouped "
+        "matrix product: the experts are computed one after the other, as with "
+        "experts_implementation='eager'.  torch.bfloat16 is faster on GPUs that compute in it.",
+        dtype.removeprefix("torch."),
+    )
+
+
+class _Routed:
+    """Stands in for a fused tensor; dequantises the experts that it is indexed with."""
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._packed.several(index)
+
+
+class _OneByOne:
+    """Stands in for a fused tensor; dequantises the one expert that it is indexed with."""
+
+    def __init__(self, packed: Packed, lent: _Lent) -> None:
+        self._packed, self._lent = packed, lent
+
+    def __getitem__(self, index: Any) -> Any:
+        number = int(index)
+        return self._lent.lend(lambda: self._packed.one(number))
+
+
+#: Methods of ``torch.nn.Module`` that a user's function may read the fused tensors with.
+_READ_PARAMETERS = ("parameters", "named_parameters", "named_modules", "_named_members")
+
+
+class _Dequantising(View):
+    """Stands in for the module; its fused tensors are dequantised whenever they are read.
+
+    A user's function, which may read a tensor for each expert, gets the same one during its call.
+    """
+
+    def __init__(
+        self, module: Any, packed: Any, updates: Any, lent: Any, chosen: Any, **settings: Any
+    ) -> None:
+        own = {"_packed": packed, "_updates": updates, "_lent": lent, "_chosen": chosen}
+        super().__init__(module, _read={}, **own, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        packed = self._packed.get(name) if name in FUSED else None
+        if packed is None:
+            if name == "_parameters":
+                return {**self._module._parameters, **{key: getattr(self, key) for key in FUSED}}
+            if name in _READ_PARAMETERS:
+                return getattr(type(self._module), name).__get__(self)
+            return super().__getattr__(name)
+        if name in self._read:
+            return self._read[name]
+        if name in self._updates:
+            self._read[name] = self._updates[name](packed.whole())
+            return self._read[name]
+        if self._chosen == "eager":
+            return _OneByOne(packed, self._lent)
+        weight = self._lent.lend(packed.whole)
+        if self._chosen is None:
+            self._read[name] = weight
+        return weight
+
+
+class _Lent:
+    """Dequantised weights that autograd does not keep for the backward: it gets them again."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
+
+    def lend(self, make: Callable[[], Any]) -> Any:
+        """``make()``, which may be called again in the backward."""
+        import torch
+
+        weight = make()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            made = weakref.ref(weight), weight._version, make
+            self._made[weight.untyped_storage()._cdata] = made
+        return weight
+
+    def hooks(self) -> Any:
+        """A context in which autograd saves no weight that was lent, and no view of one."""
+        import torch
+
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return nullcontext()
+        keep, give = _outer_hooks()
+
+        def pack(tensor: Any) -> Any:
+            return self._again(tensor) or keep(tensor)
+
+        def unpack(saved: Any) -> Any:
+            return saved() if isinstance(saved, _Again) else give(saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _again(self, tensor: Any) -> _Again | None:
+        """What makes a tensor again; ``None`` unless it has values of a weight as it was lent."""
+        import torch
+
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        storage = tensor.untyped_storage()._cdata
+        lent, version, make = self._made.get(storage, (None, 0, None))
+        weight = None if lent is None else lent()
+        if (
+            weight is None
+            or weight.untyped_storage()._cdata != storage  # the weight's .data was replaced
+            or weight._version != version  # changed in place
+            or tensor.dtype != weight.dtype
+        ):
+            return None
+        return _Again(make, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class _Again:
+    """A weight, or a view of one, that the backward dequantises again."""
+
+    def __init__(self, make: Any, *view: Any) -> None:
+        self.make, self.view = make, view
+
+    def __call__(self) -> Any:
+        return self.make().as_strided(*self.view)
+
+
+def _outer_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """What checkpointing does with a saved tensor; only the innermost hooks are called."""
+    import torch
+
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    outer = top(False) if top is not None else None
+    return outer or (lambda tensor: tensor, lambda tensor: tensor)

@@ -1,0 +1,178 @@
+"""Looks up rows of an offloaded embedding where its weight is stored."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+from ...model.hooks import offload_hook
+from ...objects import ForkableLock, NotCopied, View, attached
+
+#: Rows are gathered in parts of this size, while the previous part is copied.
+_STAGED_BYTES = 16 * 2**20
+
+
+class PutBack:
+    """A forward hook that puts the weight back.  It is pickled as a hook that does nothing."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        hook = offload_hook(module)
+        if hook is not None:  # otherwise the module stays onloaded after its forward
+            lookups_of(hook).leave(module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+    def __deepcopy__(self, memo: Any) -> PutBack:
+        return self
+
+
+class _Lookups(NotCopied):
+    """The threads that are in the forward of one embedding, and look up rows in its table."""
+
+    def __init__(self) -> None:
+        self.lock = ForkableLock()
+        self.threads: set[int] = set()
+
+    def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
+        """Make the embedding look up rows in the table, until this thread leaves."""
+        with self.lock.now:
+            self.threads.add(threading.get_ident())
+            weight = module._parameters["weight"]
+            if not isinstance(weight, host_table()):
+                weight = host_table()(table, weight, device, in_place)
+                module._parameters["weight"] = weight
+
+    def leave(self, module: Any) -> bool:
+        """End this thread's forward.  The last thread to leave puts the weight back.
+
+        Returns whether this thread was in a forward.  That forward may have raised, in which case
+        accelerate did not call ``post_forward``.
+        """
+        thread = threading.get_ident()
+        with self.lock.now:
+            if thread not in self.threads:
+                return False
+            self.threads.discard(thread)
+            if not self.threads:
+                weight = module._parameters["weight"]
+                module._parameters["weight"] = getattr(weight, "placeholder", weight)
+            return True
+
+
+def lookups_of(hook: Any) -> _Lookups:
+    return attached(hook, "_lookups", _Lookups)  # type: ignore[no-any-return]
+
+
+def without_weight(module: Any) -> Any:
+    """A view of the module for a hook that must not load its weight."""
+    return View(module, named_parameters=lambda *args, **kwargs: iter(()))
+
+
+def table_to_look_up(hook: Any, embedding: Any) -> Any | None:
+    """The table, if its rows are to be looked up where it is stored; else ``None``."""
+    import torch
+
+    weight = embedding.weight  # read it only once, because another thread may replace it
+    if (
+        type(weight) not in (torch.nn.Parameter, host_table())  # for example quantised
+        or not getattr(weight, "placeholder", weight).is_meta
+        or embedding.max_norm is not None  # a lookup changes the weight
+        or hook.execution_device is None
+        or torch.compiler.is_compiling()
+    ):
+        return None
+    table = _table(hook.weights_map, "weight")
+    if table.shape != weight.shape:  # the embedding was resized
+        return None
+    tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
+    return None if hook.execution_device in tied else table
+
+
+def _table(weights_map: Any, name: str) -> Any:
+    """The stored weight: in memory, or mapped from its file."""
+    import torch
+
+    loader: Any = getattr(weights_map, "dataset", None)
+    key = getattr(weights_map, "prefix", "") + name
+    index, folder = getattr(loader, "index", {}), getattr(loader, "save_folder", None)
+    if folder is None or key in loader.state_dict or index[key].get("safetensors_file"):
+        return weights_map[name].detach()  # safetensors maps its files into memory
+    shape, dtype = index[key]["shape"], getattr(torch, index[key]["dtype"])
+    file = os.path.join(folder, f"{key}.dat")
+    size = torch.Size(shape).numel()
+    return torch.from_file(file, shared=False, size=size, dtype=dtype).view(*shape)
+
+
+@cache
+def host_table() -> type:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    class HostTable(torch.Tensor):  # type: ignore[misc]
+        """Reports the execution device as its device; its values are in ``table``."""
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+        @staticmethod
+        def __new__(cls: Any, table: Any, placeholder: Any, device: Any, in_place: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(
+                cls,
+                placeholder.shape,
+                dtype=placeholder.dtype,
+                device=torch.device(device),
+                requires_grad=placeholder.requires_grad,
+            )
+
+        def __init__(self, table: Any, placeholder: Any, device: Any, in_place: Any) -> None:
+            self.table, self.placeholder, self.in_place = table, placeholder, in_place
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            """A copy of a model is in no forward.  An interrupted one leaves the table here."""
+            return copy.deepcopy(self.placeholder, memo)
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function is torch.ops.aten.embedding.default and type(args[1]) is not cls:
+                return args[0].rows(args[1]).to(args[0].dtype)
+            loaded = tree_map_only(cls, cls.load, (args, kwargs or {}))
+            return function(*loaded[0], **loaded[1])
+
+        def rows(self, ids: Any) -> Any:
+            """The rows of these token ids: shape of the ids x width, on the device of the ids."""
+            table = None
+            if self.in_place is not None and ids.device != self.table.device:
+                table = self.in_place.on(self.table, ids.device)
+            if table is None:
+                return _rows(self.table, ids)
+            return torch.nn.functional.embedding(ids, table)
+
+        def load(self) -> Any:
+            """The whole table on the execution device, copied once."""
+            if self.table.device != self.device or self.table.dtype != self.dtype:
+                self.table = self.table.to(self.device, self.dtype)
+            return self.table
+
+    return HostTable
+
+
+def _rows(table: Any, ids: Any) -> Any:
+    """``table[ids]`` on the device of ``ids``, for a table in host memory or on the disk."""
+    import torch
+
+    if table.device == ids.device:
+        return torch.nn.functional.embedding(ids, table)
+    rows = torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=ids.device)
+    lines = max(_STAGED_BYTES // (table.shape[1] * table.element_size()), 1)
+    for part, target in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
+        # PyTorch caches pinned memory, and reuses it only after the copy has ended.
+        staged = torch.empty(target.shape, dtype=table.dtype, pin_memory=ids.device.type == "cuda")
+        torch.index_select(table, 0, part, out=staged)
+        target.copy_(staged, non_blocking=True)
+    return rows.view(*ids.shape, -1)

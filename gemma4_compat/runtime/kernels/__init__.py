@@ -1,0 +1,1 @@
+"""CUDA kernels of this package, and the streams that they run on."""

@@ -1,0 +1,161 @@
+"""Compiles a CUDA kernel at run time, with the NVRTC library that PyTorch's CUDA builds include.
+
+``torch.cuda._compile_kernel`` does the same, but is private and needs an installed CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled or launched on this machine."""
+
+
+class Kernel:
+    """A compiled kernel on one GPU."""
+
+    def __init__(self, function: Any, module: Any, threads: int, shared: int) -> None:
+        self._function, self._module = function, module
+        self._threads, self._shared = threads, shared
+
+    def __call__(
+        self, grid: tuple[int, int], *arguments: Any, stream: int, threads: int | None = None
+    ) -> None:
+        """Launch the kernel.
+
+        Args:
+            grid: Blocks in x and y.
+            *arguments: Contiguous CUDA tensors, passed as pointers; tuples of them, passed as a
+                struct of pointers; an ``int`` or ``float`` in 32 bits.
+            stream: The handle of a CUDA stream of the kernel's GPU.
+            threads: Threads of a block, if fewer than it was compiled for.
+
+        Raises:
+            KernelError: The driver refused the launch.
+        """
+        values = [_value(each) for each in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        _check(
+            driver().cuLaunchKernel(
+                self._function,
+                *(*grid, 1),
+                *(threads or self._threads, 1, 1),
+                self._shared,
+                ctypes.c_void_p(stream),
+                pointers,
+                None,
+            )
+        )
+
+
+def _value(argument: Any) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    tensors = argument if isinstance(argument, tuple) else (argument,)
+    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
+
+
+def compiled(
+    file: Path, name: str, constants: dict[str, int], device: Any, threads: int, shared: int
+) -> Kernel:
+    """Compile a kernel for one GPU.
+
+    Args:
+        file: CUDA C++ without headers.
+        name: An ``extern "C"`` function of the file.
+        constants: Macros to define.
+        device: The GPU, a ``torch.device`` with an index.
+        threads: Threads of a block, at most.
+        shared: Bytes of dynamic shared memory of a block.
+
+    Raises:
+        KernelError: This machine cannot compile or load it.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        raise KernelError("this PyTorch is not built for CUDA")
+    source = file.read_text(encoding="utf-8")
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
+    options += [f"-D{key}={value}" for key, value in constants.items()]
+    program = _ptx(source, options)
+    cuda = driver()
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # creates the CUDA context
+        _check(cuda.cuModuleLoadData(ctypes.byref(module), program))
+        _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
+    return Kernel(function, module, threads, shared)
+
+
+def _ptx(source: str, options: list[str]) -> bytes:
+    nvrtc = _nvrtc()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None):
+        raise KernelError("NVRTC cannot create a program")
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        sizes, read = (
+            (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            if failed
+            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        )
+        sizes(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        read(program, text)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise KernelError(text.value.decode(errors="replace"))
+    return text.value
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(result, ctypes.byref(text))
+        raise KernelError((text.value or b"unknown CUDA error").decode())
+
+
+@cache
+def _nvrtc() -> Any:
+    """The NVRTC library of PyTorch's CUDA version."""
+    import torch
+
+    major = (torch.version.cuda or "0").partition(".")[0]
+    if sys.platform == "win32":
+        return _first(f"nvrtc64_{major}0_0.dll")
+    # This library of PyTorch is linked to NVRTC and knows its folder.
+    ours = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
+    return _first(str(ours), f"libnvrtc.so.{major}")
+
+
+@cache
+def driver() -> Any:
+    """The library of the CUDA driver.
+
+    Raises:
+        KernelError: This machine has none.
+    """
+    return _first("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _first(*names: str) -> Any:
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            reason = error
+    raise KernelError(str(reason))

@@ -1,0 +1,134 @@
+"""Lets steps with 8-bit layers be captured that have an outlier threshold (``int8_outliers.cu``).
+
+LLM.int8() multiplies the inputs whose absolute value reaches the threshold, the outliers, in the
+inputs' own dtype.  bitsandbytes selects their columns, and the CPU has to know how many these are.
+A captured step cannot wait for the CPU.  These kernels list the columns on the GPU.  All other
+products come from bitsandbytes' own kernels.  The products of the outliers are added in float32
+in the order of the columns, and rounded once.  bitsandbytes leaves their order to cuBLAS, so that
+outputs with two or more outliers can differ from an eager step by the last bit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...objects import shadowed
+from .streams import is_capturing
+
+if TYPE_CHECKING:
+    from .compiler import Kernel
+
+_SEPARATE_THREADS = 1024
+_ADD_THREADS = 256
+
+
+def has_threshold(module: Any) -> bool:
+    """Whether this is an 8-bit layer that searches its inputs for outliers."""
+    if type(module).__name__ != "Linear8bitLt":
+        return False
+    return bool(getattr(getattr(module, "state", None), "threshold", 0))
+
+
+def can_search(device: Any) -> bool:
+    """Whether this GPU can search; compiles the kernels."""
+    import torch
+
+    return device.type == "cuda" and bool(_kernels(device, torch.bfloat16))
+
+
+@contextmanager
+def outliers_on_the_gpu() -> Iterator[None]:
+    """In this context, the 8-bit layers that this thread runs search on the GPU.
+
+    Layers with several rows of inputs search as bitsandbytes does, except in a capture, where they
+    raise a ``NotImplementedError``.
+    """
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    if bitsandbytes is None:
+        yield
+        return
+    thread, original = threading.get_ident(), bitsandbytes.matmul
+
+    @wraps(original)
+    def matmul(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
+        state: Any = kwargs.get("state")
+        if threading.get_ident() == thread and state is not None and state.threshold:
+            obstacle = _obstacle(A, state)
+            if obstacle is None:
+                return product(A, state, kwargs.get("bias"))
+            if is_capturing(A.device):
+                raise NotImplementedError(obstacle)
+        return original(A, B, *args, **kwargs)
+
+    with shadowed(bitsandbytes, matmul=matmul):
+        yield
+
+
+def _obstacle(inputs: Any, state: Any) -> str | None:
+    """The reason why ``product`` cannot compute this output; ``None`` if it can."""
+    if inputs.numel() != inputs.shape[-1]:
+        return "an 8-bit layer with an outlier threshold has several rows of inputs"
+    weight = state.CB
+    if state.has_fp16_weights or weight is None or not weight.is_contiguous() or state.SCB is None:
+        return "the weight of an 8-bit layer is not in 8 bits"
+    if inputs.device.type != "cuda" or not _kernels(inputs.device, inputs.dtype):
+        return f"an 8-bit layer has {inputs.dtype} inputs"
+    return None
+
+
+def product(inputs: Any, state: Any, bias: Any) -> Any:
+    """The output of an 8-bit layer for one row.
+
+    Args:
+        inputs: [..., inputs of the layer], one row in all, on a GPU; bfloat16, float16, float32.
+        state: The ``MatmulLtState`` of the layer: CB [outputs, inputs] in int8, SCB [outputs] in
+            float32, threshold.
+        bias: [outputs], or ``None``.
+    """
+    import torch
+
+    size, outputs = inputs.shape[-1], state.CB.shape[0]
+    row, scales = inputs.reshape(1, size).contiguous(), state.SCB.contiguous()
+    rest = torch.empty(1, size, dtype=torch.float16, device=row.device)
+    columns = torch.empty(size, dtype=torch.int32, device=row.device)
+    count = torch.empty(1, dtype=torch.int32, device=row.device)
+    stream = torch.cuda.current_stream(row.device).cuda_stream
+    separate, add = _kernels(row.device, row.dtype)
+    own = torch.ops.bitsandbytes
+    with torch.cuda.device(row.device):
+        separate((1, 1), rest, columns, count, row, float(state.threshold), size, stream=stream)
+        quantized, maxima, _ = own.int8_vectorwise_quant.default(rest, 0.0)
+        out = own.int8_scaled_mm.default(
+            quantized, state.CB, maxima, scales, bias=bias, dtype=row.dtype
+        )
+        blocks = -(-outputs // _ADD_THREADS)
+        outliers = row, columns, count
+        add((blocks, 1), out, *outliers, state.CB, scales, outputs, size, stream=stream)
+    return out.reshape(*inputs.shape[:-1], outputs)
+
+
+@cache
+def _kernels(device: Any, dtype: Any) -> tuple[Kernel, ...]:
+    """``separate`` and ``add``; empty if this machine cannot compile them for this dtype."""
+    import torch
+
+    from .compiler import KernelError, compiled
+
+    exponents = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
+    if dtype not in exponents:
+        return ()
+    file = Path(__file__).with_suffix(".cu")
+    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents[dtype]}
+    try:
+        return (
+            compiled(file, "separate", constants, device, _SEPARATE_THREADS, 0),
+            compiled(file, "add", constants, device, _ADD_THREADS, 0),
+        )
+    except KernelError:
+        return ()

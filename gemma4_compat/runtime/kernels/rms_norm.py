@@ -1,0 +1,216 @@
+"""Computes each RMS norm of a captured step in one kernel (``rms_norm.cu``).
+
+transformers computes an RMS norm in nine kernels.  For one token each of them takes longer to start
+than to run, so that the norms take half the time of a captured step.
+
+The kernel's output equals that of the nine bit for bit, because it adds the squares in the same
+order.  PyTorch does not document that order.  So the step that runs eagerly before a capture
+compares the kernel with each kind of norm on random inputs, in float32, where another order shows,
+and in the dtype of the step.  A norm for which an output differs stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...objects import shadowed
+from .streams import is_capturing
+
+if TYPE_CHECKING:
+    from .compiler import Kernel
+
+logger = logging.getLogger(__name__)
+
+_WARP = 32
+_MOST_THREADS = 512  # of a block in PyTorch's reductions
+_TRIALS = 8
+
+_kernels: dict[_Kind, Kernel | None] = {}  # those that were compared
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The norms and inputs that one comparison is valid for."""
+
+    forward: Any  # the function of the norm's class
+    device: Any
+    dtype: Any
+    weight: Any  # its dtype, or None
+    shape: tuple[int, ...]
+    settings: tuple[Any, ...]  # of the norm, such as eps
+
+
+@contextmanager
+def norms_in_one_kernel(modules: Iterable[Any]) -> Iterator[None]:
+    """In this context, the RMS norms among these modules use one kernel in a capture.
+
+    Outside a capture they run as usual, and their kernel is compared with them.
+    """
+    thread = threading.get_ident()
+    norms = [module for module in modules if type(module).__name__.endswith("RMSNorm")]
+    with ExitStack() as stack:
+        for norm in norms:
+            stack.enter_context(_replaced_forward(norm, thread))
+        yield
+
+
+def _replaced_forward(module: Any, thread: int) -> AbstractContextManager[None]:
+    """In this context, calls of a norm in this thread go through ``_norm``."""
+    attributes, usual = vars(module), type(module).forward
+    # accelerate's hooks keep the module's own forward in ``_old_forward``.
+    name = "_old_forward" if "_old_forward" in attributes else "forward"
+    own = attributes.get(name)
+    if own is not None and getattr(own, "__func__", None) is not usual:
+        return nullcontext()  # other code, or another thread, has replaced it
+    original = usual.__get__(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or len(args) != 1 or kwargs:
+            return original(*args, **kwargs)
+        return _norm(module, args[0], original)
+
+    return shadowed(module, **{name: forward})
+
+
+def _norm(module: Any, inputs: Any, original: Any) -> Any:
+    kind = _kind(module, inputs)
+    if kind is None:
+        return original(inputs)
+    if is_capturing(inputs.device):
+        kernel = _kernels.get(kind)
+        return original(inputs) if kernel is None else _launch(kernel, module, inputs)
+    if kind not in _kernels:
+        _kernels[kind] = _equal_kernel(kind, module, original)
+    return original(inputs)
+
+
+def _kind(module: Any, inputs: Any) -> _Kind | None:
+    """The kind of a call; ``None`` if the kernel cannot compute it."""
+    import torch
+
+    weight = module._parameters.get("weight")
+    if type(inputs) is not torch.Tensor or inputs.ndim == 0:
+        return None
+    size = inputs.shape[-1]
+    fits = (
+        inputs.device.type == "cuda"
+        and inputs.dtype in _dtypes()
+        and size >= 4 * _WARP
+        and size % 4 == 0
+        and inputs.numel() > 0
+        and _is_aligned(inputs)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cuda")
+        and isinstance(getattr(module, "eps", None), float)
+        and not (module._buffers or module._modules or module._parameters.keys() - {"weight"})
+    )
+    if fits and weight is not None:
+        same = weight.device == inputs.device and weight.shape == (size,)
+        fits = same and weight.dtype in _dtypes() and _is_aligned(weight)
+    if not fits:
+        return None
+    settings = ((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
+    return _Kind(
+        forward=type(module).forward,
+        device=inputs.device,
+        dtype=inputs.dtype,
+        weight=None if weight is None else weight.dtype,
+        shape=tuple(inputs.shape),
+        settings=tuple(sorted(settings)),
+    )
+
+
+def _is_aligned(tensor: Any) -> bool:
+    """Whether a kernel can read four values at a time."""
+    return bool(tensor.is_contiguous() and tensor.data_ptr() % (4 * tensor.itemsize) == 0)
+
+
+def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
+    """The kernel whose outputs equal those of a norm bit for bit; ``None`` if there is none."""
+    import torch
+
+    from .compiler import KernelError
+
+    generator = torch.Generator(kind.device).manual_seed(0)
+    trials = [
+        4 * torch.randn(kind.shape, generator=generator, device=kind.device) for _ in range(_TRIALS)
+    ]
+
+    def is_equal(kernel: Kernel, dtype: Any) -> bool:
+        inputs = [trial.to(dtype) for trial in trials]
+        return all(torch.equal(_launch(kernel, module, each), original(each)) for each in inputs)
+
+    why = "its outputs would differ"
+    try:
+        for halving in (True, False):
+            if is_equal(_kernel(kind.device, torch.float32, kind.weight, halving), torch.float32):
+                kernel = _kernel(kind.device, kind.dtype, kind.weight, halving)
+                if is_equal(kernel, kind.dtype):
+                    return kernel
+    except KernelError as error:
+        why = str(error)
+    name = type(module).__name__
+    logger.info("%s of %s does not run in one kernel: %s", name, kind.shape, why)
+    return None
+
+
+def _launch(kernel: Kernel, module: Any, inputs: Any) -> Any:
+    import torch
+
+    out, size = torch.empty_like(inputs), inputs.shape[-1]
+    weight = module._parameters.get("weight")
+    rows, fours = inputs.numel() // size, size // 4
+    with torch.cuda.device(inputs.device):
+        kernel(
+            (rows, 1),
+            out,
+            inputs,
+            inputs if weight is None else weight,  # a kernel without weights reads none
+            fours,
+            1 / size,
+            module.eps,
+            stream=torch.cuda.current_stream(inputs.device).cuda_stream,
+            threads=_threads(rows, fours),
+        )
+    return out
+
+
+def _threads(rows: int, fours: int) -> int:
+    """The threads that add one row in PyTorch (``set_block_dimension`` in Reduce.cuh)."""
+    width, height = (min(1 << (n.bit_length() - 1), _MOST_THREADS) for n in (fours, rows))
+    height = min(height, _MOST_THREADS // min(width, _WARP))
+    return min(width, _MOST_THREADS // height)
+
+
+@cache
+def _kernel(device: Any, dtype: Any, weight: Any, halving: bool) -> Kernel:
+    """The compiled kernel.
+
+    Raises:
+        KernelError: This machine cannot compile it.
+    """
+    from .compiler import compiled
+
+    file = Path(__file__).with_suffix(".cu")
+    constants = {
+        "INPUT": _dtypes()[dtype],
+        "WEIGHT": 0 if weight is None else _dtypes()[weight],
+        "THREADS": _MOST_THREADS,
+        "HALVING": int(halving),
+    }
+    return compiled(file, "rms_norm", constants, device, _MOST_THREADS, 0)
+
+
+@cache
+def _dtypes() -> dict[Any, int]:
+    """The numbers of the dtypes in the kernel's source."""
+    import torch
+
+    return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
