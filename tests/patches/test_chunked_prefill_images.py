@@ -256,3 +256,19 @@ def test_a_method_of_a_user_that_changes_the_features(model_dir, of):
     expected = generated(model, inputs)
     assert_equal(generated(model, inputs, prefill_chunk_size=7), expected)
     assert vars(model.model) == before
+
+
+@pytest.mark.skipif(not IMAGES_WORK, reason="these releases pass the images to the forward")
+def test_a_hook_sees_what_it_sees_without_chunks(model_dir):
+    """A hook that changes the pixels does not get features in their place."""
+    model = small_model(model_dir)
+    inputs = image_inputs(model.config)
+
+    def darker(module, args, kwargs):
+        if kwargs.get("pixel_values") is not None:
+            kwargs["pixel_values"] = kwargs["pixel_values"] * 0.5
+        return args, kwargs
+
+    model.model.register_forward_pre_hook(darker, with_kwargs=True)
+    expected = generated(model, inputs)
+    assert_equal(generated(model, inputs, prefill_chunk_size=7), expected)

@@ -77,7 +77,7 @@ def _probe(model_class: Any, kind: str) -> Finding:
 
 
 def _given_back(method: Any) -> Any:
-    """``get_image_features`` that returns features if it gets them, also where users override it."""
+    """``get_image_features``, also a user's, that returns the features that it gets."""
 
     @wraps(method)
     def get_features(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,9 @@ def _in_chunks(
     kinds: list[str],
 ) -> Any:
     """Prefill chunks of these sizes; each gets the features of the placeholders it contains."""
-    features = {kind: _features(model, model_kwargs, kind) for kind in kinds}
+    # Later releases have encoded images and videos already, and pass their features like this.
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    features = {kind: encoded.get(kind) or _features(model, model_kwargs, kind) for kind in kinds}
     ids = {kind: getattr(model.config, f"{kind}_token_id") for kind in kinds}
     rows = {}
     for kind in kinds:
@@ -194,7 +196,7 @@ def _in_chunks(
     names = (f"get_{kind}_features" for kind in _INPUTS)
     owner = model.base_model
     methods = {name: _given_back(getattr(owner, name)) for name in names if hasattr(owner, name)}
-    inputs = {name: value for name, value in model_kwargs.items() if name != "mm_encoder_outputs"}
+    inputs = dict(model_kwargs)
     padding, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     for index, chunk in enumerate(tokens.split(sizes, dim=1)):
         start, past = past, past + chunk.shape[1]
@@ -205,13 +207,19 @@ def _in_chunks(
         for name in _TOKEN_TYPES:
             if model_kwargs.get(name) is not None:
                 inputs[name] = model_kwargs[name][..., :past]
+        given = {}
         for kind in kinds:
             here = chunk == ids[kind]
             part = _part(features[kind], rows[kind][index][here]) if here.any() else None
+            if kind in encoded:
+                given |= {} if part is None else {kind: part}
+                continue
             inputs[_INPUTS[kind]] = part
             if kind == "video" and part is not None and inputs.get("pixel_values") is None:
                 # transformers 5.5 makes the mask of images and videos only with pixel_values.
                 inputs["pixel_values"] = _part(features[kind], rows[kind][index][:0, 0])
+        if encoded:
+            inputs["mm_encoder_outputs"] = given or None
         with shadowed(owner, **methods):
             outputs = prefill(model, chunk, generation_config, inputs, True)
         inputs["past_key_values"] = outputs.past_key_values
@@ -219,12 +227,9 @@ def _in_chunks(
 
 
 def _features(model: Any, model_kwargs: Any, kind: str) -> Any:
-    """The output of a tower for the whole prompt; later releases have it already."""
+    """The output of a tower for the whole prompt."""
     from accelerate.utils import send_to_device
 
-    encoded = (model_kwargs.get("mm_encoder_outputs") or {}).get(kind)
-    if encoded is not None:
-        return encoded
     method = f"get_{kind}_features"
     # A user's own method may take ``**kwargs``, and hand them on to that of transformers.
     classes = (vars(cls) for cls in type(model.base_model).__mro__)
