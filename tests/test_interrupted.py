@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from gemma4_compat.patches import _offload
-from gemma4_compat.patches.offloading import host_embedding
-from gemma4_compat.runtime.host import blocks, page_locked, parts, read_ahead
+from gemma4_compat.runtime.host import blocks, page_locked, parts, read_ahead, table
 from tests import support
 
 PACKAGE = "gemma4_compat"
 HOST = "runtime.host"
 STREAMING = [
     f"{HOST}.blocks", f"{HOST}.parts", f"{HOST}.page_locked", "objects",
-    "patches.offloading.offload_streaming",
+    f"{HOST}.hooked",
 ]  # fmt: skip
 #: what is offloaded how -> the modules in which the interrupt comes
 PLACES = {
@@ -31,8 +30,8 @@ PLACES = {
     "experts in place": STREAMING,
     "8 bit": [*STREAMING, f"{HOST}.int8_state"],
     "by accelerate": ["patches.offloading.quant_state_offload"],
-    "embeddings": ["patches.offloading.host_embedding", f"{HOST}.table", "objects"],
-    "on the disk": ["patches.offloading.disk_read_ahead", f"{HOST}.read_ahead"],
+    "embeddings": [f"{HOST}.table", f"{HOST}.hooked", "objects"],
+    "on the disk": [f"{HOST}.read_ahead"],
     "onloaded": ["patches._offload"],
 }
 #: So many of the points are tried by default.
@@ -107,7 +106,7 @@ class Case:
             monkeypatch.setattr(blocks, "on_gpu", lambda host, device: host)
         self.fast = []  # the calls that show that a patch is at work
         module, name = {
-            "embeddings": (host_embedding, "table_to_look_up"),
+            "embeddings": (table, "_table_to_look_up"),
             "on the disk": (read_ahead, "_is_cached"),
         }.get(place, (parts, "_like"))
         original = getattr(module, name)

@@ -50,10 +50,15 @@ def allocated(call):
     return sum(max(event.self_cpu_memory_usage, 0) for event in events)
 
 
+#: The patch is for models with classes of this module.
+GEMMA = "transformers.models.gemma4.modeling_gemma4"
+Embedding = type("Embedding", (nn.Embedding,), {"__module__": GEMMA})
+
+
 class Offloaded:
     """An embedding that is offloaded to the host or to disk, and a copy that is not offloaded."""
 
-    def __init__(self, where, folder, make=nn.Embedding, dtype=torch.bfloat16):
+    def __init__(self, where, folder, make=Embedding, dtype=torch.bfloat16):
         from accelerate import cpu_offload, disk_offload
 
         torch.manual_seed(0)
@@ -80,7 +85,7 @@ IDS = torch.tensor([[0, 4999, 7], [7, 7, 1]])
 def test_only_rows_are_read_from_disk(tmp_path):
     from accelerate import disk_offload
 
-    embedding = nn.Embedding(2000, 64)
+    embedding = Embedding(2000, 64)
     expected = embedding.weight[[3, 1999]].clone()
     disk_offload(embedding, str(tmp_path), execution_device="cpu")
     found = []
@@ -105,6 +110,8 @@ def test_shapes_and_dtypes(tmp_path, where, ids, dtype):
 class Scaled(nn.Embedding):
     """The forward reads the weight's dtype and device, as Gemma's does, and its values."""
 
+    __module__ = GEMMA
+
     def forward(self, ids):
         scale = torch.tensor(3.0, device=self.weight.device).to(self.weight.dtype)
         return super().forward(ids) * scale + self.weight[0] + self.weight.sum()
@@ -115,9 +122,9 @@ class Scaled(nn.Embedding):
     "make",
     [
         Scaled,
-        lambda *size: nn.Embedding(*size, padding_idx=7),
-        lambda *size: nn.Embedding(*size, max_norm=0.5),
-        lambda *size: nn.Embedding(*size).requires_grad_(False),
+        lambda *size: Embedding(*size, padding_idx=7),
+        lambda *size: Embedding(*size, max_norm=0.5),
+        lambda *size: Embedding(*size).requires_grad_(False),
     ],
     ids=["scaled", "padding", "max_norm", "frozen"],
 )
@@ -280,7 +287,7 @@ class Peak:
 @pytest.mark.regression("host_embedding", r"bytes on the GPU for 6 of 200000 rows")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_rows_travel_to_the_gpu(tmp_path, where):
-    whole = nn.Embedding(200000, 64)
+    whole = Embedding(200000, 64)
     model = nn.Sequential(whole, nn.Linear(64, 8))
     expected = copy.deepcopy(model).cuda()(IDS.cuda())
     from accelerate import dispatch_model
@@ -314,7 +321,7 @@ def test_model_on_the_gpu(model_dir, tmp_path, kind, where):
 @pytest.mark.cuda
 def test_more_rows_than_are_staged_at_once(tmp_path):
     torch.manual_seed(0)
-    whole = nn.Embedding(3000, 2048)
+    whole = Embedding(3000, 2048)
     ids = torch.randint(0, 3000, (4, 2500), device="cuda:0")
     expected = copy.deepcopy(whole).cuda()(ids)
     from accelerate import dispatch_model
@@ -390,7 +397,7 @@ def on_gpu(embedding):
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_table_is_read_in_place(dtype):
-    whole = nn.Embedding(5000, 64, dtype=dtype)
+    whole = Embedding(5000, 64, dtype=dtype)
     ids = torch.randint(0, 5000, (3, 70), device="cuda:0")
     expected = copy.deepcopy(whole).cuda()(ids)
     model, hook = on_gpu(whole)
@@ -407,7 +414,7 @@ def test_table_is_read_in_place(dtype):
 
 @pytest.mark.cuda
 def test_lookup_does_not_wait_for_the_gpu():
-    model, _ = on_gpu(nn.Embedding(5000, 64))
+    model, _ = on_gpu(Embedding(5000, 64))
     ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
     with torch.no_grad():
         expected = model(ids)
@@ -422,7 +429,7 @@ def test_lookup_does_not_wait_for_the_gpu():
 @pytest.mark.cuda
 def test_page_locked_memory_is_given_back():
     ids = torch.zeros(1, 1, dtype=torch.long, device="cuda:0")
-    embedding = nn.Embedding(5000, 64)
+    embedding = Embedding(5000, 64)
     model, hook = on_gpu(embedding)
     with torch.no_grad():
         model(ids)
@@ -436,7 +443,7 @@ def test_page_locked_memory_is_given_back():
 @pytest.mark.cuda
 def test_memory_that_cannot_be_page_locked(caplog):
     """Rows go through the CPU, with one warning; the CUDA error does not affect later kernels."""
-    embedding = nn.Embedding(5000, 64)
+    embedding = Embedding(5000, 64)
     ids = torch.randint(0, 5000, (1, 7), device="cuda:0")
     expected = copy.deepcopy(embedding).cuda()(ids)
     model, hook = on_gpu(embedding)

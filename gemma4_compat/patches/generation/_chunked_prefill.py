@@ -207,7 +207,7 @@ def _in_chunks(
         for name in _TOKEN_TYPES:
             if model_kwargs.get(name) is not None:
                 inputs[name] = model_kwargs[name][..., :past]
-        given = {}
+        given: dict[str, Any] = {}
         for kind in kinds:
             here = chunk == ids[kind]
             part = _part(features[kind], rows[kind][index][here]) if here.any() else None

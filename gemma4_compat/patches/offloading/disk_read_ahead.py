@@ -14,18 +14,15 @@ write it calls every page cached, so nothing is read ahead from them.  After the
 the first one, because the next decode step begins with it.  If the system removes several layers
 from the page cache before they run, the cache is too small, and reading ahead ends.
 
-An error is ignored: accelerate raises its own when it cannot load a tensor.
+After an error nothing is read ahead: accelerate raises its own when it cannot load a tensor.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
-
 from ...engine import Finding, Kind, Patch, broken, fixed
-from ...objects import attached
-from ...runtime.host.read_ahead import Layers
+from ...runtime.host.read_ahead import Ahead
 from .._code import code_at
+from ._dispatched import use
 
 PATCH = Patch(
     name="disk_read_ahead",
@@ -33,15 +30,12 @@ PATCH = Patch(
     symptom="layers on the disk are read while the model waits, slower than the disk could",
     affects=("transformers", "accelerate"),
     changes=(
-        "When a layer on the disk is about to run, AlignDevicesHook reads that layer and the next "
-        "one into the page cache, in other threads."
+        "When a layer of Gemma 4 or 3n on the disk is about to run, its hook reads that layer and "
+        "the next one into the page cache, in other threads."
     ),
     note="Linux only: the system calls do not exist elsewhere.",
     unreported="Only slow, not wrong; no report is known upstream.",
 )
-
-#: Attribute of a weights loader.
-_LAYERS = "_layers_on_disk"
 
 
 @PATCH.probe
@@ -57,36 +51,4 @@ def tensors_are_read_when_needed() -> Finding:
     return fixed("AlignDevicesHook no longer loads the tensors one by one")
 
 
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
-    import torch
-
-    module = original(self, module)
-    loader = _loader(self) if self.offload else None
-    # A forward may need only some rows of an embedding.
-    if loader is not None and loader.index and not isinstance(module, torch.nn.Embedding):
-        attached(loader, _LAYERS, lambda: Layers(loader)).add(self.weights_map.prefix)
-    return module
-
-
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(
-    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
-) -> Any:
-    import torch
-
-    if self.offload and not torch.compiler.is_compiling():
-        layers = getattr(getattr(self.weights_map, "dataset", None), _LAYERS, None)
-        if layers is not None:
-            with suppress(Exception):
-                layers.enter(self.weights_map.prefix)
-    return original(self, module, *args, **kwargs)
-
-
-def _loader(hook: Any) -> Any | None:
-    """The object that loads a hook's weights from the disk, or ``None``."""
-    from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
-
-    weights = hook.weights_map
-    loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
-    return loader if isinstance(loader, OffloadedWeightsLoader) else None
+use(PATCH, Ahead())

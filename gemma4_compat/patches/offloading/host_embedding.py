@@ -18,17 +18,9 @@ embeddings whose weight is on the execution device anyway because they are tied 
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...engine import Finding, Kind, Patch, broken, fixed
-from ...runtime.host.page_locked import in_place_of
-from ...runtime.host.table import (
-    PutBack,
-    host_table,
-    lookups_of,
-    table_to_look_up,
-    without_weight,
-)
+from ...runtime.host.table import Rows
+from ._dispatched import use
 
 PATCH = Patch(
     name="host_embedding",
@@ -39,8 +31,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate"),
     changes=(
-        "AlignDevicesHook copies only the rows that an offloaded nn.Embedding looks up to its "
-        "execution device, not the whole weight.  From the disk it reads only those rows."
+        "The hooks of Gemma 4 and 3n copy only the rows that an offloaded nn.Embedding looks up to "
+        "its execution device, not the whole weight.  From the disk they read only those rows."
     ),
     links=("https://github.com/huggingface/transformers/issues/47705",),
 )
@@ -59,42 +51,4 @@ def whole_weight_is_loaded() -> Finding:
     return fixed("hooks no longer onload embeddings") if embedding.weight.is_meta else broken()
 
 
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
-    """accelerate does not call ``post_forward`` if the forward raises; a forward hook runs."""
-    import torch
-
-    module = original(self, module)
-    if self.offload and isinstance(module, torch.nn.Embedding):
-        host_table()  # two threads that call it first at the same time would make two classes
-        if not any(isinstance(hook, PutBack) for hook in module._forward_hooks.values()):
-            module.register_forward_hook(PutBack(), always_call=True)
-    return module
-
-
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(
-    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
-) -> Any:
-    import torch
-
-    if not (self.offload and isinstance(module, torch.nn.Embedding)):
-        return original(self, module, *args, **kwargs)
-    lookups = lookups_of(self)
-    lookups.leave(module)
-    table = table_to_look_up(self, module) if args or kwargs else None
-    if table is None:
-        return original(self, module, *args, **kwargs)
-    result = original(self, without_weight(module), *args, **kwargs)
-    lookups.enter(module, table, self.execution_device, in_place_of(self))
-    return result
-
-
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
-    import torch
-
-    if self.offload and isinstance(module, torch.nn.Embedding):
-        if lookups_of(self).leave(module):
-            module = without_weight(module)
-    return original(self, module, output)
+use(PATCH, Rows())

@@ -11,20 +11,17 @@ next two layers are copied on a separate stream.  For their forward, the modules
 are views of the block.  Then they get their meta parameters back, and nothing is copied to the
 host.  A decode step that is captured as a CUDA graph contains the copies.
 
-This applies to layers with 4-bit weights in host memory.  It also applies to Gemma's 8-bit and
-unquantised layers if they may be page-locked (``gemma4_compat.limit_page_locked``).  At most three
-layers are on the GPU at a time, and none after a forward.  accelerate itself loads a module whose
-tensors were replaced.
+This applies to the layers of Gemma 4 and 3n in host memory; to 8-bit and unquantised ones if they
+may be page-locked (``gemma4_compat.limit_page_locked``).  At most three layers are on the GPU at a
+time, and none after a forward.  accelerate itself loads a module whose tensors were replaced.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...engine import Finding, Kind, Patch, broken, fixed
-from ...objects import View
-from ...runtime.host.blocks import add, part_of
+from ...runtime.host.blocks import Blocks
 from .._code import code_at
+from ._dispatched import use
 
 PATCH = Patch(
     name="offload_streaming",
@@ -32,9 +29,10 @@ PATCH = Patch(
     symptom="4-bit layers offloaded to the CPU are slower than bfloat16 ones",
     affects=("transformers", "accelerate"),
     changes=(
-        "AlignDevicesHook copies decoder layers with 4-bit weights, and all layers of Gemma 4 and "
-        "3n, from page-locked host memory to the GPU, with one copy per layer and ahead of time."
+        "The hooks of Gemma 4 and 3n copy decoder layers from page-locked host memory to the GPU, "
+        "with one copy per layer and ahead of time."
     ),
+    requires=("offload_threads",),
     unreported="Only slow, not wrong; no report is known upstream.",
 )
 
@@ -48,33 +46,4 @@ def tensors_travel_one_by_one() -> Finding:
     return fixed("AlignDevicesHook no longer sets the tensors one by one")
 
 
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
-def align_devices_hook_init_hook(original: Any, self: Any, module: Any) -> Any:
-    module = original(self, module)
-    add(self, module)
-    return module
-
-
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.pre_forward")
-def align_devices_hook_pre_forward(
-    original: Any, self: Any, module: Any, *args: Any, **kwargs: Any
-) -> Any:
-    import torch
-
-    part = part_of(self)
-    if part is None or torch.compiler.is_compiling() or not part.place(self, module):
-        return original(self, module, *args, **kwargs)
-    self.tied_pointers_to_remove = set()
-    return original(View(self, offload=False), module, *args, **kwargs)
-
-
-@PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
-def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
-    part = part_of(self)
-    if part is None:
-        return original(self, module, output)
-    if not part.put_back(module):
-        output = original(self, module, output)
-        part.return_to(module)
-        return output
-    return original(View(self, offload=False), module, output)
+use(PATCH, Blocks())

@@ -20,6 +20,7 @@ from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook
 from ...runtime.host.forward_lock import lock_forward, share_lock
 from .._code import code_of, mentions
+from ._dispatched import after_dispatch
 
 PATCH = Patch(
     name="offload_threads",
@@ -56,14 +57,4 @@ def add_hook_to_module(original: Any, module: Any, *args: Any, **kwargs: Any) ->
     return module
 
 
-@PATCH.around("accelerate.hooks", "attach_align_device_hook")
-@PATCH.around("accelerate.hooks", "attach_align_device_hook_on_blocks")
-def attach_hooks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    import inspect
-
-    result = original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    # The function calls itself for every module, with the module's name.
-    if not given.get("module_name"):
-        share_lock(given["module"])
-    return result
+after_dispatch(PATCH, share_lock)

@@ -21,10 +21,11 @@ from itertools import accumulate
 from typing import Any
 
 from ...model.hooks import host_tensors, offload_hooks
-from ...model.parts import MODELS, layer_of
-from ...objects import NotCopied
+from ...model.parts import layer_of
+from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
 from ..kernels.streams import is_capturing
+from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory
 from .parts import ITSELF, NO_ROOM, Content, Part, Piece
 
@@ -47,18 +48,53 @@ _PART = "_streamed_part"  # attribute of a hook
 _READ_IN_PLACE = (ITSELF, "absmax")
 
 
-def add(hook: Any, module: Any) -> None:
-    """Register a module that a hook offloads, if its tensors are in host memory."""
-    import torch
+class Blocks(Way):
+    """Layers are copied in blocks; see the patch ``offload_streaming``."""
 
-    if isinstance(module, torch.nn.Embedding):  # a forward needs only some of its rows
-        return
-    tensors = host_tensors(hook.weights_map) if hasattr(hook.weights_map, "dataset") else None
-    if hook.offload and not hook.place_submodules and tensors is not None:
-        dispatch = dispatches.get(id(tensors))
-        if dispatch is None:
-            dispatch = dispatches[id(tensors)] = Dispatch(tensors)
-        dispatch.add(hook, module)
+    def dispatched(self, root: Any) -> None:
+        super().dispatched(root)
+        if any(part_of(hook) is not None for hook in offload_hooks(root.modules())):
+            AfterForward(_put_all_back).attach(root)
+
+    def add(self, hook: Any, module: Any) -> None:
+        """Register a module if its tensors are in host memory."""
+        import torch
+
+        if isinstance(module, torch.nn.Embedding):  # a forward needs only some of its rows
+            return
+        tensors = host_tensors(hook.weights_map) if hasattr(hook.weights_map, "dataset") else None
+        if not hook.place_submodules and tensors is not None:
+            dispatch = dispatches.get(id(tensors))
+            if dispatch is None:
+                dispatch = dispatches[id(tensors)] = Dispatch(tensors)
+            dispatch.add(hook, module)
+
+    def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        part = part_of(hook)
+        if part is None or not part.place(hook, module):
+            return original(hook, module, *args, **kwargs)
+        hook.tied_pointers_to_remove = set()
+        return original(View(hook, offload=False), module, *args, **kwargs)
+
+    def post_forward(self, original: Any, hook: Any, module: Any, output: Any) -> Any:
+        part = part_of(hook)
+        if part is None:
+            return original(hook, module, output)
+        if not part.put_back(module):
+            output = original(hook, module, output)
+            part.return_to(module)
+            return output
+        return original(View(hook, offload=False), module, output)
+
+
+def _put_all_back(root: Any) -> None:
+    """Give the modules their meta parameters back after a forward of the model that raised."""
+    parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
+    for part in parts:
+        if part.placed:
+            part.put_back(part.module)
+    for dispatch in {part.layer.dispatch for part in parts}:
+        dispatch.clear()
 
 
 def part_of(hook: Any) -> Part | None:
@@ -79,8 +115,7 @@ def why_not_streamed(hook: Any, module: Any) -> str | None:
     if part is None or device.type not in STREAMED_TO:
         return "accelerate copies its weights"
     if part.layer.layout is None:
-        expected = part.layer.is_known() and part.collected(device) is not None
-        return None if expected else "accelerate copies its weights"
+        return None if part.collected(device) is not None else "accelerate copies its weights"
     if not part.pieces or not part.is_unchanged(hook, module):
         return "accelerate copies its weights"
     return None if part.layer.page_locked else "its host memory is not page-locked"
@@ -280,9 +315,7 @@ class Layer(NotCopied):
     def lay_out(self) -> Layout:
         """Choose the modules to copy in the block and move their tensors, before the first forward.
 
-        If this is not possible, or for unquantised and 8-bit layers of models outside ``MODELS``,
-        accelerate copies the modules: three such blocks may need more GPU memory than single
-        tensors.
+        If this is not possible, accelerate copies the modules.
         """
         if self.layout is None:
             self.layout = self.new_layout()
@@ -297,7 +330,7 @@ class Layer(NotCopied):
         contents = {part: content for part, content in found.items() if content is not None}
         pieces = [piece for content in contents.values() for piece in content]
         four_bit = any(content.states for content in contents.values())
-        if not pieces or not (four_bit or self.is_known()):
+        if not pieces:
             return Layout()
         sizes = [-(-piece.host.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
         host, page_locked = self.allocate(sum(sizes))
@@ -321,10 +354,6 @@ class Layer(NotCopied):
 
         host = torch.empty(size, dtype=torch.uint8)
         return host, page_lock(host, self.device if self.device.type == "cuda" else None)
-
-    def is_known(self) -> bool:
-        """Whether this is a layer of one of ``MODELS``."""
-        return any(type(part.module).__module__.startswith(MODELS) for part in self.parts)
 
     def with_following(self) -> list[Layer]:
         """This layer, and the layers to copy ahead while it computes."""

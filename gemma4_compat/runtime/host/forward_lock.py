@@ -157,12 +157,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+#: The lock of each dispatched model.
+_locks: weakref.WeakKeyDictionary[Any, ForwardLock] = weakref.WeakKeyDictionary()
+
+
 def share_lock(root: Any) -> None:
     """Make the forwards of ``root`` and of the offloaded modules in it use the same lock."""
     offloaded = [module for module in root.modules() if offload_hook(module) is not None]
     if not offloaded:
         return
-    lock = ForwardLock()
+    lock = _locks.setdefault(
+        root, ForwardLock()
+    )  # a thread may hold it while it is dispatched again
     for module in (root, *offloaded):
         if vars(module).get("_hf_hook") is not None:
             setattr(module._hf_hook, _LOCK, lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -13,7 +14,13 @@ from typing import Any, NamedTuple
 
 from ...files.checkpoint import read_header
 from ...model.parts import layer_of
-from ...objects import NotCopied
+from ...objects import NotCopied, attached
+from .hooked import Way
+
+logger = logging.getLogger(__name__)
+
+#: Attribute of a weights loader.
+_LAYERS = "_layers_on_disk"
 
 #: How many threads read.
 _READERS = 4
@@ -42,12 +49,39 @@ class Range(NamedTuple):
             yield Range(self.file, start, min(start + _PIECE, self.stop))
 
 
+class Ahead(Way):
+    """Layers on the disk are read ahead; see the patch ``disk_read_ahead``."""
+
+    def add(self, hook: Any, module: Any) -> None:
+        import torch
+        from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
+
+        weights = hook.weights_map
+        loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
+        if isinstance(module, torch.nn.Embedding):  # a forward may need only some of its rows
+            return
+        if isinstance(loader, OffloadedWeightsLoader) and loader.index:
+            attached(loader, _LAYERS, lambda: Layers(loader)).add(weights.prefix)
+
+    def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = getattr(getattr(hook.weights_map, "dataset", None), _LAYERS, None)
+        if layers is not None and hook.offload:
+            try:
+                layers.enter(hook.weights_map.prefix)
+            except Exception:
+                if not layers.failed:
+                    logger.info("a layer on the disk is not read ahead", exc_info=True)
+                layers.failed = True
+        return original(hook, module, *args, **kwargs)
+
+
 class Layers(NotCopied):
     """The layers whose weights one loader reads from the disk."""
 
     def __init__(self, loader: Any) -> None:
         self.index, self.folder = loader.index, loader.save_folder
         self.in_memory = loader.state_dict
+        self.failed = False  # an error was logged
         self.stacks: dict[str, list[str]] = {}  # the layers with hooks, in the model's order
         self.begins: dict[str, str | None] = {}  # prefix -> the layer that begins with the module
         self.requested: list[str] = []  # the layer that runs, and the next one
@@ -103,9 +137,9 @@ class Layers(NotCopied):
         if not missing:
             return
         self.pieces.extend(piece for each in missing for piece in each.split())
-        readers = [threading.Thread(target=self.read, daemon=True) for _ in range(_READERS)]
         self.readers = [each for each in self.readers if each.is_alive()]
-        for reader in readers:
+        for _ in range(_READERS - len(self.readers)):
+            reader = threading.Thread(target=self.read, daemon=True)
             reader.start()
             self.readers.append(reader)
 
@@ -194,9 +228,11 @@ def _has_page(descriptor: int, offset: int) -> bool:
     start = offset - offset % page
     with mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, offset=start) as mapped:
         first, state = ctypes.c_char.from_buffer(mapped), ctypes.c_ubyte()
-        address = ctypes.c_void_p(ctypes.addressof(first))
-        failed = _libc().mincore(address, ctypes.c_size_t(1), ctypes.byref(state))
-        del first  # or the mapping cannot be closed
+        try:
+            address = ctypes.c_void_p(ctypes.addressof(first))
+            failed = _libc().mincore(address, ctypes.c_size_t(1), ctypes.byref(state))
+        finally:
+            del first  # or the mapping cannot be closed
     return bool(failed or state.value & 1)
 
 

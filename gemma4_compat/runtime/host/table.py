@@ -5,30 +5,55 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 from ...model.hooks import offload_hook
 from ...objects import ForkableLock, NotCopied, View, attached
+from .hooked import AfterForward, Way
+from .page_locked import in_place_of
 
 #: Rows are gathered in parts of this size, while the previous part is copied.
 _STAGED_BYTES = 16 * 2**20
 
 
-class PutBack:
-    """A forward hook that puts the weight back.  It is pickled as a hook that does nothing."""
+class Rows(Way):
+    """Embeddings look up rows where their weight is stored; see the patch ``host_embedding``."""
 
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        hook = offload_hook(module)
-        if hook is not None:  # otherwise the module stays onloaded after its forward
-            lookups_of(hook).leave(module)
+    def add(self, hook: Any, module: Any) -> None:
+        import torch
 
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")
+        if isinstance(module, torch.nn.Embedding):
+            _host_table()  # two threads that call it first at the same time would make two classes
+            AfterForward(_put_back).attach(module)
 
-    def __deepcopy__(self, memo: Any) -> PutBack:
-        return self
+    def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not (hook.offload and isinstance(module, torch.nn.Embedding)):
+            return original(hook, module, *args, **kwargs)
+        lookups = _lookups_of(hook)
+        lookups.leave(module)
+        table = _table_to_look_up(hook, module) if args or kwargs else None
+        if table is None:
+            return original(hook, module, *args, **kwargs)
+        result = original(hook, _without_weight(module), *args, **kwargs)
+        lookups.enter(module, table, hook.execution_device, in_place_of(hook))
+        return result
+
+    def post_forward(self, original: Any, hook: Any, module: Any, output: Any) -> Any:
+        import torch
+
+        if hook.offload and isinstance(module, torch.nn.Embedding):
+            if _lookups_of(hook).leave(module):
+                module = _without_weight(module)
+        return original(hook, module, output)
+
+
+def _put_back(module: Any) -> None:
+    hook = offload_hook(module)
+    if hook is not None:  # otherwise the module stays onloaded after its forward
+        _lookups_of(hook).leave(module)
 
 
 class _Lookups(NotCopied):
@@ -43,8 +68,8 @@ class _Lookups(NotCopied):
         with self.lock.now:
             self.threads.add(threading.get_ident())
             weight = module._parameters["weight"]
-            if not isinstance(weight, host_table()):
-                weight = host_table()(table, weight, device, in_place)
+            if not isinstance(weight, _host_table()):
+                weight = _host_table()(table, weight, device, in_place)
                 module._parameters["weight"] = weight
 
     def leave(self, module: Any) -> bool:
@@ -64,22 +89,22 @@ class _Lookups(NotCopied):
             return True
 
 
-def lookups_of(hook: Any) -> _Lookups:
+def _lookups_of(hook: Any) -> _Lookups:
     return attached(hook, "_lookups", _Lookups)  # type: ignore[no-any-return]
 
 
-def without_weight(module: Any) -> Any:
+def _without_weight(module: Any) -> Any:
     """A view of the module for a hook that must not load its weight."""
     return View(module, named_parameters=lambda *args, **kwargs: iter(()))
 
 
-def table_to_look_up(hook: Any, embedding: Any) -> Any | None:
+def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
     """The table, if its rows are to be looked up where it is stored; else ``None``."""
     import torch
 
     weight = embedding.weight  # read it only once, because another thread may replace it
     if (
-        type(weight) not in (torch.nn.Parameter, host_table())  # for example quantised
+        type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantised
         or not getattr(weight, "placeholder", weight).is_meta
         or embedding.max_norm is not None  # a lookup changes the weight
         or hook.execution_device is None
@@ -109,7 +134,7 @@ def _table(weights_map: Any, name: str) -> Any:
 
 
 @cache
-def host_table() -> type:
+def _host_table() -> type:
     import torch
     from torch.utils._pytree import tree_map_only
 

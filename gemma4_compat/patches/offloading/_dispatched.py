@@ -1,0 +1,42 @@
+"""Calls a function after each dispatch of a model with accelerate's hooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from ...engine import Patch
+from ...runtime.host.hooked import Way
+
+#: Both call themselves for every module, with the module's name.
+_ATTACH = ("attach_align_device_hook", "attach_align_device_hook_on_blocks")
+
+
+def use(patch: Patch, way: Way) -> None:
+    """Use a way to fetch weights in models that are dispatched while the patch is applied."""
+    after_dispatch(patch, way.dispatched, begin=way.start)
+    patch.taken_back(way.stop)
+
+
+def after_dispatch(
+    patch: Patch, function: Callable[[Any], None], begin: Callable[[], None] = lambda: None
+) -> None:
+    """Call ``function`` with each dispatched model, and ``begin`` when the patch is applied."""
+
+    def attach(original: Any) -> Any:
+        begin()
+
+        @wraps(original)
+        def attach(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            if not given.get("module_name"):
+                function(given["module"])
+            return result
+
+        return attach
+
+    for name in _ATTACH:
+        patch.replaces("accelerate.hooks", name)(attach)

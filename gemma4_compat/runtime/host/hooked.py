@@ -1,0 +1,119 @@
+"""Fetches the weights of Gemma's offloaded modules in other ways than accelerate.
+
+A hook of a dispatched model of Gemma 4 or 3n gets methods of its own, which try these ways first.
+The hooks of other models stay as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from ...model.hooks import offload_hook
+from ...model.parts import MODELS
+
+#: The ways in use.
+_ways: list[Way] = []
+#: The hooks with methods of their own.
+_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Way:
+    """How the weights of some offloaded modules get to their execution device, and back.
+
+    ``pre_forward`` and ``post_forward`` get accelerate's method of this name, or the next way's,
+    and then the arguments of a call.
+    """
+
+    def add(self, hook: Any, module: Any) -> None:
+        """Prepare an offloaded module, after the dispatch of its model."""
+
+    def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(hook, module, *args, **kwargs)
+
+    def post_forward(self, original: Any, hook: Any, module: Any, output: Any) -> Any:
+        return original(hook, module, output)
+
+    def dispatched(self, root: Any) -> None:
+        """Use this way for the offloaded modules of a model of Gemma 4 or 3n."""
+        modules = list(root.modules())
+        if not any(type(module).__module__.startswith(MODELS) for module in modules):
+            return
+        for module in modules:
+            hook = offload_hook(module)
+            if hook is not None:
+                self.add(hook, module)
+                _hooks.add(hook)
+                _set_methods(hook)
+
+    def start(self) -> None:
+        """Use this way, also for the models that were dispatched before ``stop``."""
+        if self not in _ways:
+            _ways.append(self)
+        for hook in list(_hooks):
+            _set_methods(hook)
+
+    def stop(self) -> None:
+        """Use this way no longer; without any, the hooks have accelerate's methods again."""
+        if self in _ways:
+            _ways.remove(self)
+        for hook in list(_hooks) if not _ways else ():
+            for name in _METHODS:
+                vars(hook).pop(name, None)
+
+
+def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    return _outermost(hook, "pre_forward")(hook, module, *args, **kwargs)
+
+
+def post_forward(hook: Any, module: Any, output: Any) -> Any:
+    return _outermost(hook, "post_forward")(hook, module, output)
+
+
+#: A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
+_METHODS: dict[str, Callable[..., Any]] = {"pre_forward": pre_forward, "post_forward": post_forward}
+
+
+def _outermost(hook: Any, name: str) -> Any:
+    import torch
+
+    method = getattr(type(hook), name)
+    if torch.compiler.is_compiling():
+        return method
+    for way in _ways:
+        method = partial(getattr(way, name), method)
+    return method
+
+
+def _set_methods(hook: Any) -> None:
+    for name, function in _METHODS.items():
+        setattr(hook, name, MethodType(function, hook))
+
+
+class AfterForward:
+    """A forward hook that runs also if the forward raises; accelerate's ``post_forward`` does not.
+
+    It is pickled as a hook that does nothing.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function = function  # gets the module
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        self.function(module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+    def __deepcopy__(self, memo: Any) -> AfterForward:
+        return self
+
+    def attach(self, module: Any) -> None:
+        """Register this hook with a module, once."""
+        hooks = module._forward_hooks.values()
+        if not any(getattr(hook, "function", None) == self.function for hook in hooks):
+            module.register_forward_hook(self, always_call=True)
