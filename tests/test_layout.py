@@ -25,6 +25,27 @@ FEATURES = ("inspection", "merge", "plan")
 NO_WORD = "It knows nothing of Gemma."
 
 
+#: The rooms, from the ground floor up.
+FLOORS = (
+    ("errors", "versions", "_version", "objects", "engine", "text", "html", "result"),
+    ("files", "machine"),
+    ("model",),
+    ("runtime",),
+    ("patches",),
+    ("tiny", ""),  # "" is the package itself
+    ("inspection", "merge", "plan"),
+    ("demo", "launcher", "_sitecustomize"),
+    ("cli",),
+    ("__main__",),
+)
+RUNTIME = (("kernels",), ("experts",), ("host",), ("capture",), ("facts", ""))
+
+
+def floor_of(module: str, floors: tuple[tuple[str, ...], ...] = FLOORS) -> int:
+    room = [*module.split(".")[1 if floors is FLOORS else 2 :], ""][0]
+    return next(number for number, rooms in enumerate(floors) if room in rooms)
+
+
 def is_in(module: str, *folders: str) -> bool:
     """Whether a module is in one of these folders or modules of the package."""
     return any(f"{module}.".startswith(f"{PACKAGE}.{folder}.") for folder in folders)
@@ -100,24 +121,48 @@ def is_ours(module: str) -> bool:
 # -- the rules ------------------------------------------------------------------------------------
 
 
-def model_is_the_ground_floor(found: Import) -> bool:
-    """``model`` imports no patch and no command."""
-    return not is_in(found.importer, "model") or is_in(found.module, "model", "errors", "versions")
+def imports_go_down(found: Import) -> bool:
+    """A room imports from rooms on its own floor or below."""
+    return floor_of(found.module) <= floor_of(found.importer)
 
 
-def patches_stand_on_engine_and_model(found: Import) -> bool:
-    """Patches may also import helpers of patches: modules that begin with an underscore."""
-    helper = is_in(found.module, "patches") and is_private(found.module.rpartition(".")[2])
-    allowed = helper or is_in(found.module, "engine", "model", "errors", "versions")
-    return not is_in(found.importer, "patches") or allowed
+def runtime_goes_down(found: Import) -> bool:
+    """The same inside ``runtime``."""
+    if not all(is_in(each, "runtime") for each in (found.importer, found.module)):
+        return True
+    return floor_of(found.module, RUNTIME) <= floor_of(found.importer, RUNTIME)
+
+
+def runtime_knows_no_engine(found: Import) -> bool:
+    allowed = is_in(found.module, "runtime", "model", "files", "machine", "objects", "errors")
+    return not is_in(found.importer, "runtime") or allowed
+
+
+def patches_import_helpers_only(found: Import) -> bool:
+    """A patch imports helpers of all topics and of its own: modules that begin with ``_``."""
+    if not (is_in(found.importer, "patches") and is_in(found.module, "patches")):
+        return True
+    folder, _, name = found.module.rpartition(".")
+    return is_private(name) and folder in (f"{PACKAGE}.patches", folder_of(found.importer))
 
 
 def engine_knows_nothing_else(found: Import) -> bool:
     return not is_in(found.importer, "engine") or is_in(found.module, "engine", "errors")
 
 
-def errors_and_versions_know_nothing(found: Import) -> bool:
-    return not is_in(found.importer, "errors", "versions")
+def some_know_nothing(found: Import) -> bool:
+    return not is_in(found.importer, "errors", "versions", "objects")
+
+
+def features_ask_little(found: Import) -> bool:
+    """Features see patches and the runtime from outside."""
+    if not is_in(found.importer, *FEATURES, "cli"):
+        return True
+    if is_in(found.module, "patches"):
+        return found.name in ("gate", "load")
+    if is_in(found.module, "runtime"):
+        return is_in(found.module, "runtime.facts")
+    return not is_in(found.module, "engine") or is_in(found.module, "engine.status", "engine.gate")
 
 
 def features_take_no_private_name(found: Import) -> bool:
@@ -136,10 +181,13 @@ def errors_come_from_errors(found: Import) -> bool:
 
 
 RULES = (
-    model_is_the_ground_floor,
-    patches_stand_on_engine_and_model,
+    imports_go_down,
+    runtime_goes_down,
+    runtime_knows_no_engine,
+    patches_import_helpers_only,
     engine_knows_nothing_else,
-    errors_and_versions_know_nothing,
+    some_know_nothing,
+    features_ask_little,
     features_take_no_private_name,
     tiny_is_for_demo_and_merge,
     errors_come_from_errors,
@@ -159,6 +207,47 @@ def circle(sources: dict[str, str]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def lonely_helpers(sources: dict[str, str]) -> list[str]:
+    """Helpers of all topics that only one topic imports."""
+    users: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        for each in imports(source, module):
+            users.setdefault(each.module, set()).add(folder_of(module))
+    helpers = (module for module in sources if is_helper(module))
+    return [module for module in helpers if len(users.get(module, set())) < 2]
+
+
+def is_helper(module: str) -> bool:
+    folder, _, name = module.rpartition(".")
+    return folder == f"{PACKAGE}.patches" and is_private(name)
+
+
+def replaced_attributes(source: str) -> list[str]:
+    """Lines that replace an attribute of an imported module, or of something from it."""
+    tree, foreign = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            foreign |= {(each.asname or each.name).partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.Assign) and "sys.modules" in ast.unparse(node.value):
+            foreign |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+
+    def is_foreign(node: ast.AST) -> bool:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in foreign
+
+    found = []
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if isinstance(node, ast.Call) and node.args:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            changes = name in ("setattr", "delattr", "shadowed", "hidden")
+            found += [ast.unparse(node)] if changes and is_foreign(node.args[0]) else []
+        elif any(isinstance(each, ast.Attribute) and is_foreign(each) for each in targets):
+            found.append(ast.unparse(node))
+    return found
 
 
 def words_of_gemma(text: str) -> list[str]:
@@ -183,6 +272,16 @@ def test_the_engine_has_no_word_of_gemma():
     assert not [line for text in engine.values() for line in words_of_gemma(text)]
 
 
+def test_a_helper_of_one_topic_is_in_its_folder():
+    assert lonely_helpers(SOURCES) == []
+
+
+def test_the_runtime_replaces_nothing():
+    runtime = {module: text for module, text in SOURCES.items() if is_in(module, "runtime")}
+    assert runtime
+    assert not [line for text in runtime.values() for line in replaced_attributes(text)]
+
+
 def test_every_file_is_read():
     """The rules see every file that imports from the package."""
     found = [each for module, source in SOURCES.items() for each in imports(source, module)]
@@ -196,40 +295,40 @@ def test_every_file_is_read():
 
 A_PATCH = "patches.offloading.device_map_keys"
 PLANTED = [
-    (model_is_the_ground_floor, "model.sizes", "from ..patches._offload import onloaded"),
-    (model_is_the_ground_floor, "model.sizes", "from .. import patches"),
-    (model_is_the_ground_floor, "model.sizes", "from ..inspection import targets"),
-    (model_is_the_ground_floor, "model.sizes", "from ..plan import plan"),
-    (model_is_the_ground_floor, "model.sizes", "from ..merge import merge_adapter"),
-    (model_is_the_ground_floor, "model", "from ..cli import main"),
-    (model_is_the_ground_floor, "model.sizes", "import gemma4_compat.demo.stage"),
-    (model_is_the_ground_floor, "model.sizes", "from .. import status"),
+    (imports_go_down, "model.sizes", "from ..patches._offload import onloaded"),
+    (imports_go_down, "model.sizes", "from ..runtime import facts"),
+    (imports_go_down, "model.sizes", "from .. import status"),
+    (imports_go_down, "model", "from ..cli import main"),
+    (imports_go_down, "files.checkpoint", "from ..model import parts"),
+    (imports_go_down, "machine.host_memory", "import gemma4_compat.demo.stage"),
+    (imports_go_down, "runtime.facts", "from ..plan import plan"),
+    (imports_go_down, A_PATCH, "from ...merge import merge_adapter"),
+    (imports_go_down, A_PATCH, "from ... import status"),
+    (imports_go_down, "inspection.targets", "from ..cli import main"),
+    (runtime_goes_down, "runtime.kernels.streams", "from ..experts.packed import FUSED"),
+    (runtime_goes_down, "runtime.experts.packed", "from ..host import blocks"),
+    (runtime_goes_down, "runtime.host.blocks", "from ..capture.snapshot import Snapshot"),
+    (runtime_goes_down, "runtime.capture.graph", "from .. import facts"),
+    (runtime_knows_no_engine, "runtime.facts", "from ..engine import Patch"),
+    (runtime_knows_no_engine, "runtime.host.blocks", "from ...patches._offload import onload"),
+    (runtime_knows_no_engine, "runtime.host.blocks", "from ...versions import FLOORS"),
+    (patches_import_helpers_only, A_PATCH, "from . import host_embedding"),
+    (patches_import_helpers_only, A_PATCH, "from ..adapters._clippable import wrappers"),
     (
-        patches_stand_on_engine_and_model,
-        A_PATCH,
-        "from ...plan import plan",
-    ),
-    (
-        patches_stand_on_engine_and_model,
-        A_PATCH,
-        "from ... import status",
-    ),
-    (
-        patches_stand_on_engine_and_model,
-        A_PATCH,
-        "from . import host_embedding",
-    ),
-    (
-        patches_stand_on_engine_and_model,
+        patches_import_helpers_only,
         "patches._offload",
         "from .offloading.host_embedding import PATCH",
     ),
+    (features_ask_little, "inspection.targets", "from ..patches import GONE"),
+    (features_ask_little, "plan.planning", "from ..runtime.host.blocks import Blocks"),
+    (features_ask_little, "cli.status", "from ..engine.core import Engine"),
     (engine_knows_nothing_else, "engine.core", "from ..model import parts"),
     (engine_knows_nothing_else, "engine.core", "from .. import patches"),
     (engine_knows_nothing_else, "engine", "import gemma4_compat"),
-    (errors_and_versions_know_nothing, "errors", "from .merge import MergeResult"),
-    (errors_and_versions_know_nothing, "versions", "from .engine.gate import later"),
-    (features_take_no_private_name, "inspection.targets", "from ..patches import _clippable"),
+    (some_know_nothing, "errors", "from .merge import MergeResult"),
+    (some_know_nothing, "versions", "from .engine.gate import later"),
+    (some_know_nothing, "objects", "from .errors import InputError"),
+    (features_take_no_private_name, "inspection.targets", "from ..patches import _offload"),
     (features_take_no_private_name, "plan.planning", "from ..patches._offload import onloaded"),
     (features_take_no_private_name, "inspection.targets", "from ..model.parts import _WRAPPER"),
     (features_take_no_private_name, "inspection.targets", "from .. import _engine"),
@@ -264,6 +363,8 @@ def test_a_planted_line_is_found(rule, module, line, around):
     ("module", "line"),
     [
         (A_PATCH, "from .._offload import onloaded"),
+        (A_PATCH, "from ._dispatched import use"),
+        ("runtime.capture.graph", "from ..host.blocks import Blocks"),
         (A_PATCH, "from ...engine import Patch"),
         ("inspection.targets", "from ._text import size"),
         ("cli.plan", "from ._command import Command"),
@@ -288,3 +389,24 @@ def test_a_planted_circle_is_found():
 @pytest.mark.parametrize("line", ["MODEL = 'Gemma4Model'", "# for gemma4", "import gemma4_compat"])
 def test_a_planted_word_is_found(line):
     assert words_of_gemma(f"{SOURCES[f'{PACKAGE}.engine.core']}\n{line}")
+
+
+def test_a_planted_helper_of_one_topic_is_found():
+    helper, patch = f"{PACKAGE}.patches._planted", f"{PACKAGE}.{A_PATCH}"
+    line = f"{SOURCES[patch]}\nfrom .._planted import name"
+    assert lonely_helpers({**SOURCES, helper: "", patch: line}) == [helper]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import bitsandbytes\nbitsandbytes.matmul = None",
+        "import torch.nn\nsetattr(torch.nn.Linear, name, None)",
+        "from torch import nn\nwith shadowed(nn, Linear=None):\n    pass",
+        "import sys\nfound = sys.modules.get('bitsandbytes')\nfound.nn.matmul: int = 1",
+        "def function():\n    import torch\n    del torch.Tensor.to",
+    ],
+)
+def test_a_planted_replacement_is_found(line):
+    source = SOURCES[f"{PACKAGE}.runtime.host.blocks"]
+    assert len(replaced_attributes(f"{source}\n{line}")) == 1

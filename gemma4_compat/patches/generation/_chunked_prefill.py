@@ -12,7 +12,7 @@ from typing import Any
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import input_device
 from ...objects import shadowed
-from ..images_and_sound._image_blocks import block_ids
+from .._image_blocks import block_ids
 from ._image_mask import has_bidirectional_images
 
 #: The input of each kind, and the prefix of the method that encodes it.

@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from ._image_blocks import block_ids, within_block_and_window
+from .._image_blocks import block_ids, within_block_and_window
 
 PATCH = Patch(
     name="image_block_mask",
