@@ -77,6 +77,11 @@ class Overview(Result):
                 f"untested version: {release} is newer than any measured one; the probe of each "
                 "patch decides whether it is applied"
             )
+        if self.every:
+            yield wrap(
+                "GEMMA4_COMPAT_NAME=0 turns a patch off, GEMMA4_COMPAT_SPEED=0 all that only make "
+                "a model faster. inspect_model(model) says which of these are at work on it."
+            )
         shown = [each for each in self.patches if self.every or each.state not in _USUAL]
         if shown:
             yield table([(each.name, each.state, each.reason) for each in shown])

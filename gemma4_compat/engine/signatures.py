@@ -6,28 +6,77 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import wraps
+from itertools import islice, takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+#: The replacements made by ``calling``, and the function that each calls.
+_called: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
 
 
 def calling(function: Callable[..., Any]) -> Callable[[Any], Any]:
     """A factory of closures that call ``function`` with the original and their own arguments."""
 
     def factory(original: Any) -> Any:
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        code = getattr(original, "__code__", None)
+        call = _like(original, function) if isinstance(code, types.CodeType) else None
+
+        def any_call(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
-        return call
+        new = wraps(original)(call or any_call)
+        _called[new] = function
+        return new
 
     return factory
 
 
+def _like(original: Any, function: Callable[..., Any]) -> Any:
+    """A function with the parameters, defaults and globals of ``original``.
+
+    Code of users may read these from the function itself, for example ``__code__.co_varnames``.
+    """
+    code = original.__code__
+    names = iter(code.co_varnames)
+    first = list(islice(names, code.co_argcount))
+    named = list(islice(names, code.co_kwonlyargcount))
+    more = f"*{next(names)}" if code.co_flags & inspect.CO_VARARGS else ""
+    rest = f"**{next(names)}" if code.co_flags & inspect.CO_VARKEYWORDS else ""
+    optional = len(first) - len(original.__defaults__ or ())
+    parameters = [f"{name}=0" if i >= optional else name for i, name in enumerate(first)]
+    if code.co_posonlyargcount:
+        parameters.insert(code.co_posonlyargcount, "/")
+    parameters += [more or "*"] if more or named else []
+    defaults = original.__kwdefaults__ or {}
+    parameters += [f"{name}=0" if name in defaults else name for name in named]
+    # What ``function`` does not name is passed by name, because it may look there.
+    own = [each.name for each in inspect.signature(function).parameters.values()][1:]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, own, strict=False))
+    count = len(first) if more else max(code.co_posonlyargcount, len(list(same)), 1)
+    arguments = [*first[:count], more, *(f"{n}={n}" for n in [*first[count:], *named]), rest]
+    inner, outer = "_function", "_original"
+    while {inner, outer} & {*code.co_varnames}:
+        inner, outer = f"_{inner}", f"_{outer}"
+    call = f"{inner}({', '.join([outer, *filter(None, arguments)])})"
+    signature = ", ".join([*parameters, *filter(None, [rest])])
+    source = f"def make({inner}, {outer}):\n def f({signature}):\n  return {call}\n return f"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, function.__code__.co_filename, "exec", dont_inherit=True), namespace)
+    made = namespace["make"](function, original)
+    line = function.__code__.co_firstlineno
+    own_code = made.__code__.replace(co_firstlineno=line, co_name=code.co_name)
+    new = types.FunctionType(own_code, original.__globals__, closure=made.__closure__)
+    new.__defaults__, new.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    return new
+
+
 def own_signature(new: Any) -> inspect.Signature:
     """What a replacement accepts, without ``functools.wraps``."""
-    if new.__globals__ is globals():  # made by ``calling``
-        signature = inspect.signature(inspect.getclosurevars(new).nonlocals["function"])
+    if new in _called:
+        signature = inspect.signature(_called[new])
         return signature.replace(parameters=list(signature.parameters.values())[1:])
     bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
     bare.__kwdefaults__ = new.__kwdefaults__

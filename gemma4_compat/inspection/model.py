@@ -9,7 +9,7 @@ from typing import Any
 
 from ..model.hooks import input_device
 from ..result import Result
-from ..runtime.facts import how_it_decodes
+from ..runtime.facts import at_work, how_it_decodes
 from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text
 
@@ -19,8 +19,9 @@ class ModelInspection(Result):
     """The placement of a loaded model, and what is wrong with it; see `inspect_model`.
 
     ``input_device`` is where the inputs belong.  ``offloaded`` counts modules that accelerate
-    onloads for each forward, by "disk to cuda:0".  ``adapters`` are bytes by name, part of the
-    model and device; ``active`` names those in use.
+    onloads for each forward, by "disk to cuda:0".  ``at_work`` says which patches make that faster,
+    and how.  ``adapters`` are bytes by name, part of the model and device; ``active`` names those
+    in use.
     """
 
     model: str
@@ -28,6 +29,7 @@ class ModelInspection(Result):
     quantisation: str | None
     input_device: str | None
     decoding: str | None
+    at_work: Mapping[str, str]
     parts: tuple[Part, ...]
     offloaded: Mapping[str, int]
     adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -118,6 +120,7 @@ def inspect_model(model: Any) -> ModelInspection:
         quantisation=quantisation,
         input_device=inputs,
         decoding=how_it_decodes(base),
+        at_work=at_work(base),
         parts=tuple(loaded.parts()),
         offloaded=loaded.offloaded(),
         adapters=loaded.adapters(),
@@ -169,7 +172,9 @@ def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
         ]  # PEFT's prefix
         yield "problem", f"{problem.text}{patch}: {some(names, 3)}"
     for way, number in found.offloaded.items():
-        text = f"accelerate's hooks copy the weights of {plural(number, 'module')} from {way}"
+        text = f"accelerate's hooks onload the weights of {plural(number, 'module')} from {way}"
         yield "offload", f"{text} for each forward"
+    for patch, text in found.at_work.items():
+        yield "speed", f"{patch} {text}; GEMMA4_COMPAT_{patch.upper()}=0 turns it off"
     if found.decoding is not None:
         yield "decoding", found.decoding

@@ -334,7 +334,7 @@ def test_json(model_dir):
     found = inspect_model(load_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
-        "model", "base", "quantisation", "input_device", "decoding", "parts",
+        "model", "base", "quantisation", "input_device", "decoding", "at_work", "parts",
         "offloaded", "adapters", "active", "problems", "bytes", "ok",
     }  # fmt: skip
     assert plain["bytes"] == found.bytes
@@ -411,3 +411,17 @@ def test_asked_for_and_not_quantised(model_dir, kind):
     assert flag in problem.text
     assert "fine" not in str(found).split()
     assert inspect_model(load_model(model_dir, kind)).ok
+
+
+def test_what_makes_a_model_faster_is_named(model_dir, tmp_path):
+    """Each with the variable that turns it off."""
+    from accelerate import disk_offload
+
+    model = disk_offload(load_model(model_dir), tmp_path, execution_device=torch.device("cpu"))
+    found = inspect_model(model)
+    assert found.at_work.keys() == {"host_embedding", "disk_read_ahead"}
+    text = " ".join(str(found).split())
+    assert "GEMMA4_COMPAT_HOST_EMBEDDING=0 turns it off" in text
+    with gemma4_compat.disabled("host_embedding"):
+        assert inspect_model(model).at_work.keys() == {"disk_read_ahead"}
+    assert inspect_model(load_model(model_dir)).at_work == {}

@@ -16,6 +16,7 @@ _ATTACH = ("attach_align_device_hook", "attach_align_device_hook_on_blocks")
 
 def use(patch: Patch, way: Way) -> None:
     """Use a way to fetch weights in models that are dispatched while the patch is applied."""
+    way.name = patch.name
     after_dispatch(patch, way.dispatched, begin=way.start)
     patch.taken_back(way.stop)
 

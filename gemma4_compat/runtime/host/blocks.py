@@ -69,6 +69,11 @@ class Blocks(Way):
                 dispatch = dispatches[id(tensors)] = Dispatch(tensors)
             dispatch.add(hook, module)
 
+    def at_work(self, hooks: list[Any]) -> str | None:
+        parts = [part for part in map(part_of, hooks) if part is not None]
+        count = len({part.layer for part in parts if part.layer.device.type in STREAMED_TO})
+        return f"copies {count} offloaded layers in blocks, ahead of time" if count else None
+
     def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         part = part_of(hook)
         if part is None or not part.place(hook, module):

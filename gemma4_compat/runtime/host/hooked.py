@@ -29,6 +29,8 @@ class Way:
     and then the arguments of a call.
     """
 
+    name = ""  # of the patch
+
     def add(self, hook: Any, module: Any) -> None:
         """Prepare an offloaded module, after the dispatch of its model."""
 
@@ -37,6 +39,9 @@ class Way:
 
     def post_forward(self, original: Any, hook: Any, module: Any, output: Any) -> Any:
         return original(hook, module, output)
+
+    def at_work(self, hooks: list[Any]) -> str | None:
+        """What this way does with the modules of these hooks, as text; ``None`` for nothing."""
 
     def dispatched(self, root: Any) -> None:
         """Use this way for the offloaded modules of a model of Gemma 4 or 3n."""
@@ -64,6 +69,14 @@ class Way:
         for hook in list(_hooks) if not _ways else ():
             for name in _METHODS:
                 vars(hook).pop(name, None)
+
+
+def ways_at_work(model: Any) -> dict[str, str]:
+    """What each way does with the offloaded modules of a model, by the name of its patch."""
+    found = (offload_hook(module) for module in model.modules())
+    hooks = [hook for hook in found if hook is not None and hook in _hooks]
+    texts = {way.name: way.at_work(hooks) for way in _ways}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -63,8 +63,13 @@ class Ahead(Way):
         if isinstance(loader, OffloadedWeightsLoader) and loader.index:
             attached(loader, _LAYERS, lambda: Layers(loader)).add(weights.prefix)
 
+    def at_work(self, hooks: list[Any]) -> str | None:
+        loaders = {id(each): each for each in (_layers_of(hook) for hook in hooks) if each}
+        count = sum(len(stack) for each in loaders.values() for stack in each.stacks.values())
+        return f"reads {count} layers on the disk ahead of time" if count else None
+
     def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        layers = getattr(getattr(hook.weights_map, "dataset", None), _LAYERS, None)
+        layers = _layers_of(hook)
         if layers is not None and hook.offload:
             try:
                 layers.enter(hook.weights_map.prefix)
@@ -73,6 +78,10 @@ class Ahead(Way):
                     logger.info("a layer on the disk is not read ahead", exc_info=True)
                 layers.failed = True
         return original(hook, module, *args, **kwargs)
+
+
+def _layers_of(hook: Any) -> Layers | None:
+    return getattr(getattr(hook.weights_map, "dataset", None), _LAYERS, None)
 
 
 class Layers(NotCopied):

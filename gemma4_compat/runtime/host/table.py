@@ -13,6 +13,8 @@ from ...objects import ForkableLock, NotCopied, View, attached
 from .hooked import AfterForward, Way
 from .page_locked import in_place_of
 
+_ROWS = "_lookups"  # attribute of a hook
+
 #: Rows are gathered in parts of this size, while the previous part is copied.
 _STAGED_BYTES = 16 * 2**20
 
@@ -25,7 +27,12 @@ class Rows(Way):
 
         if isinstance(module, torch.nn.Embedding):
             _host_table()  # two threads that call it first at the same time would make two classes
+            _lookups_of(hook)
             AfterForward(_put_back).attach(module)
+
+    def at_work(self, hooks: list[Any]) -> str | None:
+        count = sum(vars(hook).get(_ROWS) is not None for hook in hooks)
+        return f"looks up rows of {count} offloaded embeddings in place" if count else None
 
     def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -90,7 +97,7 @@ class _Lookups(NotCopied):
 
 
 def _lookups_of(hook: Any) -> _Lookups:
-    return attached(hook, "_lookups", _Lookups)  # type: ignore[no-any-return]
+    return attached(hook, _ROWS, _Lookups)  # type: ignore[no-any-return]
 
 
 def _without_weight(module: Any) -> Any:
