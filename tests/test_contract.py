@@ -99,6 +99,17 @@ def leftovers():
     return found
 
 
+def parameters(function):
+    """What a function itself says of its parameters, without ``functools.wraps``."""
+    code = getattr(function, "__code__", None)  # other libraries' wrappers have none
+    if code is None:
+        return None
+    count = code.co_argcount + code.co_kwonlyargcount
+    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    defaults = function.__defaults__, function.__kwdefaults__
+    return code.co_argcount, code.co_varnames[:count], defaults
+
+
 def functions(engine):
     import pickle
 
@@ -119,6 +130,7 @@ def functions(engine):
                 {
                     "target": str(entry),
                     "signature": inspect.signature(new) == inspect.signature(original),
+                    "parameters": parameters(entry.replacement) == parameters(entry.original),
                     "name": (new.__name__, new.__doc__) == (original.__name__, original.__doc__),
                     "where": (new.__module__, new.__qualname__) == where,
                     "descriptor": type(static) is type(entry.target.raw),

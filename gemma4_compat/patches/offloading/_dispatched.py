@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from ...engine import Patch
+from ...engine.signatures import calling
 from ...runtime.host.hooked import Way
 
 #: Both call themselves for every module, with the module's name.
@@ -26,18 +26,16 @@ def after_dispatch(
 ) -> None:
     """Call ``function`` with each dispatched model, and ``begin`` when the patch is applied."""
 
-    def attach(original: Any) -> Any:
+    def attach(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        if not given.get("module_name"):
+            function(given["module"])
+        return result
+
+    def applied(original: Any) -> Any:
         begin()
-
-        @wraps(original)
-        def attach(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            if not given.get("module_name"):
-                function(given["module"])
-            return result
-
-        return attach
+        return calling(attach)(original)
 
     for name in _ATTACH:
-        patch.replaces("accelerate.hooks", name)(attach)
+        patch.replaces("accelerate.hooks", name)(applied)

@@ -53,8 +53,8 @@ def add_hook_to_module(original: Any) -> Any:
     from torch.compiler import is_dynamo_compiling
 
     @wraps(original)
-    def add_hook_to_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-        module = original(module, *args, **kwargs)
+    def add_hook_to_module(module: Any, hook: Any, append: bool = False) -> Any:
+        module = original(module, hook, append)
         hooked = module.__dict__.get("forward")
         if hooked is not None and idle(module._hf_hook):
             module.forward = update_wrapper(partial(forward, module, hooked), module._old_forward)

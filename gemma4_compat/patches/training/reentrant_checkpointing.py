@@ -18,7 +18,7 @@ function as before.
 from __future__ import annotations
 
 import logging
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -57,31 +57,26 @@ def models_are_given_a_checkpoint_function() -> Finding:
     return broken()
 
 
-@PATCH.replaces("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")
-def set_gradient_checkpointing(original: Any) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    @wraps(original)
-    def _set_gradient_checkpointing(
-        self: Any,
-        enable: bool = True,
-        gradient_checkpointing_func: Any = checkpoint,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if enable and _is_reentrant(gradient_checkpointing_func) and _shares_keys(self):
-            given = getattr(gradient_checkpointing_func, "keywords", {})
-            logger.log(
-                logging.WARNING if given.get("use_reentrant") else logging.INFO,
-                "gradient checkpointing of %s uses use_reentrant=False.  Its layers share keys and "
-                "values, whose gradients would be lost with use_reentrant=True (%s).",
-                type(self).__name__,
-                "your setting" if given.get("use_reentrant") else "torch's default",
-            )
-            gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
-        return original(self, enable, gradient_checkpointing_func, *args, **kwargs)
-
-    return _set_gradient_checkpointing
+@PATCH.around("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")
+def set_gradient_checkpointing(
+    original: Any,
+    self: Any,
+    enable: Any = True,
+    gradient_checkpointing_func: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if enable and _is_reentrant(gradient_checkpointing_func) and _shares_keys(self):
+        given = getattr(gradient_checkpointing_func, "keywords", {})
+        logger.log(
+            logging.WARNING if given.get("use_reentrant") else logging.INFO,
+            "gradient checkpointing of %s uses use_reentrant=False.  Its layers share keys and "
+            "values, whose gradients would be lost with use_reentrant=True (%s).",
+            type(self).__name__,
+            "your setting" if given.get("use_reentrant") else "torch's default",
+        )
+        gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
+    return original(self, enable, gradient_checkpointing_func, *args, **kwargs)
 
 
 def _is_reentrant(function: Any) -> bool:
