@@ -14,7 +14,7 @@ only those tokens of an image that are in the window, as transformers does since
 
 from __future__ import annotations
 
-from functools import wraps
+import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -43,7 +43,6 @@ _MODELS = ("gemma4_text", "gemma4_unified_text")
 @PATCH.probe
 def masks_are_made_as_for_gemma_3() -> Finding:
     """Check which function makes the masks; some releases import the model later."""
-    import inspect
     import sys
 
     from transformers import masking_utils
@@ -59,38 +58,32 @@ def masks_are_made_as_for_gemma_3() -> Finding:
     return drifted("neither known function makes the masks of images")
 
 
-@PATCH.replaces(
+@PATCH.around(
     "transformers.models.gemma4.modeling_gemma4",
     "create_causal_mask_mapping",
     when="transformers<5.9",
 )
-def create_causal_mask_mapping(original: Any) -> Any:
-    import inspect
-
-    is_for_first_forward = "pixel_values" in inspect.signature(original).parameters  # in 5.5
-
-    @wraps(original)
-    def create_causal_mask_mapping(
-        config: Any,
-        inputs_embeds: Any,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Any,
-        mm_token_type_ids: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        given = (config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        masks = original(*given, mm_token_type_ids, *args, **kwargs)
-        if mm_token_type_ids is None or inputs_embeds.shape[1] == 1:
-            return masks
-        if is_for_first_forward and not _is_first(past_key_values, *args, **kwargs):
-            return masks
-        blocks = block_ids(mm_token_type_ids.to(inputs_embeds.device))
-        sliding = _sliding_mask(config.get_text_config(), *given[1:], blocks)
-        return {**masks, "sliding_attention": sliding}
-
-    return create_causal_mask_mapping
+def create_causal_mask_mapping(
+    original: Any,
+    config: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any,
+    mm_token_type_ids: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = (config, inputs_embeds, attention_mask, past_key_values, position_ids)
+    masks = original(*given, mm_token_type_ids, *args, **kwargs)
+    if mm_token_type_ids is None or inputs_embeds.shape[1] == 1:
+        return masks
+    for_first_forward = "pixel_values" in inspect.signature(original).parameters  # in 5.5
+    if for_first_forward and not _is_first(past_key_values, *args, **kwargs):
+        return masks
+    blocks = block_ids(mm_token_type_ids.to(inputs_embeds.device))
+    sliding = _sliding_mask(config.get_text_config(), *given[1:], blocks)
+    return {**masks, "sliding_attention": sliding}
 
 
 @PATCH.around("transformers.masking_utils", "create_masks_for_generate", when="transformers>=5.9")
