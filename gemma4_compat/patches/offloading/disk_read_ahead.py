@@ -14,7 +14,7 @@ write it calls every page cached, so nothing is read ahead from them.  After the
 the first one, because the next decode step begins with it.  If the system removes several layers
 from the page cache before they run, the cache is too small, and reading ahead ends.
 
-After an error nothing is read ahead: accelerate raises its own when it cannot load a tensor.
+An error is logged once.  accelerate raises its own when it cannot load a tensor.
 """
 
 from __future__ import annotations
