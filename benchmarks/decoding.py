@@ -80,14 +80,14 @@ def gpu_busy(model: Any, length: int, way: str) -> tuple[float, float]:
 @contextlib.contextmanager
 def looked_up_by_the_cpu() -> Iterator[None]:
     """The CPU looks up offloaded embeddings, as before the GPU could read them in place."""
-    from gemma4_compat.patches.offloading import host_embedding
+    from gemma4_compat.runtime.host import table
 
-    original = host_embedding.in_place_of
-    host_embedding.in_place_of = lambda hook: None
+    original = table.in_place_of
+    table.in_place_of = lambda hook: None
     try:
         yield
     finally:
-        host_embedding.in_place_of = original
+        table.in_place_of = original
 
 
 @contextlib.contextmanager
