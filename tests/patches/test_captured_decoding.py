@@ -26,6 +26,7 @@ from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
 from gemma4_compat.runtime.kernels import int8_outliers, rms_norm
+from gemma4_compat.runtime.kernels.step import in_step
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -319,7 +320,7 @@ def test_8_bit_with_a_threshold(model_dir, streamed):
     """Captured steps search on the GPU, and equal eager steps that do so bit for bit."""
     whole = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
     own = generated(whole, prompt(whole), eager=True)
-    with int8_outliers.outliers_on_the_gpu():
+    with in_step({}):
         expected = generated(whole, prompt(whole), eager=True)
     model = support.with_layers_on_the_cpu(whole, range(6)) if streamed else whole
     assert_same(generated(model, prompt(model)), expected)
@@ -913,33 +914,6 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
     handle.remove()
 
 
-def test_two_threads_search_on_the_gpu(model_dir):
-    """The last thread restores ``bitsandbytes.matmul``; layers on the CPU are as before."""
-    import bitsandbytes
-
-    model = load_model(model_dir, "int8")
-    ids = torch.arange(5, 17)[None]
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    original = bitsandbytes.matmul
-    inside, leave = threading.Event(), threading.Event()
-
-    def other():
-        with int8_outliers.outliers_on_the_gpu():
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with int8_outliers.outliers_on_the_gpu(), torch.no_grad():
-        thread.start()
-        assert inside.wait(60)
-        assert torch.equal(model(input_ids=ids).logits, expected)
-    assert bitsandbytes.matmul is not original
-    leave.set()
-    thread.join()
-    assert bitsandbytes.matmul is original
-
-
 def test_outlier_search_of_8_bit_layers(model_dir, captured_on_cpu):
     """Without a GPU that compiles kernels, nothing searches but the CPU."""
     assert "llm_int8_threshold=0" in obstacle(load_model(model_dir, "int8"))
@@ -1148,9 +1122,9 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
         if type(module).__name__ == "Gemma4RMSNorm":
             run.append(module)
 
-    def norm(module, inputs, original):
+    def norm(module, usual, inputs):
         seen.append(module)
-        return original(inputs)
+        return usual(inputs)
 
     monkeypatch.setattr(steps, "Step", Step)
     model = load_model(model_dir)
@@ -1203,7 +1177,7 @@ def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
     assert not any(map(branches.has_two_branches, dense))
 
 
-def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
+def test_branches_are_ended(tmp_path, monkeypatch):
     model = of_family("Gemma4 experts", tmp_path, "cpu")
     ids = torch.arange(5, 9)[None]
 
@@ -1212,8 +1186,9 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
             return model(input_ids=ids).logits
 
     def logits_of_branches():
-        with branches.side_by_side(model.modules(), torch.device("cpu")):
-            return logits()
+        with branches.side_by_side(model.modules(), torch.device("cpu")) as calls:
+            with in_step({}, calls):
+                return logits()
 
     def fail(*_):
         raise ValueError("no router")
@@ -1222,8 +1197,7 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(type(model.model.layers[0].router), "forward", fail)
     with pytest.raises(ValueError, match="no router"):
         logits_of_branches()
-    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
-    assert not any(after or before for after, before in hooks)
+    assert not any({"forward", "_old_forward"} & vars(m).keys() for m in model.modules())
 
 
 def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
@@ -1245,7 +1219,6 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
 
     capturing = threading.get_ident()
     monkeypatch.setattr(branches, "Fork", Fork)
-    monkeypatch.setattr(branches, "is_capturing", lambda device: threading.get_ident() == capturing)
     model = of_family("Gemma4 experts", tmp_path, "cpu")
 
     def forward():
@@ -1263,8 +1236,9 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(experts, "forward", meanwhile)
-    with branches.side_by_side(model.modules(), torch.device("cpu")):
-        forward()
+    with branches.side_by_side(model.modules(), torch.device("cpu")) as forks:
+        with in_step({}, forks):
+            forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 
 
@@ -1345,6 +1319,3 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
             decoder = steps.Decoder(model, said.append)
             assert torch.equal(decoder(**{**step, "past_key_values": cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]
-        again = steps.Decoder(model, said.append)
-        assert again._prepared(cache, step)
-        assert again.obstacle is None

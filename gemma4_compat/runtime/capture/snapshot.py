@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from operator import is_, itemgetter
+from types import MethodType
 from typing import Any
 
 from ...model.hooks import offload_hook
 from ..host.blocks import streamed_tensors
+from ..kernels.step import without_stand_ins
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -53,7 +55,7 @@ class Snapshot:
             if change is not None:
                 return change
         for other, frozen in self._others:
-            if not _same(_frozen(vars(other)), frozen):
+            if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
         changes = (namespace.change() for namespace in self._code)
         return next((change for change in changes if change is not None), None)
@@ -123,19 +125,23 @@ class _Module:
     """
 
     __slots__ = (
-        "children", "containers", "get", "keys", "module", "names", "tensors", "values",
+        "children", "containers", "get", "ids", "keys", "module", "names", "tensors", "values",
+        "weak",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
-        own = vars(module)
+        own = without_stand_ins(vars(module))
         self.module = weakref.ref(module)
         self.names = _names(own)
         self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
-        self.values = self.get(own)
+        values = self.get(own)
+        self.values = [_frozen(value) for value in values]
+        self.ids = [*map(id, values)]
+        self.weak = [ref for ref in map(_weak, values) if isinstance(ref, weakref.ref)]
         self.keys = frozenset(own)
         self.containers = [
-            (number, _flat(value), _frozen(value))
-            for number, value in enumerate(self.values)
+            (number, _ids(value) if _is_plain(value) else None)
+            for number, value in enumerate(values)
             if isinstance(value, _CONTAINERS)
         ]
         self.children = [weakref.ref(child) for child in _present(own["_modules"])]
@@ -149,7 +155,10 @@ class _Module:
         if module is None:
             return "the set of modules"
         own = vars(module)
-        what = self._changed_setting(own) or self._changed_tensor(_tensors(module))
+        what = self._changed_setting(own)
+        if what is not None:
+            what = self._changed_setting(without_stand_ins(own))
+        what = what or self._changed_tensor(_tensors(module))
         if what is None and not self._has_same_children(own):
             what = "modules"
         return None if what is None else f"{what} of a {type(module).__name__}"
@@ -161,20 +170,14 @@ class _Module:
             values = self.get(own)
         except KeyError as error:
             return str(error)
-        if not all(map(is_, values, self.values)):
-            for name, new, old in zip(self.names, values, self.values, strict=True):
-                if not _same(new, old):
-                    return name
-        for number, flat, frozen in self.containers:
-            value = values[number]
-            if not value and not frozen:
-                continue
-            if flat is not None and len(flat) == len(value):
-                items = value.values() if isinstance(value, dict) else value
-                if all(map(is_, items, flat)):
-                    continue
-            if not _same(_frozen(value), frozen):
-                return self.names[number]
+        # An id is that of the same object as long as the object is alive.
+        if [*map(id, values)] != self.ids or any(ref() is None for ref in self.weak):
+            compared = [*range(len(values))]
+        else:
+            compared = [n for n, ids in self.containers if ids is None or _ids(values[n]) != ids]
+        for number in compared:
+            if not _equal(_frozen(values[number]), self.values[number]):
+                return str(self.names[number])
         return None
 
     def _has_same_children(self, own: Any) -> bool:
@@ -246,27 +249,48 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
             yield from _addresses_in(value)
 
 
-def _flat(container: Any) -> Any | None:
-    """The values of a dict or the items of a list; ``None`` if any of them is a container."""
-    values = tuple(container.values()) if isinstance(container, dict) else tuple(container)
-    return None if any(isinstance(value, _CONTAINERS) for value in values) else values
+def _ids(container: Any) -> list[int]:
+    """The ids of what is in a container."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
-def _frozen(container: Any) -> tuple[Any, ...]:
-    """The contents of a dict, list or set as nested tuples."""
-    entries = container
+def _is_plain(container: Any) -> bool:
+    """Whether a snapshot keeps all that is in a container, so that the ids stay valid."""
+    return all(isinstance(each, _PLAIN) for each in _entries(container))
+
+
+def _entries(container: Any) -> Iterable[Any]:
     if isinstance(container, dict):
-        entries = (entry for item in container.items() for entry in item)
-    return tuple(_frozen(entry) if isinstance(entry, _CONTAINERS) else entry for entry in entries)
+        return (entry for item in container.items() for entry in item)
+    return container  # type: ignore[no-any-return]
 
 
-def _same(new: Any, old: Any) -> bool:
+def _weak(value: Any) -> Any:
+    """A weak reference to an object; the object itself if it is plain or allows none."""
+    if isinstance(value, _PLAIN):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
+
+
+def _frozen(value: Any) -> Any:
+    """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
+    if isinstance(value, _CONTAINERS):
+        return (type(value), *map(_frozen, _entries(value)))
+    if isinstance(value, MethodType):  # Python makes a new one at each access
+        return MethodType, _weak(value.__func__), _weak(value.__self__)
+    return _weak(value)
+
+
+def _equal(new: Any, old: Any) -> bool:
+    """Whether two frozen values are the same; there is one weak reference to each object."""
     if new is old:
         return True
     if type(new) is not type(old):
         return False
-    if isinstance(new, _CONTAINERS):
-        new, old = _frozen(new), _frozen(old)
-        return len(new) == len(old) and all(map(_same, new, old))
-    # Python makes a new bound method at each access, so callables are compared with ==.
-    return (isinstance(new, _PLAIN) or callable(new)) and bool(new == old)
+    if isinstance(new, tuple):
+        return len(new) == len(old) and all(map(_equal, new, old))
+    return isinstance(new, _PLAIN) and bool(new == old)
