@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 import gemma4_compat
-from gemma4_compat.machine.host_memory import page_locked_limit
 from gemma4_compat.machine import host_memory
+from gemma4_compat.machine.host_memory import page_locked_limit
 from gemma4_compat.runtime.host import page_locked
 
 

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from ...objects import shadowed
@@ -95,7 +94,7 @@ class _StandIn:
         return (forward or self.usual)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return MethodType, (self.usual.__func__, self.module)
+        return getattr, (self.module, "forward")  # before the copy has attributes
 
 
 def _slot(module: Any) -> tuple[str, Any] | None:
