@@ -83,7 +83,7 @@ def valid_auto_compile_criteria(
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
     if not compiled:
         with _harmless(self):
-            if _is_eager(self, generation_config) and _has_static_cache(model_kwargs):
+            if _is_eager(self, generation_config, model_kwargs.get("past_key_values")):
                 _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
     return compiled or _call.decoder is not None
 
@@ -119,28 +119,24 @@ def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwa
     return None
 
 
-def _is_eager(model: Any, generation_config: Any) -> bool:
+def _is_eager(model: Any, generation_config: Any, cache: Any) -> bool:
     """Whether a model that transformers does not compile may be captured.
 
     The user did not choose eager decoding, and asks for no attentions or hidden states.
     """
     import torch
+    from transformers.cache_utils import StaticCache
 
     return (
         torch.cuda.is_available()
         and is_ours(model)
+        and type(cache) is StaticCache
+        and not cache.offloading
         and generation_config.compile_config is None
         and not generation_config.disable_compile
         and not generation_config.output_attentions
         and not generation_config.output_hidden_states
     )
-
-
-def _has_static_cache(model_kwargs: Any) -> bool:
-    from transformers.cache_utils import StaticCache
-
-    cache = model_kwargs.get("past_key_values")
-    return type(cache) is StaticCache and not cache.offloading
 
 
 @contextmanager

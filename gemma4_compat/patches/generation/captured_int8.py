@@ -1,11 +1,11 @@
 """The decode steps of 8-bit models with an outlier threshold cannot be captured.
 
-LLM.int8() selects the columns of the inputs whose absolute value reaches the threshold.  The CPU
-has to know how many these are, and a captured step (see ``captured_decoding``) cannot wait for it.
+LLM.int8() multiplies the inputs whose absolute value reaches the threshold, the outliers, in the
+inputs' own dtype.  bitsandbytes selects their columns, and the CPU has to know how many these are.
+A captured step (see ``captured_decoding``) cannot wait for the CPU.
 
-In the thread of such a step, and in the eager step before the capture, the fix lets kernels of this
-package list the columns on the GPU; see ``runtime/kernels/int8_outliers.py``.  All other products
-come from bitsandbytes' own code.
+In the thread of such a step, and in the eager step before the capture, the fix searches on the GPU,
+see ``runtime/kernels/int8_outliers.py``.
 """
 
 from __future__ import annotations

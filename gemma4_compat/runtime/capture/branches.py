@@ -28,7 +28,7 @@ _EXPERTS = (
 def side_by_side(modules: Iterable[Any], device: Any) -> Iterator[list[Call]]:
     """A context for a capture, with calls that fork the MLPs of these layers from their experts."""
     with ExitStack() as stack:
-        calls = []
+        calls: list[Call] = []
         for layer in filter(has_two_branches, modules):
             branch = _Branch(device)
             stack.callback(branch.close)
@@ -44,22 +44,18 @@ def has_two_branches(layer: Any) -> bool:
     parts = layer._modules
     if any(parts.get(name) is None for name in (*_MLP, *_EXPERTS)):
         return False
-    code = _own_code_of_transformers(layer)
+    if not all(map(has_own_forward, (layer, *map(parts.get, (*_MLP, _EXPERTS[-1]))))):
+        return False
+    code = _code_of_transformers(type(layer).forward)
     names = () if code is None else code.co_names
     if tuple(name for name in names if name in (*_MLP, *_EXPERTS)) != (*_MLP, *_EXPERTS):
-        return False
-    if not all(has_own_forward(parts[name]) for name in (*_MLP, _EXPERTS[-1])):
         return False
     branch = (module for name in _MLP for module in parts[name].modules())
     return all(offload_hook(module) is None for module in branch)
 
 
-def _own_code_of_transformers(layer: Any) -> CodeType | None:
-    """The code of a layer's forward; ``None`` if a user has replaced the forward, or wrapped it."""
-    forward, own = type(layer).forward, vars(layer)
-    instances = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
-    if instances is not None and getattr(instances, "__func__", None) is not forward:
-        return None
+def _code_of_transformers(forward: Any) -> CodeType | None:
+    """The code of a forward of transformers; ``None`` if a user has wrapped or replaced it."""
     code: CodeType | None = None
     while forward is not None:  # through the decorators of transformers
         code = getattr(forward, "__code__", None)
@@ -74,23 +70,21 @@ class _Branch:
 
     def __init__(self, device: Any) -> None:
         self.fork = Fork(device, "mlp")
-        self.is_open = False
-        self.inputs: Any = None
+        self.inputs: Any = None  # until the branch has ended, for the other one not to reuse them
 
-    def calls(self, layer: Any) -> list[Call]:
+    def calls(self, layer: Any) -> Iterator[Call]:
         own = (*_MLP, _EXPERTS[-1])
         functions = self.begin, self.end, self.join
-        return [(layer._modules[name], call) for name, call in zip(own, functions, strict=True)]
+        return zip(map(layer._modules.get, own), functions, strict=True)
 
     def begin(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self.inputs = args, kwargs  # else the other branch could reuse their memory
+        self.inputs = args, kwargs
         self.fork.__enter__()
-        self.is_open = True
         return forward(*args, **kwargs)
 
     def end(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        self.leave()
+        self.fork.__exit__()
         return output
 
     def join(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,14 +93,9 @@ class _Branch:
         self.inputs = None
         return output
 
-    def leave(self) -> None:
-        if self.is_open:
-            self.fork.__exit__()
-            self.is_open = False
-
     def close(self) -> None:
-        """End the branch after a forward that raised; a capture ends only without open branches."""
-        self.leave()
+        """End a branch that a forward left open by an error: captures do not end with it."""
         if self.inputs is not None:
+            self.fork.__exit__()
             with suppress(RuntimeError):  # the capture has failed already
                 self.fork.join()

@@ -224,12 +224,14 @@ class Decoder:
         kernels: dict[Any, Any] = {}
         with lock_of(self.model), in_step(kernels, norm_calls(modules)) as step:
             yield
-        if step.failure is None and not step.searched and any(map(has_threshold, modules)):
-            step.failure = CaptureFailed(SEARCH.format("their inputs"))
-        if step.failure is None:
+        failure = step.failure
+        passes = failure is not None and is_short_of_memory(failure)
+        if not passes and not step.searched and any(map(has_threshold, modules)):
+            failure = CaptureFailed(SEARCH.format("their inputs"))
+        if failure is None:
             _put(version.warm, kind, kernels, _KINDS)
         else:
-            self._give_up(step.failure)
+            self._give_up(failure)
 
     def _captured(
         self, version: Version, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from operator import is_, itemgetter
-from types import MethodType
+from operator import itemgetter
 from typing import Any
 
 from ...model.hooks import offload_hook
@@ -23,7 +22,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 #: ``generate`` writes.
 _LEFT_OUT = frozenset(
     {
-        "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",
+        "_parameters", "_buffers", "_non_persistent_buffers_set",
         "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
         "_load_state_dict_post_hooks", "_backward_hooks", "_backward_pre_hooks",
         "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -45,7 +44,11 @@ class Snapshot:
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
         self._modules = [_Module(module) for module in modules]
-        self._code = [_Namespace(*each) for each in _namespaces({type(m) for m in modules})]
+        self._code = [
+            (entries, name, entries[name], label)
+            for label, entries, names in _namespaces({type(module) for module in modules})
+            for name in names
+        ]
         self._others = [(other, _frozen(vars(other))) for other in others]
 
     def change(self) -> str | None:
@@ -57,30 +60,10 @@ class Snapshot:
         for other, frozen in self._others:
             if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
-        changes = (namespace.change() for namespace in self._code)
-        return next((change for change in changes if change is not None), None)
-
-
-class _Namespace:
-    """The functions and classes in a dict that code is found in."""
-
-    __slots__ = ("entries", "get", "label", "names", "values")
-
-    def __init__(self, label: str, entries: Any, names: Iterable[str]) -> None:
-        self.label, self.entries = label, entries
-        self.names = tuple(names)
-        self.get = itemgetter(*self.names, self.names[0])  # always a tuple
-        self.values = self.get(entries)
-
-    def change(self) -> str | None:
-        try:
-            if all(map(is_, self.get(self.entries), self.values)):
-                return None
-        except KeyError:
-            pass
-        pairs = zip(self.names, self.values, strict=False)
-        name = next((n for n, value in pairs if self.entries.get(n) is not value), "the code")
-        return f"{name} of {self.label}"
+        for entries, name, value, label in self._code:
+            if entries.get(name) is not value:
+                return f"{name} of {label}"
+        return None
 
 
 def _namespaces(classes: Iterable[Any]) -> Iterator[tuple[str, Any, list[str]]]:
@@ -125,8 +108,7 @@ class _Module:
     """
 
     __slots__ = (
-        "children", "containers", "get", "ids", "keys", "module", "names", "tensors", "values",
-        "weak",
+        "containers", "get", "ids", "keys", "module", "names", "tensors", "values", "weak",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
@@ -137,14 +119,9 @@ class _Module:
         values = self.get(own)
         self.values = [_frozen(value) for value in values]
         self.ids = [*map(id, values)]
-        self.weak = [ref for ref in map(_weak, values) if isinstance(ref, weakref.ref)]
+        self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
         self.keys = frozenset(own)
-        self.containers = [
-            (number, _ids(value) if _is_plain(value) else None)
-            for number, value in enumerate(values)
-            if isinstance(value, _CONTAINERS)
-        ]
-        self.children = [weakref.ref(child) for child in _present(own["_modules"])]
+        self.containers = [n for n, value in enumerate(values) if isinstance(value, _CONTAINERS)]
         self.tensors = [
             (weakref.ref(tensor), address(tensor), tuple(_state_addresses(tensor)))
             for tensor in _tensors(module)
@@ -159,8 +136,6 @@ class _Module:
         if what is not None:
             what = self._changed_setting(without_stand_ins(own))
         what = what or self._changed_tensor(_tensors(module))
-        if what is None and not self._has_same_children(own):
-            what = "modules"
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
@@ -171,20 +146,13 @@ class _Module:
         except KeyError as error:
             return str(error)
         # An id is that of the same object as long as the object is alive.
-        if [*map(id, values)] != self.ids or any(ref() is None for ref in self.weak):
-            compared = [*range(len(values))]
-        else:
-            compared = [n for n, ids in self.containers if ids is None or _ids(values[n]) != ids]
-        for number in compared:
-            if not _equal(_frozen(values[number]), self.values[number]):
+        same = [*map(id, values)] == self.ids and not any(ref() is None for ref in self.weak)
+        for number in self.containers if same else range(len(values)):
+            new, old = values[number], self.values[number]
+            is_empty = same and not new and len(old) == 1  # as most are
+            if not is_empty and not _equal(_frozen(new), old):
                 return str(self.names[number])
         return None
-
-    def _has_same_children(self, own: Any) -> bool:
-        children = _present(own["_modules"])
-        return len(children) == len(self.children) and all(
-            ref() is child for ref, child in zip(self.children, children, strict=True)
-        )
 
     def _changed_tensor(self, tensors: list[Any]) -> str | None:
         if len(tensors) != len(self.tensors):
@@ -249,40 +217,19 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
             yield from _addresses_in(value)
 
 
-def _ids(container: Any) -> list[int]:
-    """The ids of what is in a container."""
-    values = container.values() if isinstance(container, dict) else ()
-    return [*map(id, container), *map(id, values)]
-
-
-def _is_plain(container: Any) -> bool:
-    """Whether a snapshot keeps all that is in a container, so that the ids stay valid."""
-    return all(isinstance(each, _PLAIN) for each in _entries(container))
-
-
-def _entries(container: Any) -> Iterable[Any]:
-    if isinstance(container, dict):
-        return (entry for item in container.items() for entry in item)
-    return container  # type: ignore[no-any-return]
-
-
-def _weak(value: Any) -> Any:
-    """A weak reference to an object; the object itself if it is plain or allows none."""
+def _frozen(value: Any) -> Any:
+    """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
+    if isinstance(value, _CONTAINERS):
+        entries: Iterable[Any] = value
+        if isinstance(value, dict):
+            entries = (entry for item in value.items() for entry in item)
+        return (type(value), *map(_frozen, entries))
     if isinstance(value, _PLAIN):
         return value
     try:
         return weakref.ref(value)
     except TypeError:
         return value
-
-
-def _frozen(value: Any) -> Any:
-    """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
-    if isinstance(value, _CONTAINERS):
-        return (type(value), *map(_frozen, _entries(value)))
-    if isinstance(value, MethodType):  # Python makes a new one at each access
-        return MethodType, _weak(value.__func__), _weak(value.__self__)
-    return _weak(value)
 
 
 def _equal(new: Any, old: Any) -> bool:

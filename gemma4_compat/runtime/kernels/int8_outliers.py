@@ -1,8 +1,6 @@
-"""Lets steps with 8-bit layers be captured that have an outlier threshold (``int8_outliers.cu``).
+"""The product of an 8-bit layer with an outlier threshold, for captured steps.
 
-LLM.int8() multiplies the inputs whose absolute value reaches the threshold, the outliers, in the
-inputs' own dtype.  bitsandbytes selects their columns, and the CPU has to know how many these are.
-A captured step cannot wait for the CPU.  These kernels list the columns on the GPU.  All other
+These kernels (``int8_outliers.cu``) list the columns of the outliers on the GPU.  All other
 products come from bitsandbytes' own kernels.  The products of the outliers are added in float32
 in the order of the columns, and rounded once.  bitsandbytes leaves their order to cuBLAS, so that
 outputs with two or more outliers can differ from an eager step by the last bit.
