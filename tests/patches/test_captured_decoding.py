@@ -25,7 +25,8 @@ from gemma4_compat.runtime.capture import branches, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
-from gemma4_compat.runtime.kernels import int8_outliers, rms_norm
+from gemma4_compat.runtime.kernels import rms_norm
+from gemma4_compat.runtime.kernels.step import in_step
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -284,78 +285,6 @@ def test_other_batch_size(model):
 def test_8_bit(model_dir):
     model = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=0.0)
     check(model, prompt(model))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("outliers", [0, 1, 5], ids=["no outlier", "one outlier", "five outliers"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_outliers_of_8_bit_layers(dtype, outliers):
-    """The search on the GPU finds the same outliers; several are added in another order."""
-    from bitsandbytes.nn import Linear8bitLt
-
-    torch.manual_seed(outliers)
-    for size, outputs, bias in ((64, 32, False), (2816, 704, True), (12288, 2048, False)):
-        layer = Linear8bitLt(size, outputs, bias=bias, has_fp16_weights=False, threshold=6.0)
-        layer = layer.to(dtype).cuda().eval()
-        row = torch.randn(1, 1, size, device="cuda", dtype=dtype).clamp(-5, 5)
-        columns = torch.randperm(size)[:outliers].cuda()
-        row[..., columns] = 6 + 20 * torch.rand(outliers, device="cuda", dtype=dtype)
-        row[..., columns[1::2]] *= -1
-        with torch.no_grad():
-            expected = layer(row)
-            found = int8_outliers.product(row, layer.state, layer.bias)
-            if outliers < 2:
-                assert torch.equal(found, expected)
-            # The last bit of the dtype, where the sum is near zero that of its terms.
-            eps = torch.finfo(dtype).eps
-            torch.testing.assert_close(found, expected, rtol=eps, atol=30 * eps)
-            layer.state.threshold = 0.0
-            assert outliers == 0 or not torch.equal(layer(row), found), "outliers matter"
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("streamed", [False, True], ids=["on the GPU", "streamed"])
-def test_8_bit_with_a_threshold(model_dir, streamed):
-    """Captured steps search on the GPU, and equal eager steps that do so bit for bit."""
-    whole = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
-    own = generated(whole, prompt(whole), eager=True)
-    with int8_outliers.outliers_on_the_gpu():
-        expected = generated(whole, prompt(whole), eager=True)
-    model = support.with_layers_on_the_cpu(whole, range(6)) if streamed else whole
-    assert_same(generated(model, prompt(model)), expected)
-    assert_same(generated(model, prompt(model)), expected)
-    assert captures(model) == 1
-    assert_same(generated(model, prompt(model), eager=True), own)
-
-
-@pytest.mark.cuda
-def test_accuracy_of_8_bit_with_a_threshold(model_dir):
-    """Captured steps are as far from a float32 model as those of bitsandbytes."""
-    model = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
-    exact = load_model(model_dir, None, {"": 0}).float()
-    for name, module in model.named_modules():
-        if type(module).__name__ == "Linear8bitLt":
-            weight = module.weight.CB.float() * module.weight.SCB[:, None] / 127
-            exact.get_submodule(name).weight.data = weight
-    errors = {"eager": [], "captured": []}
-    for seed in range(8):
-        inputs = prompt(model, seed=seed)
-        for way, each in errors.items():
-            tokens, logits = generated(model, inputs, eager=way == "eager")
-            with torch.no_grad():
-                all_logits = exact(input_ids=tokens.cuda()).logits.cpu()
-            each.append(logits[1:, 0] - all_logits[0, 12:-1])
-    eager, captured = (torch.stack(each).square().mean().sqrt() for each in errors.values())
-    assert captured < 1.1 * eager
-
-
-@pytest.mark.cuda
-def test_several_sequences_in_8_bit_with_a_threshold(model_dir, caplog):
-    model = load_model(model_dir, "int8", {"": 0})
-    expected = generated(model, prompt(model, batch=2), eager=True)
-    assert_same(generated(model, prompt(model, batch=2)), expected)
-    assert captures(model) == 0
-    assert "several sequences" in caplog.text
 
 
 @pytest.mark.cuda
@@ -683,6 +612,33 @@ def test_interrupted_capture(model, monkeypatch):
 
 
 @pytest.mark.cuda
+def test_memory_that_ends_before_a_replay(model, monkeypatch, caplog):
+    """The step runs eagerly, and once."""
+    inputs = prompt(model)
+    expected = generated(model, inputs, eager=True)
+    check(model, inputs)
+    replay, empty_like, replays = graph.Step.replay, torch.empty_like, []
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def counting(*args):
+        replays.append("a replay")
+        monkeypatch.setattr(torch, "empty_like", fail if len(replays) == 5 else empty_like)
+        try:
+            return replay(*args)
+        finally:
+            monkeypatch.setattr(torch, "empty_like", empty_like)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "gemma4_compat"):
+        patch.setattr(graph.Step, "replay", counting)
+        assert_same(generated(model, inputs), expected)
+    assert len(replays) == 5
+    assert caplog.text.count("CUDA out of memory") == 1
+    check(model, inputs)
+
+
+@pytest.mark.cuda
 def test_streamer_that_raises(model):
     class Streamer:
         count = 0
@@ -913,39 +869,6 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
     handle.remove()
 
 
-def test_two_threads_search_on_the_gpu(model_dir):
-    """The last thread restores ``bitsandbytes.matmul``; layers on the CPU are as before."""
-    import bitsandbytes
-
-    model = load_model(model_dir, "int8")
-    ids = torch.arange(5, 17)[None]
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    original = bitsandbytes.matmul
-    inside, leave = threading.Event(), threading.Event()
-
-    def other():
-        with int8_outliers.outliers_on_the_gpu():
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with int8_outliers.outliers_on_the_gpu(), torch.no_grad():
-        thread.start()
-        assert inside.wait(60)
-        assert torch.equal(model(input_ids=ids).logits, expected)
-    assert bitsandbytes.matmul is not original
-    leave.set()
-    thread.join()
-    assert bitsandbytes.matmul is original
-
-
-def test_outlier_search_of_8_bit_layers(model_dir, captured_on_cpu):
-    """Without a GPU that compiles kernels, nothing searches but the CPU."""
-    assert "llm_int8_threshold=0" in obstacle(load_model(model_dir, "int8"))
-    assert obstacle(load_model(model_dir, "int8", llm_int8_threshold=0.0)) is None
-
-
 def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
     from peft import PeftModel
 
@@ -1148,9 +1071,9 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
         if type(module).__name__ == "Gemma4RMSNorm":
             run.append(module)
 
-    def norm(module, inputs, original):
+    def norm(module, usual, inputs):
         seen.append(module)
-        return original(inputs)
+        return usual(inputs)
 
     monkeypatch.setattr(steps, "Step", Step)
     model = load_model(model_dir)
@@ -1203,7 +1126,7 @@ def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
     assert not any(map(branches.has_two_branches, dense))
 
 
-def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
+def test_branches_are_ended(tmp_path, monkeypatch):
     model = of_family("Gemma4 experts", tmp_path, "cpu")
     ids = torch.arange(5, 9)[None]
 
@@ -1212,7 +1135,8 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
             return model(input_ids=ids).logits
 
     def logits_of_branches():
-        with branches.side_by_side(model.modules(), torch.device("cpu")):
+        device = torch.device("cpu")
+        with branches.side_by_side(model.modules(), device) as calls, in_step({}, calls):
             return logits()
 
     def fail(*_):
@@ -1222,8 +1146,7 @@ def test_hooks_of_a_branch_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(type(model.model.layers[0].router), "forward", fail)
     with pytest.raises(ValueError, match="no router"):
         logits_of_branches()
-    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in model.modules()]
-    assert not any(after or before for after, before in hooks)
+    assert not any({"forward", "_old_forward"} & vars(m).keys() for m in model.modules())
 
 
 def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
@@ -1245,7 +1168,6 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
 
     capturing = threading.get_ident()
     monkeypatch.setattr(branches, "Fork", Fork)
-    monkeypatch.setattr(branches, "is_capturing", lambda device: threading.get_ident() == capturing)
     model = of_family("Gemma4 experts", tmp_path, "cpu")
 
     def forward():
@@ -1263,7 +1185,8 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
         return original(self, *args)
 
     monkeypatch.setattr(experts, "forward", meanwhile)
-    with branches.side_by_side(model.modules(), torch.device("cpu")):
+    device = torch.device("cpu")
+    with branches.side_by_side(model.modules(), device) as forks, in_step({}, forks):
         forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 
@@ -1345,6 +1268,3 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
             decoder = steps.Decoder(model, said.append)
             assert torch.equal(decoder(**{**step, "past_key_values": cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]
-        again = steps.Decoder(model, said.append)
-        assert again._prepared(cache, step)
-        assert again.obstacle is None

@@ -9,7 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gemma4_compat.runtime.kernels import rms_norm
-from gemma4_compat.runtime.kernels.rms_norm import norms_in_one_kernel
+from gemma4_compat.runtime.kernels.rms_norm import norm_calls
+from gemma4_compat.runtime.kernels.step import in_step
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
 
@@ -26,11 +27,16 @@ def norm_of(width, weight=torch.float32, cls=None, device="cuda:0"):
     return module.to(device)
 
 
+def norms_in_one_kernel(modules):
+    return in_step({}, norm_calls(modules))
+
+
 def captured(module, inputs):
     """The output of a captured call, and the kernels in it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), norms_in_one_kernel([module]):
+    with torch.no_grad(), norms_in_one_kernel([module]) as step:
         module(inputs)
+        assert step.failure is None
         with torch.cuda.graph(graph):
             output = module(inputs)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -156,12 +162,10 @@ def test_settings_of_a_norm():
 @pytest.mark.cuda
 def test_random_numbers_of_the_user():
     module, inputs = norm_of(2816), torch.randn(1, 2816, device="cuda")
-    rms_norm._kernels.clear()
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    captured(module, inputs)
+    assert captured(module, inputs)[1] == ["rms_norm"]
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert all(map(torch.equal, before, after))
-    assert any(rms_norm._kernels.values())
 
 
 def forwards(model):

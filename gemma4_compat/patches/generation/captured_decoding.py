@@ -8,12 +8,11 @@ works for a tenth of each step and waits for Python during the rest.
 In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
 runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
 eager step, except that an RMS norm has one kernel instead of nine.  The logits are equal bit for
-bit, with one exception: 8-bit layers with an outlier threshold, see
-``runtime/kernels/int8_outliers.py``.  torch.compile is not used.  In 26B-A4B, the MLP of a layer
-runs beside its experts.  Modules that a decode step does not run, such as the towers, may be on the
-CPU or on disk; the GPU reads offloaded embeddings in place.  The cache's memory and the graphs are
-kept, and the next call with a cache of the same size uses them again, unless other code still holds
-the old cache.
+bit, with one exception: 8-bit layers with an outlier threshold, see ``captured_int8``.
+torch.compile is not used.  In 26B-A4B, the MLP of a layer runs beside its experts.  Modules that a
+decode step does not run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded
+embeddings in place.  The cache's memory and the graphs are kept, and the next call with a cache of
+the same size uses them again, unless other code still holds the old cache.
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: decoder
 layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training
@@ -26,12 +25,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.decoding import Decoder, decoding_of, forget
+from ...runtime.capture.graph import reason_of
 from .._code import code_at, mentions
 
 logger = logging.getLogger(__name__)
@@ -79,10 +81,11 @@ def valid_auto_compile_criteria(
 ) -> Any:
     _call.decoder = None
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
-    if compiled or not (_is_eager(self, generation_config) and _has_static_cache(model_kwargs)):
-        return compiled
-    _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
-    return True
+    if not compiled:
+        with _harmless(self):
+            if _is_eager(self, generation_config, model_kwargs.get("past_key_values")):
+                _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
+    return compiled or _call.decoder is not None
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
@@ -102,11 +105,9 @@ def prepare_static_cache(
     from transformers.cache_utils import StaticCache
 
     cache = original(self, cache_implementation, batch_size, *args, **kwargs)
-    if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
-        try:
+    with _harmless(self):
+        if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
             decoding_of(self).lend(cache, batch_size)
-        except Exception as error:
-            _warn_once(self, f"{type(error).__name__}: {error}")
     return cache
 
 
@@ -118,16 +119,19 @@ def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwa
     return None
 
 
-def _is_eager(model: Any, generation_config: Any) -> bool:
+def _is_eager(model: Any, generation_config: Any, cache: Any) -> bool:
     """Whether a model that transformers does not compile may be captured.
 
     The user did not choose eager decoding, and asks for no attentions or hidden states.
     """
     import torch
+    from transformers.cache_utils import StaticCache
 
     return (
         torch.cuda.is_available()
         and is_ours(model)
+        and type(cache) is StaticCache
+        and not cache.offloading
         and generation_config.compile_config is None
         and not generation_config.disable_compile
         and not generation_config.output_attentions
@@ -135,11 +139,14 @@ def _is_eager(model: Any, generation_config: Any) -> bool:
     )
 
 
-def _has_static_cache(model_kwargs: Any) -> bool:
-    from transformers.cache_utils import StaticCache
-
-    cache = model_kwargs.get("past_key_values")
-    return type(cache) is StaticCache and not cache.offloading
+@contextmanager
+def _harmless(model: Any) -> Iterator[None]:
+    """In this context, an error becomes the reason why a model decodes eagerly."""
+    try:
+        yield
+    except Exception as error:
+        logger.debug("steps are not captured", exc_info=True)
+        _warn_once(model, reason_of(error))
 
 
 def _warn_once(model: Any, why: str) -> None:

@@ -7,14 +7,14 @@ follows it.  The kernels and their inputs are the same, so the logits are equal 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import CodeType
 from typing import Any
 
 from ...model.hooks import offload_hook
-from ..kernels.streams import Fork, is_capturing
+from ..kernels.step import Call, has_own_forward
+from ..kernels.streams import Fork
 
 #: The submodules that a layer runs after its attention, in this order: first one branch, ...
 _MLP = ("mlp", "post_feedforward_layernorm_1")
@@ -25,16 +25,15 @@ _EXPERTS = (
 
 
 @contextmanager
-def side_by_side(modules: Iterable[Any], device: Any) -> Iterator[None]:
-    """In this context, the layers among these modules fork their MLP from their experts."""
+def side_by_side(modules: Iterable[Any], device: Any) -> Iterator[list[Call]]:
+    """A context for a capture, with calls that fork the MLPs of these layers from their experts."""
     with ExitStack() as stack:
-        for module in modules:
-            if has_two_branches(module):
-                branch = _Branch(device)
-                stack.callback(branch.close)
-                for handle in branch.hooks(module):
-                    stack.callback(handle.remove)
-        yield
+        calls: list[Call] = []
+        for layer in filter(has_two_branches, modules):
+            branch = _Branch(device)
+            stack.callback(branch.close)
+            calls += branch.calls(layer)
+        yield calls
 
 
 def has_two_branches(layer: Any) -> bool:
@@ -45,7 +44,9 @@ def has_two_branches(layer: Any) -> bool:
     parts = layer._modules
     if any(parts.get(name) is None for name in (*_MLP, *_EXPERTS)):
         return False
-    code = _own_code_of_transformers(layer)
+    if not all(map(has_own_forward, (layer, *map(parts.get, (*_MLP, _EXPERTS[-1]))))):
+        return False
+    code = _code_of_transformers(type(layer).forward)
     names = () if code is None else code.co_names
     if tuple(name for name in names if name in (*_MLP, *_EXPERTS)) != (*_MLP, *_EXPERTS):
         return False
@@ -53,12 +54,8 @@ def has_two_branches(layer: Any) -> bool:
     return all(offload_hook(module) is None for module in branch)
 
 
-def _own_code_of_transformers(layer: Any) -> CodeType | None:
-    """The code of a layer's forward; ``None`` if a user has replaced the forward, or wrapped it."""
-    forward, own = type(layer).forward, vars(layer)
-    instances = own.get("_old_forward") if "_hf_hook" in own else own.get("forward")
-    if instances is not None and getattr(instances, "__func__", None) is not forward:
-        return None
+def _code_of_transformers(forward: Any) -> CodeType | None:
+    """The code of a forward of transformers; ``None`` if a user has wrapped or replaced it."""
     code: CodeType | None = None
     while forward is not None:  # through the decorators of transformers
         code = getattr(forward, "__code__", None)
@@ -73,37 +70,32 @@ class _Branch:
 
     def __init__(self, device: Any) -> None:
         self.fork = Fork(device, "mlp")
-        self.thread: int | None = None  # the one that captures; others may run the model meanwhile
-        self.is_open = False
-        self.inputs: Any = None
+        self.inputs: Any = None  # until the branch has ended, for the other one not to reuse them
 
-    def hooks(self, layer: Any) -> Iterator[Any]:
-        """Attach the branch to a layer; yields the handles of its hooks."""
-        first, last = (layer._modules[name] for name in _MLP)
-        yield first.register_forward_pre_hook(self.begin, with_kwargs=True)
-        yield last.register_forward_hook(self.end)
-        yield layer._modules[_EXPERTS[-1]].register_forward_hook(self.join)
+    def calls(self, layer: Any) -> Iterator[Call]:
+        own = (*_MLP, _EXPERTS[-1])
+        functions = self.begin, self.end, self.join
+        return zip(map(layer._modules.get, own), functions, strict=True)
 
-    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        if is_capturing(self.fork.device):
-            self.thread = threading.get_ident()
-            self.inputs = args, kwargs  # else the other branch could reuse their memory
-            self.fork.__enter__()
-            self.is_open = True
+    def begin(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        self.inputs = args, kwargs
+        self.fork.__enter__()
+        return forward(*args, **kwargs)
 
-    def end(self, *_: Any) -> None:
-        if self.thread == threading.get_ident():
-            self.fork.__exit__()
-            self.is_open = False
+    def end(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        self.fork.__exit__()
+        return output
 
-    def join(self, *_: Any) -> None:
-        if self.thread == threading.get_ident():
-            self.fork.join()
-            self.inputs = self.thread = None
+    def join(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        self.fork.join()
+        self.inputs = None
+        return output
 
     def close(self) -> None:
-        """End the branch after a forward that raised."""
-        if self.is_open:
-            self.end()
-        with suppress(RuntimeError):  # the capture has failed already
-            self.join()
+        """End a branch that a forward left open by an error: captures do not end with it."""
+        if self.inputs is not None:
+            self.fork.__exit__()
+            with suppress(RuntimeError):  # the capture has failed already
+                self.fork.join()

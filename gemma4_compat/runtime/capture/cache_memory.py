@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
+from functools import cache as cached
 from typing import Any
 
 from ...objects import NotCopied
 
+logger = logging.getLogger(__name__)
+
 _LENT = "_lent"  # attribute of a cache layer
+#: The attributes that ``lazy_initialization`` sets, besides tensors.
+_SETTINGS = frozenset(
+    {
+        "dtype", "device", "batch_size", "max_batch_size", "num_heads", "k_head_dim", "v_head_dim",
+        "is_initialized",
+    }
+)  # fmt: skip
+_COUNTER = "cumulative_length_int"
 
 
 class Memory:
@@ -39,9 +51,9 @@ class Memory:
             setattr(layer, _LENT, own)
 
     def is_in(self, cache: Any) -> bool:
-        """Whether the cache still uses this memory."""
-        pairs = zip(self.layers, layers_of(cache), strict=True)
-        return all(own.is_in(layer) for own, layer in pairs)
+        """Whether this cache still uses this memory."""
+        pairs = zip(self.layers, layers_of(cache), strict=False)
+        return self.used_by() is cache and all(own.is_in(layer) for own, layer in pairs)
 
 
 def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
@@ -50,10 +62,15 @@ def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool
     Returns ``False`` if none were lent, or if they do not fit the layer's first keys and values.
     """
     own: _Layer | None = vars(layer).pop(_LENT, None)
-    if own is None or not own.fits(key_states, value_states):
+    if own is None:
         return False
-    own.lend_to(layer)
-    return True
+    try:
+        if fits := own.is_like(layer) and own.fits(key_states, value_states):
+            own.lend_to(layer)
+        return fits
+    except Exception:
+        logger.debug("the memory of a cache is not lent", exc_info=True)
+        return False
 
 
 class _Layer(NotCopied):
@@ -65,11 +82,14 @@ class _Layer(NotCopied):
         own = vars(layer)
         self.tensors = {n: v.detach() for n, v in own.items() if isinstance(v, torch.Tensor)}
         self.pointers = [tensor.data_ptr() for tensor in self.tensors.values()]
-        self.settings = {
-            name: value
-            for name, value in own.items()
-            if name not in self.tensors and name != "cumulative_length_int"
-        }
+        others = {n: v for n, v in own.items() if n not in self.tensors and n != _COUNTER}
+        self.settings = {n: others.pop(n) for n in _SETTINGS & others.keys()}
+        self.others = others
+
+    def is_like(self, layer: Any) -> bool:
+        """Whether a new layer has the same attributes that this package does not know."""
+        own = vars(layer)
+        return all(name in own and own[name] == value for name, value in self.others.items())
 
     def is_free(self) -> bool:
         return all(_holders(tensor) == _UNSHARED for tensor in self.tensors.values())
@@ -92,7 +112,7 @@ class _Layer(NotCopied):
             setattr(layer, name, tensor.detach())
 
     def is_in(self, layer: Any) -> bool:
-        pointers = (getattr(layer, name).data_ptr() for name in self.tensors)
+        pointers = (vars(layer)[name].data_ptr() for name in self.tensors)
         return all(a == b for a, b in zip(self.pointers, pointers, strict=True))
 
 
@@ -117,9 +137,23 @@ def _holders(tensor: Any) -> int:
 _UNSHARED = 2  # the tensor itself, and the storage object that ``_holders`` makes
 
 
+@cached
+def can_count_holders() -> bool:
+    """Whether this PyTorch counts the holders of a storage as ``Memory.is_free`` expects."""
+    import torch
+
+    try:
+        tensor = torch.zeros(1)
+        alone, view = _holders(tensor), tensor.detach()
+        return (alone, _holders(view)) == (_UNSHARED, _UNSHARED + 1)
+    except Exception:
+        logger.debug("the memory of caches is not lent", exc_info=True)
+        return False
+
+
 def counting_layers(cache: Any) -> Iterator[Any]:
     """The sliding layers, which count their tokens in Python too."""
-    return (layer for layer in cache.layers if hasattr(layer, "cumulative_length_int"))
+    return (layer for layer in cache.layers if hasattr(layer, _COUNTER))
 
 
 def full_layers(cache: Any) -> tuple[bool, ...]:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...objects import NotCopied, attached
 from ..host.blocks import captured, first_layers
 from ..host.forward_lock import lock_of
-from ..kernels.int8_outliers import has_threshold, outliers_on_the_gpu
-from ..kernels.rms_norm import norms_in_one_kernel
+from ..kernels.int8_outliers import has_threshold
+from ..kernels.rms_norm import norm_calls
+from ..kernels.step import in_step, is_short_of_memory
 from .branches import side_by_side
-from .cache_memory import Memory, full_layers, layers_of
+from .cache_memory import Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
     INPUTS,
     SEARCH,
@@ -28,13 +31,17 @@ from .conditions import (
     modules_of_a_step,
     unknown_input,
 )
-from .graph import CaptureFailed, NotCaptured, Step
+from .graph import CaptureFailed, NotCaptured, Step, reason_of
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 _VERSIONS = 3  # per model: enough for two adapters that take turns, and no adapter
-_MEMORIES = 2  # free ones, per model
+_MEMORIES = 4  # per model
+_FREE = 2  # of them, free ones
+_STEPS = 8  # per memory
+_KINDS = 64  # per version
+_NEW_KINDS = 3  # per call
 
 
 def decoding_of(model: Any) -> Decoding:
@@ -82,14 +89,13 @@ class Decoding(NotCopied):
     def memory_of(self, cache: Any) -> Memory:
         """The ``Memory`` of a cache; a new one if it has none yet."""
         with self.lock:
-            for memory in self.memories:
-                if memory.used_by() is cache and memory.is_in(cache):
-                    return memory
-            free = [memory for memory in self.memories if memory.is_free()]
-            for memory in free[: len(free) - _MEMORIES + 1]:
-                self.memories.remove(memory)
-            memory = Memory(cache)
-            self.memories.append(memory)
+            found = next((memory for memory in self.memories if memory.is_in(cache)), None)
+            memory = Memory(cache) if found is None else found
+            if can_count_holders():  # else no later cache may use it
+                free = [each for each in self.memories if each is not found and each.is_free()]
+                dropped = [memory, *free[: len(free) - _FREE + 1]]
+                others = [each for each in self.memories if each not in dropped]
+                self.memories = [*others, memory][-_MEMORIES:]
             return memory
 
     def lend(self, cache: Any, batch_size: int) -> None:
@@ -121,7 +127,8 @@ class Version:
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
-        self.warm: set[Any] = set()  # the kinds of steps that ran eagerly before
+        # The kinds of steps that ran eagerly before, with the kernels that these compared.
+        self.warm: dict[Any, dict[Any, Any]] = {}
         self.device, self.obstacle = device_or_obstacle(model, modules)
 
     def change(self, environment: Any) -> str | None:
@@ -134,17 +141,45 @@ class Version:
 class Decoder:
     """Stands in for the model during one call of ``generate``.
 
-    Captures and replays steps of one token; passes every other call on to the model.
+    Captures and replays steps of one token; passes every other call on to the model, and all calls
+    after an error that is not the model's.
     """
 
     def __init__(self, model: Any, warn: Any) -> None:
         self.model, self.warn = model, warn
         self.decoding = decoding_of(model)
         self.version: Version | None = None
+        self.memory: Memory | None = None
+        self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.obstacle: str | None = None
 
     def __call__(self, **inputs: Any) -> Any:
+        with ExitStack() as stack:
+            if self.obstacle is None:
+                try:
+                    output = self._replayed(inputs, stack)
+                    if output is not None:
+                        return output
+                except Exception as error:
+                    self._give_up(error)
+            return self.model(**inputs)
+
+    def _give_up(self, error: Exception) -> None:
+        """Run the other steps of this call eagerly.
+
+        Those of later calls, too, after a capture that failed for another reason than memory.
+        """
+        logger.debug("a step is not captured", exc_info=error)
+        self.obstacle = reason_of(error)
+        lasts = isinstance(error, CaptureFailed) and not is_short_of_memory(error)
+        if lasts and self.version is not None:
+            self.version.obstacle = self.obstacle
+        self.warn(self.obstacle)
+
+    def _replayed(self, inputs: dict[str, Any], stack: ExitStack) -> Any:
+        """The output of a step; ``None`` if it is to run eagerly, in the contexts of ``stack``."""
         import torch
+        from torch.utils._pytree import tree_flatten
 
         cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
         layers = layers_of(cache)
@@ -155,63 +190,68 @@ class Decoder:
             or not layers
             or not all(layer.is_initialized for layer in layers)
         ):
-            return self.model(**inputs)
-        if self.obstacle is None:
-            prepared = self._prepared(cache, inputs)
-        if self.obstacle is None:
-            try:
-                return self._step(cache, inputs, *prepared)
-            except NotCaptured as why:
-                self.obstacle = str(why)
-                if isinstance(why, CaptureFailed) and self.version is not None:
-                    self.version.obstacle = self.obstacle
-        self.warn(self.obstacle)
-        return self.model(**inputs)
-
-    def _prepared(self, cache: Any, inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """The version, memory and kind of a step; sets ``obstacle`` if it is not to be captured.
-
-        An error in this code must not end a generation that is possible without it.
-        """
-        from torch.utils._pytree import tree_flatten
-
-        try:
-            if self.version is None:
-                self.version = self.decoding.version(self.model)
-            self.obstacle = self.version.obstacle or unknown_input(inputs)
-            if self.obstacle is not None:
-                return ()
-            own = {k: v for k, v in inputs.items() if k in INPUTS and v is not cache}
-            leaves, spec = tree_flatten(own)
-            kind = (full_layers(cache), spec, *(kind_of(leaf) for leaf in leaves))
-            return self.version, self.decoding.memory_of(cache), kind, leaves, spec
-        except Exception as error:
-            self.obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
-            logger.debug("a step is not captured", exc_info=True)
-            return ()
-
-    def _step(
-        self, cache: Any, inputs: Any, version: Version, memory: Memory, kind: Any, leaves: Any,
-        spec: Any,
-    ) -> Any:  # fmt: skip
+            return None
+        if self.version is None:
+            self.version = self.decoding.version(self.model)
+        version = self.version
+        why = version.obstacle or unknown_input(inputs)
+        if why is not None:
+            raise NotCaptured(why)
+        own = {k: v for k, v in inputs.items() if k in INPUTS and v is not cache}
+        leaves, spec = tree_flatten(own)
+        kind = (full_layers(cache), spec, *(kind_of(leaf) for leaf in leaves))
+        memory = self.memory
+        if memory is None or not memory.is_in(cache):
+            memory = self.memory = self.decoding.memory_of(cache)
         step = memory.steps.get((version, kind))
         if step is None:
+            self.kinds.add(kind)
+            if len(self.kinds) > _NEW_KINDS:
+                raise NotCaptured("its steps have inputs of ever new kinds")
             modules = modules_of_a_step(self.model).values()
-            if len(inputs["input_ids"]) > 1 and any(map(has_threshold, modules)):
+            if len(ids) > 1 and any(map(has_threshold, modules)):
                 raise NotCaptured(SEARCH.format("the inputs of several sequences"))
             if kind not in version.warm:
-                version.warm.add(kind)
-                with lock_of(self.model), outliers_on_the_gpu(), norms_in_one_kernel(modules):
-                    return self.model(**inputs)
-            first = first_layers(modules)
-            # Another thread must not send layers meanwhile.
-            with lock_of(self.model), captured(first) as send_ahead, norms_in_one_kernel(modules):
-
-                def model(**kwargs: Any) -> Any:
-                    send_ahead()
-                    with side_by_side(modules, version.device), outliers_on_the_gpu():
-                        return self.model(**kwargs)
-
-                step = Step(model, version.device, cache, memory, leaves, spec)
-            memory.steps[version, kind] = step
+                stack.enter_context(self._eager(version, kind, modules))
+                return None
+            step = self._captured(version, kind, modules, cache, memory, leaves, spec)
+            _put(memory.steps, (version, kind), step, _STEPS)
         return step.replay(cache, leaves)
+
+    @contextmanager
+    def _eager(self, version: Version, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
+        """The context of the eager step before a capture, which compares kernels."""
+        kernels: dict[Any, Any] = {}
+        with lock_of(self.model), in_step(kernels, norm_calls(modules)) as step:
+            yield
+        failure = step.failure
+        passes = failure is not None and is_short_of_memory(failure)
+        if not passes and not step.searched and any(map(has_threshold, modules)):
+            failure = CaptureFailed(SEARCH.format("their inputs"))
+        if failure is None:
+            _put(version.warm, kind, kernels, _KINDS)
+        else:
+            self._give_up(failure)
+
+    def _captured(
+        self, version: Version, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,
+        leaves: Any, spec: Any,
+    ) -> Step:  # fmt: skip
+        def model(**kwargs: Any) -> Any:
+            send_ahead()
+            with (
+                side_by_side(modules, version.device) as forks,
+                in_step(version.warm[kind], [*norm_calls(modules), *forks]),
+            ):
+                return self.model(**kwargs)
+
+        # Another thread must not send layers meanwhile.
+        with lock_of(self.model), captured(first_layers(modules)) as send_ahead:
+            return Step(model, version.device, cache, memory, leaves, spec)
+
+
+def _put(entries: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Add an entry; drop the oldest ones beyond ``most``."""
+    entries[key] = value
+    for old in list(entries)[:-most]:
+        del entries[old]

@@ -9,11 +9,16 @@ from contextlib import contextmanager, suppress
 from functools import cache as cached
 from typing import Any
 
+from ..kernels.step import is_short_of_memory
 from .cache_memory import Memory, counting_layers
 
-_one_capture = threading.Lock()
-_one_replay = threading.Lock()
+_Locks = dict[Any, threading.Lock]  # by device
+_captures: _Locks = {}
+_replays: _Locks = {}
 _last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
+_short: set[Any] = set()  # devices whose memory was short in the latest capture
+_pausing = threading.Lock()
+_pauses: list[bool] = []  # of the garbage collector: whether it was enabled before each
 
 
 class NotCaptured(Exception):
@@ -22,6 +27,18 @@ class NotCaptured(Exception):
 
 class CaptureFailed(NotCaptured):
     """A capture was tried and failed; do not capture other steps of this model."""
+
+
+def reason_of(error: Exception) -> str:
+    """An error as a reason for the user, in one line."""
+    if isinstance(error, NotCaptured):
+        return str(error)
+    why = str(error).partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {why}"
+
+
+def _lock_of(locks: _Locks, device: Any) -> threading.Lock:
+    return locks.setdefault(device, threading.Lock())
 
 
 class Step:
@@ -53,11 +70,16 @@ class Step:
             self.output[name] = None if value is cache else value
 
     def replay(self, cache: Any, leaves: list[Any]) -> Any:
-        """Run the step with these inputs; return a copy of its output."""
+        """Run the step with these inputs; return a copy of its output.
+
+        All that can fail comes before the launch, after which the step must not run again.
+        """
         import torch
 
         new_inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        with _one_replay, torch.cuda.device(self.device):
+        copies = {k: v if v is None else torch.empty_like(v) for k, v in self.output.items()}
+        output = self.kind(**{k: cache if v is None else v for k, v in copies.items()})
+        with _lock_of(_replays, self.device), torch.cuda.device(self.device):
             # Steps share a cuBLAS workspace, so they must run one after the other.
             stream = torch.cuda.current_stream()
             last = _last_stream.get(self.device, stream)
@@ -67,10 +89,12 @@ class Step:
             for own, new in zip(self.inputs, new_inputs, strict=True):
                 own.copy_(new, non_blocking=True)
             self.graph.replay()
-            output = {k: cache if v is None else v.clone() for k, v in self.output.items()}
+            for name, copy in copies.items():
+                if copy is not None:
+                    copy.copy_(self.output[name])
         for layer in counting_layers(cache):
             layer.cumulative_length_int += 1
-        return self.kind(**output)
+        return output
 
 
 def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
@@ -80,7 +104,10 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
     """
     import torch
 
-    with _one_capture, torch.cuda.device(device), _no_garbage_collection():
+    with _lock_of(_captures, device), torch.cuda.device(device), _no_garbage_collection():
+        if device in _short:  # a capture cannot use the memory that PyTorch's cache holds
+            _short.discard(device)
+            torch.cuda.empty_cache()
         stream = _capturing_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _random_numbers_kept(device):
@@ -92,9 +119,10 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
             except BaseException as error:
                 with suppress(RuntimeError):
                     graph.capture_end()
+                if is_short_of_memory(error):
+                    _short.add(device)
                 if isinstance(error, Exception):
-                    why = str(error).partition("\n")[0].partition(". ")[0]
-                    raise CaptureFailed(f"{type(error).__name__}: {why}") from error
+                    raise CaptureFailed(reason_of(error)) from error
                 raise
 
 
@@ -125,13 +153,15 @@ def _random_numbers_kept(device: Any) -> Iterator[None]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
-    enabled = gc.isenabled()
-    gc.disable()
+    with _pausing:
+        _pauses.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _pausing:
+            if _pauses.pop() and not _pauses:  # the first one, once all have ended
+                gc.enable()
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 from ...model.hooks import offload_hook
 from ..host.blocks import streamed_tensors
+from ..kernels.step import without_stand_ins
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -21,7 +22,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 #: ``generate`` writes.
 _LEFT_OUT = frozenset(
     {
-        "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set",
+        "_parameters", "_buffers", "_non_persistent_buffers_set",
         "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
         "_load_state_dict_post_hooks", "_backward_hooks", "_backward_pre_hooks",
         "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -43,7 +44,11 @@ class Snapshot:
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
         self._modules = [_Module(module) for module in modules]
-        self._code = [_Namespace(*each) for each in _namespaces({type(m) for m in modules})]
+        self._code = [
+            (entries, name, entries[name], label)
+            for label, entries, names in _namespaces({type(module) for module in modules})
+            for name in names
+        ]
         self._others = [(other, _frozen(vars(other))) for other in others]
 
     def change(self) -> str | None:
@@ -53,32 +58,12 @@ class Snapshot:
             if change is not None:
                 return change
         for other, frozen in self._others:
-            if not _same(_frozen(vars(other)), frozen):
+            if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
-        changes = (namespace.change() for namespace in self._code)
-        return next((change for change in changes if change is not None), None)
-
-
-class _Namespace:
-    """The functions and classes in a dict that code is found in."""
-
-    __slots__ = ("entries", "get", "label", "names", "values")
-
-    def __init__(self, label: str, entries: Any, names: Iterable[str]) -> None:
-        self.label, self.entries = label, entries
-        self.names = tuple(names)
-        self.get = itemgetter(*self.names, self.names[0])  # always a tuple
-        self.values = self.get(entries)
-
-    def change(self) -> str | None:
-        try:
-            if all(map(is_, self.get(self.entries), self.values)):
-                return None
-        except KeyError:
-            pass
-        pairs = zip(self.names, self.values, strict=False)
-        name = next((n for n, value in pairs if self.entries.get(n) is not value), "the code")
-        return f"{name} of {self.label}"
+        for entries, name, value, label in self._code:
+            if entries.get(name) is not value:
+                return f"{name} of {label}"
+        return None
 
 
 def _namespaces(classes: Iterable[Any]) -> Iterator[tuple[str, Any, list[str]]]:
@@ -123,22 +108,20 @@ class _Module:
     """
 
     __slots__ = (
-        "children", "containers", "get", "keys", "module", "names", "tensors", "values",
+        "containers", "get", "ids", "keys", "module", "names", "tensors", "values", "weak",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
-        own = vars(module)
+        own = without_stand_ins(vars(module))
         self.module = weakref.ref(module)
         self.names = _names(own)
         self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
-        self.values = self.get(own)
+        values = self.get(own)
+        self.values = [_frozen(value) for value in values]
+        self.ids = [*map(id, values)]
+        self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
         self.keys = frozenset(own)
-        self.containers = [
-            (number, _flat(value), _frozen(value))
-            for number, value in enumerate(self.values)
-            if isinstance(value, _CONTAINERS)
-        ]
-        self.children = [weakref.ref(child) for child in _present(own["_modules"])]
+        self.containers = [n for n, value in enumerate(values) if isinstance(value, _CONTAINERS)]
         self.tensors = [
             (weakref.ref(tensor), address(tensor), tuple(_state_addresses(tensor)))
             for tensor in _tensors(module)
@@ -149,9 +132,10 @@ class _Module:
         if module is None:
             return "the set of modules"
         own = vars(module)
-        what = self._changed_setting(own) or self._changed_tensor(_tensors(module))
-        if what is None and not self._has_same_children(own):
-            what = "modules"
+        what = self._changed_setting(own)
+        if what is not None:
+            what = self._changed_setting(without_stand_ins(own))
+        what = what or self._changed_tensor(_tensors(module))
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
@@ -161,27 +145,14 @@ class _Module:
             values = self.get(own)
         except KeyError as error:
             return str(error)
-        if not all(map(is_, values, self.values)):
-            for name, new, old in zip(self.names, values, self.values, strict=True):
-                if not _same(new, old):
-                    return name
-        for number, flat, frozen in self.containers:
-            value = values[number]
-            if not value and not frozen:
-                continue
-            if flat is not None and len(flat) == len(value):
-                items = value.values() if isinstance(value, dict) else value
-                if all(map(is_, items, flat)):
-                    continue
-            if not _same(_frozen(value), frozen):
-                return self.names[number]
+        # An id is that of the same object as long as the object is alive.
+        same = [*map(id, values)] == self.ids and not any(ref() is None for ref in self.weak)
+        for number in self.containers if same else range(len(values)):
+            new, old = values[number], self.values[number]
+            is_empty = same and not new and len(old) == 1  # as most are
+            if not is_empty and not _equal(_frozen(new), old):
+                return str(self.names[number])
         return None
-
-    def _has_same_children(self, own: Any) -> bool:
-        children = _present(own["_modules"])
-        return len(children) == len(self.children) and all(
-            ref() is child for ref, child in zip(self.children, children, strict=True)
-        )
 
     def _changed_tensor(self, tensors: list[Any]) -> str | None:
         if len(tensors) != len(self.tensors):
@@ -246,27 +217,27 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
             yield from _addresses_in(value)
 
 
-def _flat(container: Any) -> Any | None:
-    """The values of a dict or the items of a list; ``None`` if any of them is a container."""
-    values = tuple(container.values()) if isinstance(container, dict) else tuple(container)
-    return None if any(isinstance(value, _CONTAINERS) for value in values) else values
+def _frozen(value: Any) -> Any:
+    """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
+    if isinstance(value, _CONTAINERS):
+        entries: Iterable[Any] = value
+        if isinstance(value, dict):
+            entries = (entry for item in value.items() for entry in item)
+        return (type(value), *map(_frozen, entries))
+    if isinstance(value, _PLAIN):
+        return value
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
 
 
-def _frozen(container: Any) -> tuple[Any, ...]:
-    """The contents of a dict, list or set as nested tuples."""
-    entries = container
-    if isinstance(container, dict):
-        entries = (entry for item in container.items() for entry in item)
-    return tuple(_frozen(entry) if isinstance(entry, _CONTAINERS) else entry for entry in entries)
-
-
-def _same(new: Any, old: Any) -> bool:
+def _equal(new: Any, old: Any) -> bool:
+    """Whether two frozen values are the same; there is one weak reference to each object."""
     if new is old:
         return True
     if type(new) is not type(old):
         return False
-    if isinstance(new, _CONTAINERS):
-        new, old = _frozen(new), _frozen(old)
-        return len(new) == len(old) and all(map(_same, new, old))
-    # Python makes a new bound method at each access, so callables are compared with ==.
-    return (isinstance(new, _PLAIN) or callable(new)) and bool(new == old)
+    if isinstance(new, tuple):
+        return len(new) == len(old) and all(map(_equal, new, old))
+    return isinstance(new, _PLAIN) and bool(new == old)

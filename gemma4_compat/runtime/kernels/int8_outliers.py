@@ -1,8 +1,6 @@
-"""Lets steps with 8-bit layers be captured that have an outlier threshold (``int8_outliers.cu``).
+"""The product of an 8-bit layer with an outlier threshold, for captured steps.
 
-LLM.int8() multiplies the inputs whose absolute value reaches the threshold, the outliers, in the
-inputs' own dtype.  bitsandbytes selects their columns, and the CPU has to know how many these are.
-A captured step cannot wait for the CPU.  These kernels list the columns on the GPU.  All other
+These kernels (``int8_outliers.cu``) list the columns of the outliers on the GPU.  All other
 products come from bitsandbytes' own kernels.  The products of the outliers are added in float32
 in the order of the columns, and rounded once.  bitsandbytes leaves their order to cuBLAS, so that
 outputs with two or more outliers can differ from an eager step by the last bit.
@@ -10,15 +8,11 @@ outputs with two or more outliers can differ from an eager step by the last bit.
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...objects import shadowed
+from .step import running
 from .streams import is_capturing
 
 if TYPE_CHECKING:
@@ -36,38 +30,34 @@ def has_threshold(module: Any) -> bool:
 
 
 def can_search(device: Any) -> bool:
-    """Whether this GPU can search; compiles the kernels."""
+    """Whether to expect that the kernels compile for this GPU; the first step compiles them."""
     import torch
 
-    return device.type == "cuda" and bool(_kernels(device, torch.bfloat16))
+    return device.type == "cuda" and torch.version.cuda is not None
 
 
-@contextmanager
-def outliers_on_the_gpu() -> Iterator[None]:
-    """In this context, the 8-bit layers that this thread runs search on the GPU.
+def matmul(original: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of ``bitsandbytes.matmul``: in a step, layers search for outliers on the GPU.
 
     Layers with several rows of inputs search as bitsandbytes does, except in a capture, where they
     raise a ``NotImplementedError``.
     """
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    if bitsandbytes is None:
-        yield
-        return
-    thread, original = threading.get_ident(), bitsandbytes.matmul
-
-    @wraps(original)
-    def matmul(A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
-        state: Any = kwargs.get("state")
-        if threading.get_ident() == thread and state is not None and state.threshold:
-            obstacle = _obstacle(A, state)
-            if obstacle is None:
-                return product(A, state, kwargs.get("bias"))
-            if is_capturing(A.device):
-                raise NotImplementedError(obstacle)
+    step, state = running(), kwargs.get("state")
+    if step is None or step.failure is not None or state is None or not state.threshold:
         return original(A, B, *args, **kwargs)
-
-    with shadowed(bitsandbytes, matmul=matmul):
-        yield
+    obstacle = _obstacle(A, state)
+    if is_capturing(A.device):
+        if obstacle is not None:
+            raise NotImplementedError(obstacle)
+        return product(A, state, kwargs.get("bias"))
+    if obstacle is None:
+        try:
+            output = product(A, state, kwargs.get("bias"))
+            step.searched = True
+            return output
+        except Exception as error:
+            step.failure = error
+    return original(A, B, *args, **kwargs)
 
 
 def _obstacle(inputs: Any, state: Any) -> str | None:
@@ -77,7 +67,7 @@ def _obstacle(inputs: Any, state: Any) -> str | None:
     weight = state.CB
     if state.has_fp16_weights or weight is None or not weight.is_contiguous() or state.SCB is None:
         return "the weight of an 8-bit layer is not in 8 bits"
-    if inputs.device.type != "cuda" or not _kernels(inputs.device, inputs.dtype):
+    if inputs.device.type != "cuda" or inputs.dtype not in _exponents():
         return f"an 8-bit layer has {inputs.dtype} inputs"
     return None
 
@@ -114,21 +104,25 @@ def product(inputs: Any, state: Any, bias: Any) -> Any:
 
 
 @cache
-def _kernels(device: Any, dtype: Any) -> tuple[Kernel, ...]:
-    """``separate`` and ``add``; empty if this machine cannot compile them for this dtype."""
+def _kernels(device: Any, dtype: Any) -> tuple[Kernel, Kernel]:
+    """``separate`` and ``add``.
+
+    Raises:
+        KernelError: This machine cannot compile them.
+    """
+    from .compiler import compiled
+
+    file = Path(__file__).with_suffix(".cu")
+    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": _exponents()[dtype]}
+    return (
+        compiled(file, "separate", constants, device, _SEPARATE_THREADS, 0),
+        compiled(file, "add", constants, device, _ADD_THREADS, 0),
+    )
+
+
+@cache
+def _exponents() -> dict[Any, int]:
+    """The bits of the exponent of each dtype that the kernels compute."""
     import torch
 
-    from .compiler import KernelError, compiled
-
-    exponents = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
-    if dtype not in exponents:
-        return ()
-    file = Path(__file__).with_suffix(".cu")
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents[dtype]}
-    try:
-        return (
-            compiled(file, "separate", constants, device, _SEPARATE_THREADS, 0),
-            compiled(file, "add", constants, device, _ADD_THREADS, 0),
-        )
-    except KernelError:
-        return ()
+    return {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}

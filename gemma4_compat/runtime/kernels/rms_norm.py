@@ -12,15 +12,13 @@ and in the dtype of the step.  A norm for which an output differs stays as it is
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...objects import shadowed
+from .step import Call, is_short_of_memory, running
 from .streams import is_capturing
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ logger = logging.getLogger(__name__)
 _WARP = 32
 _MOST_THREADS = 512  # of a block in PyTorch's reductions
 _TRIALS = 8
-
-_kernels: dict[_Kind, Kernel | None] = {}  # those that were compared
 
 
 @dataclass(frozen=True)
@@ -47,48 +43,29 @@ class _Kind:
     settings: tuple[Any, ...]  # of the norm, such as eps
 
 
-@contextmanager
-def norms_in_one_kernel(modules: Iterable[Any]) -> Iterator[None]:
-    """In this context, the RMS norms among these modules use one kernel in a capture.
+def norm_calls(modules: Iterable[Any]) -> list[Call]:
+    """For ``in_step``: the RMS norms among these modules use one kernel in a capture.
 
-    Outside a capture they run as usual, and their kernel is compared with them.
+    In the eager step before it they run as usual, and their kernel is compared with them.
     """
-    thread = threading.get_ident()
-    norms = [module for module in modules if type(module).__name__.endswith("RMSNorm")]
-    with ExitStack() as stack:
-        for norm in norms:
-            stack.enter_context(_replaced_forward(norm, thread))
-        yield
+    norms = (module for module in modules if type(module).__name__.endswith("RMSNorm"))
+    return [(module, partial(_norm, module)) for module in norms]
 
 
-def _replaced_forward(module: Any, thread: int) -> AbstractContextManager[None]:
-    """In this context, calls of a norm in this thread go through ``_norm``."""
-    attributes, usual = vars(module), type(module).forward
-    # accelerate's hooks keep the module's own forward in ``_old_forward``.
-    name = "_old_forward" if "_old_forward" in attributes else "forward"
-    own = attributes.get(name)
-    if own is not None and getattr(own, "__func__", None) is not usual:
-        return nullcontext()  # other code, or another thread, has replaced it
-    original = usual.__get__(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or len(args) != 1 or kwargs:
-            return original(*args, **kwargs)
-        return _norm(module, args[0], original)
-
-    return shadowed(module, **{name: forward})
-
-
-def _norm(module: Any, inputs: Any, original: Any) -> Any:
-    kind = _kind(module, inputs)
-    if kind is None:
-        return original(inputs)
-    if is_capturing(inputs.device):
-        kernel = _kernels.get(kind)
-        return original(inputs) if kernel is None else _launch(kernel, module, inputs)
-    if kind not in _kernels:
-        _kernels[kind] = _equal_kernel(kind, module, original)
-    return original(inputs)
+def _norm(module: Any, usual: Any, *args: Any, **kwargs: Any) -> Any:
+    step = running()
+    if step is None or step.failure is not None or len(args) != 1 or kwargs:
+        return usual(*args, **kwargs)
+    kernel = None
+    try:
+        kind = _kind(module, *args)
+        if kind is not None and is_capturing(kind.device):
+            kernel = step.kernels.get(kind)
+        elif kind is not None and kind not in step.kernels:
+            step.kernels[kind] = _equal_kernel(kind, module, usual)
+    except Exception as error:
+        step.failure = error
+    return usual(*args) if kernel is None else _launch(kernel, module, *args)
 
 
 def _kind(module: Any, inputs: Any) -> _Kind | None:
@@ -133,7 +110,11 @@ def _is_aligned(tensor: Any) -> bool:
 
 
 def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
-    """The kernel whose outputs equal those of a norm bit for bit; ``None`` if there is none."""
+    """The kernel whose outputs equal those of a norm bit for bit; ``None`` if there is none.
+
+    Raises:
+        KernelError: Memory is short.
+    """
     import torch
 
     from .compiler import KernelError
@@ -155,6 +136,8 @@ def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
                 if is_equal(kernel, kind.dtype):
                     return kernel
     except KernelError as error:
+        if is_short_of_memory(error):
+            raise
         why = str(error)
     name = type(module).__name__
     logger.info("%s of %s does not run in one kernel: %s", name, kind.shape, why)

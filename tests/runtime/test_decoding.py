@@ -1,0 +1,461 @@
+"""The rules for captured steps, without a GPU: here a step runs the model instead of a graph."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from gemma4_compat.patches.generation import captured_decoding
+from gemma4_compat.runtime.capture import cache_memory, conditions, graph
+from gemma4_compat.runtime.capture import decoding as steps
+from gemma4_compat.runtime.capture.graph import CaptureFailed
+from gemma4_compat.runtime.capture.snapshot import Snapshot
+from gemma4_compat.runtime.kernels import compiler, int8_outliers, rms_norm
+from gemma4_compat.tiny import text_inputs
+from tests.support import load_model
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class Step:
+    """A captured step: it runs the model at its capture, and for each replay."""
+
+    made = 0
+
+    def __init__(self, model, device, cache, memory, leaves, spec):
+        type(self).made += 1
+        self.model, self.spec = model, spec
+        own = [tensor for layer in memory.layers for tensor in layer.tensors.values()]
+        before = [tensor.clone() for tensor in own]
+        with graph._counters_kept(cache):
+            self.run(cache, leaves)
+        for tensor, values in zip(own, before, strict=True):
+            tensor.copy_(values)
+
+    def run(self, cache, leaves):
+        inputs = torch.utils._pytree.tree_unflatten(leaves, self.spec)
+        return self.model(**inputs, past_key_values=cache)
+
+    def replay(self, cache, leaves):
+        return self.run(cache, leaves)
+
+
+@pytest.fixture(autouse=True)
+def captured_on_cpu(monkeypatch):
+    monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
+    monkeypatch.setattr(steps, "Step", Step)
+    monkeypatch.setattr(Step, "made", 0)
+
+
+@pytest.fixture
+def model(model_dir):
+    return load_model(model_dir)
+
+
+def filled_cache(model, length=40):
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+    with torch.no_grad():
+        model(**text_inputs(model.config), past_key_values=cache)
+    return cache
+
+
+def decode(forward, cache, tokens=6, **inputs):
+    """The logits of these decode steps."""
+    with torch.no_grad():
+        return torch.stack(
+            [
+                forward(input_ids=torch.tensor([[5 + n]]), past_key_values=cache, **inputs).logits
+                for n in range(tokens)
+            ]
+        )
+
+
+def call(model, said=None, cache=None, **options):
+    """One call of ``generate``: the logits of its steps equal those of the model alone."""
+    cache = filled_cache(model) if cache is None else cache
+    expected = decode(model, copy.deepcopy(cache), **options)
+    decoder = steps.Decoder(model, (lambda why: None) if said is None else said.append)
+    assert torch.equal(decode(decoder, cache, **options), expected)
+    return decoder
+
+
+def test_steps_are_captured(model):
+    assert call(model).obstacle is None
+    assert Step.made == 1
+
+
+# -- errors of ours -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (steps, "layers_of"),
+        (steps, "Version"),
+        (steps, "environment_now"),
+        (steps, "unknown_input"),
+        (steps, "kind_of"),
+        (steps.Decoding, "memory_of"),
+        (steps, "modules_of_a_step"),
+        (steps, "lock_of"),
+        (steps, "first_layers"),
+        (steps, "captured"),
+        (steps, "side_by_side"),
+        (steps, "Step"),
+        (Step, "replay"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_error_of_ours_is_a_reason_to_decode_eagerly(model, monkeypatch, owner, name):
+    cache, said = filled_cache(model), []
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("Cannot access data pointer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        call(model, said, cache)
+    assert len(set(said)) == 1
+    assert "RuntimeError: Cannot access data pointer" in said[0]
+    assert call(model).obstacle is None
+
+
+def test_an_error_before_the_first_step(model, monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("no settings")
+
+    inputs = text_inputs(model.config)
+    expected = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
+    monkeypatch.setattr(captured_decoding, "_is_eager", fail)
+    with caplog.at_level(logging.WARNING, "gemma4_compat"):
+        for _ in range(2):
+            found = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
+            assert torch.equal(found, expected)
+    assert caplog.text.count("RuntimeError: no settings") == 1
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["eager step", "capture"])
+def test_errors_of_the_model_are_the_users(model, monkeypatch, number):
+    norm = model.model.language_model.norm
+
+    def fail(self, states):
+        raise ValueError("the user's")
+
+    cache, said = filled_cache(model), []
+    decoder = steps.Decoder(model, said.append)
+    if number:
+        decode(decoder, cache, number)
+    monkeypatch.setattr(type(norm), "forward", fail)
+    with pytest.raises(ValueError, match=r"^the user's$"):
+        decode(decoder, cache, 1)
+    assert "forward" not in vars(norm)
+
+
+def test_lent_memory_that_raises(model, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of order")
+
+    call(model)
+    gc.collect()
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=40)
+    steps.decoding_of(model).lend(cache, 1)
+    monkeypatch.setattr(cache_memory._Layer, "lend_to", fail)
+    with torch.no_grad():
+        model(**text_inputs(model.config), past_key_values=cache)
+    assert torch.equal(cache.layers[0].keys, filled_cache(model).layers[0].keys)
+
+
+# -- what is tried again --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("why", "calls"),
+    [("OutOfMemoryError: CUDA out of memory", 2), ("ValueError: not in a graph", 1)],
+)
+def test_a_failed_capture(model, monkeypatch, why, calls):
+    """One attempt in each call if memory was short, else only in the first call."""
+    tried, said = [], []
+
+    def fail(*args):
+        tried.append(args[2:3])
+        raise CaptureFailed(why)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "Step", fail)
+        call(model, said)
+        call(model, said)
+    assert len(tried) == calls
+    assert set(said) == {why}
+    call(model)
+    assert Step.made == calls - 1
+
+
+def test_kernels_without_memory_are_made_in_the_next_call(model, monkeypatch):
+    tried, said = [], []
+
+    def fail(module, inputs):
+        tried.append(module)
+        raise NO_MEMORY
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rms_norm, "_kind", fail)
+        call(model, said)
+        call(model, said)
+    assert len(tried) == 2
+    assert set(said) == {"OutOfMemoryError: CUDA out of memory"}
+    assert Step.made == 0
+    call(model)
+    assert Step.made == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "calls", "why"),
+    [
+        (NO_MEMORY, 2, "OutOfMemoryError: CUDA out of memory"),
+        (compiler.KernelError("out of memory"), 2, "KernelError: out of memory"),
+        (compiler.KernelError("no NVRTC"), 1, conditions.SEARCH.format("their inputs")),
+    ],
+    ids=["PyTorch's memory", "the driver's memory", "no compiler"],
+)
+def test_outlier_kernels_that_fail(model_dir, monkeypatch, error, calls, why):
+    """One attempt in each call if memory was short, else only in the first call."""
+    model = load_model(model_dir, "int8")
+    tried, said = [], []
+
+    def fail(*args):
+        tried.append(args)
+        raise error
+
+    monkeypatch.setattr(conditions, "can_search", lambda device: True)
+    monkeypatch.setattr(int8_outliers, "_obstacle", lambda *args: None)
+    monkeypatch.setattr(int8_outliers, "product", fail)
+    call(model, said)
+    call(model, said)
+    assert len(tried) == calls
+    assert set(said) == {why}
+
+
+def test_a_search_that_does_not_reach_the_gpu(model_dir, monkeypatch):
+    """Without ``captured_int8``, nothing is captured."""
+    model, said = load_model(model_dir, "int8"), []
+    monkeypatch.setattr(conditions, "can_search", lambda device: True)
+    call(model, said)
+    call(model, said)
+    assert set(said) == {conditions.SEARCH.format("their inputs")}
+    assert Step.made == 0
+
+
+def test_compiled_kernels_are_not_forgotten_for_an_error(monkeypatch):
+    def fail(*args):
+        raise compiler.KernelError("out of memory")
+
+    monkeypatch.setattr(compiler, "compiled", fail)
+    for _ in range(2):
+        with pytest.raises(compiler.KernelError):
+            int8_outliers._kernels(torch.device("cuda", 0), torch.bfloat16)
+
+
+# -- other threads, and copies --------------------------------------------------------------------
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["eager step", "capture"])
+def test_others_do_not_see_a_step(model, monkeypatch, number):
+    """Not the versions that other threads ask for, nor copies and pickles of the model."""
+    mlp, actions = type(model.model.language_model.layers[0].mlp), []
+    original = mlp.forward
+
+    def forward(self, states):
+        while actions:
+            actions.pop()()
+        return original(self, states)
+
+    monkeypatch.setattr(mlp, "forward", forward)
+    norm = model.model.language_model.norm
+    add_hook_to_module(norm, AlignDevicesHook())
+    cache, decoding = filled_cache(model), steps.decoding_of(model)
+    expected = decode(model, copy.deepcopy(cache), 1)
+    before, found = decoding.version(model), {}
+
+    def look():
+        found["version"] = in_a_thread(lambda: decoding.version(model))
+        found["new"] = in_a_thread(lambda: steps.Version(model, before.environment))
+        found["copy"] = copy.deepcopy(model)
+        found["pickle"] = pickle.loads(pickle.dumps(model.model.language_model.layers[0]))
+
+    decoder = steps.Decoder(model, pytest.fail)
+    spare = copy.deepcopy(cache)
+    if number:
+        decode(decoder, cache, number)
+    actions.append(look)
+    decode(decoder, cache, 1)
+    assert found["version"] is before
+    assert found["new"].change(before.environment) is None
+    with torch.no_grad():
+        found["copy"].model.language_model.norm.weight.zero_()
+    assert torch.equal(decode(model, copy.deepcopy(spare), 1), expected)
+    assert not decode(found["copy"], spare, 1).any()
+    states = torch.randn(1, 2, model.config.get_text_config().hidden_size, dtype=model.dtype)
+    layer = model.model.language_model.layers[0]
+    for name in ("input_layernorm", "mlp"):
+        assert torch.equal(getattr(found["pickle"], name)(states), getattr(layer, name)(states))
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+def test_memories_of_kept_caches_are_bounded(model):
+    caches = [filled_cache(model) for _ in range(7)]
+    for cache in caches:
+        call(model, cache=cache)
+    assert len(steps.decoding_of(model).memories) <= 4
+
+
+def test_a_call_keeps_its_memory(model):
+    """Other calls do not make it capture again."""
+    decoders = [(steps.Decoder(model, pytest.fail), filled_cache(model)) for _ in range(7)]
+    for _ in range(4):
+        for decoder, cache in decoders:
+            decode(decoder, cache, 1)
+    assert Step.made == len(decoders)
+
+
+def test_memory_is_dropped_if_its_holders_cannot_be_counted(model, monkeypatch):
+    original = cache_memory._holders
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_memory, "_holders", lambda tensor: original(tensor) + 1)
+        cache_memory.can_count_holders.cache_clear()
+        for _ in range(3):
+            call(model)
+            gc.collect()
+        assert steps.decoding_of(model).memories == []
+    cache_memory.can_count_holders.cache_clear()
+    assert cache_memory.can_count_holders()
+
+
+def test_inputs_of_ever_new_kinds(model):
+    cache, said = filled_cache(model), []
+    decoder = steps.Decoder(model, said.append)
+    length = text_inputs(model.config)["input_ids"].shape[1]
+    with torch.no_grad():
+        for n in range(1, 8):
+            mask = torch.ones(1, length + n, dtype=torch.long)
+            decoder(input_ids=torch.tensor([[7]]), past_key_values=cache, attention_mask=mask)
+    assert set(said) == {"its steps have inputs of ever new kinds"}
+    assert len(decoder.version.warm) == 3
+
+
+def test_graphs_and_kinds_are_bounded():
+    entries = {}
+    for number in range(9):
+        steps._put(entries, number, None, 4)
+    assert list(entries) == [5, 6, 7, 8]
+
+
+def test_a_layer_with_unknown_state_is_not_lent(model, monkeypatch):
+    """A release may count tokens in an attribute that this package does not know."""
+    original = StaticLayer.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.tokens, self.name = 0, "a layer"
+
+    monkeypatch.setattr(StaticLayer, "__init__", init)
+    for count in (3, 0):
+        cache = filled_cache(model)
+        memory = steps.decoding_of(model).memory_of(cache)
+        cache.layers[0].tokens = count
+        if count:
+            steps.decoding_of(model).memories.clear()
+            memory = steps.decoding_of(model).memory_of(cache)
+        del cache
+        gc.collect()
+        other = StaticCache(config=model.config.get_text_config(), max_cache_len=40)
+        steps.decoding_of(model).lend(other, 1)
+        with torch.no_grad():
+            model(**text_inputs(model.config), past_key_values=other)
+        assert other.layers[0].tokens == 0
+        assert memory.is_in(other) is (count == 0)
+        del other
+        steps.decoding_of(model).memories.clear()
+        gc.collect()
+
+
+@pytest.mark.parametrize("way", ["hook", "list", "method", "closure"])
+def test_a_snapshot_keeps_no_module_alive(way):
+    root, inner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    if way == "hook":
+        add_hook_to_module(inner, AlignDevicesHook())
+    elif way == "list":
+        vars(root)["others"] = [inner]
+    elif way == "method":
+        vars(root)["call"] = inner.forward
+    else:
+        vars(root)["call"] = partial(lambda module, states: module(states), inner)
+    snapshot = Snapshot([root, inner])
+    assert snapshot.change() is None
+    seen = weakref.ref(inner.weight)
+    vars(root).pop("others", None)
+    vars(root).pop("call", None)
+    del inner
+    gc.collect()
+    assert seen() is None
+    assert snapshot.change() is not None
+
+
+# -- what is left alone ---------------------------------------------------------------------------
+
+
+def test_a_look_compiles_no_kernel(monkeypatch):
+    def fail(*args):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compiler, "compiled", fail)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert int8_outliers.can_search(torch.device("cuda", 0))
+    assert not int8_outliers.can_search(torch.device("cpu"))
+
+
+def test_the_garbage_collector_stays_off_while_any_gpu_captures():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with graph._no_garbage_collection():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    assert gc.isenabled()
+    with graph._no_garbage_collection():
+        thread.start()
+        assert inside.wait(60)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_gpus_do_not_wait_for_each_other():
+    locks = graph._captures, graph._replays
+    first = [graph._lock_of(each, torch.device("cuda", 0)) for each in locks]
+    assert all(graph._lock_of(each, torch.device("cuda", 0)) in first for each in locks)
+    with first[0], first[1], graph._lock_of(graph._captures, torch.device("cuda", 1)):
+        pass
