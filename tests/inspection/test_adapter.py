@@ -14,7 +14,7 @@ from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests import damage
-from tests.model.test_files import header_only
+from tests.files.test_checkpoint import header_only
 from tests.shapes import E2B_TEXT, VISION, write_config
 from tests.support import load_model, run_command
 

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.step import is_short_of_memory
 from ..kernels.streams import Fork
 
 if TYPE_CHECKING:
@@ -167,15 +168,38 @@ def _are_nested(gate_up: Any, down: Any) -> tuple[bool, bool]:
     return bool(gate_up.state.nested), bool(down.state.nested)
 
 
-@cache
+#: The shapes for which this machine has no kernels.
+_without: set[_Shape] = set()
+
+
 def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
-    """The two kernels, or ``None`` if this machine has no compiler for them or an older GPU."""
+    """The two kernels; ``None`` if this machine cannot compile or load them."""
+    from ..kernels.compiler import KernelError
+
+    if shape in _without:
+        return None
+    try:
+        return _compiled(shape)
+    except KernelError as error:
+        if not is_short_of_memory(error):
+            _without.add(shape)
+        logger.info("bitsandbytes' kernels compute the experts in 4 bits: %s", error)
+        return None
+
+
+@cache
+def _compiled(shape: _Shape) -> tuple[Kernel, Kernel]:
+    """The two kernels.
+
+    Raises:
+        KernelError: this machine has no compiler for them, an older GPU, or no memory.
+    """
     import torch
 
     from ..kernels.compiler import KernelError, compiled
 
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
-        return None
+        raise KernelError("the GPU is older than they need")
     common = {
         "BFLOAT16": int(shape.bfloat16),
         "EXPERTS": shape.experts,
@@ -199,11 +223,7 @@ def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
         return compiled(file, name, constants, shape.device, 32 * warps, shared)
 
     hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k
-    try:
-        return (
-            kernel(0, 2 * inner, hidden, 1, _GATED_WARPS),
-            kernel(1, hidden, inner, top_k, top_k),
-        )
-    except KernelError as error:
-        logger.info("bitsandbytes' kernels compute the experts in 4 bits: %s", error)
-        return None
+    return (
+        kernel(0, 2 * inner, hidden, 1, _GATED_WARPS),
+        kernel(1, hidden, inner, top_k, top_k),
+    )

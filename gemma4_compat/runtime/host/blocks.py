@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -99,7 +99,8 @@ def _put_all_back(root: Any) -> None:
         if part.placed:
             part.put_back(part.module)
     for dispatch in {part.layer.dispatch for part in parts}:
-        dispatch.clear()
+        with suppress(RuntimeError):  # in a capture that failed; ``captured`` clears it
+            dispatch.clear()
 
 
 def part_of(hook: Any) -> Part | None:
