@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..model.hooks import (
@@ -52,19 +52,18 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
     With ``keep_changes``, the changes that the block makes to the weights are kept, unless the
     block raises.
     """
-    loaded: list[tuple[Any, Any]] = []
-    try:
-        for module in modules:
-            hook = onload(module)
-            if hook is not None:
-                loaded.append((module, hook))
-        yield
-    except BaseException:
-        keep_changes = False
-        raise
-    finally:
-        for module, hook in reversed(loaded):
-            offload(module, hook, keep_changes=keep_changes)
+    keep = keep_changes
+    with ExitStack() as stack:  # offloads all of them, also if that is interrupted
+        try:
+            for module in modules:
+                hook = offload_hook(module)
+                if hook is not None:
+                    stack.callback(lambda *each: offload(*each, keep_changes=keep), module, hook)
+                    onload(module)
+            yield
+        except BaseException:
+            keep = False
+            raise
 
 
 @contextmanager

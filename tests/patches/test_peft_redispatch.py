@@ -588,9 +588,9 @@ def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     def load(self):
         raise AssertionError("the whole table was loaded")
 
-    monkeypatch.setattr(host_embedding._host_table(), "load", load)
+    monkeypatch.setattr(table._host_table(), "load", load)
     logits(model, ("text",))
     monkeypatch.undo()
     model.merge_adapter()
-    monkeypatch.setattr(host_embedding._host_table(), "load", load)
+    monkeypatch.setattr(table._host_table(), "load", load)
     logits(model, ("text",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ...model.hooks import offload_hook
@@ -30,21 +31,35 @@ def onload_in_forward(layer: Any) -> None:
 
 
 def _before_forward(layer: Any, args: Any) -> None:
+    forwards = vars(layer).setdefault(_FORWARDS, [])
+    while forwards and not _runs_already(layer):  # torch calls no hook after an interrupt
+        _after_forward(layer, args, None)
     # Without inputs, the hook of an embedding loads the whole weight instead of the needed rows.
     # LoRA on a parameter replaces the whole weight, and unmerging changes it.
     unmerges = getattr(layer, "disable_adapters", False) and _merged(layer)
     inputs = () if unmerges or hasattr(layer, "parameter_name") else args
-    hook = onload(base_layer(layer), *inputs)  # the hook may have been replaced since
-    vars(layer).setdefault(_FORWARDS, []).append((hook, _merged(layer)))
+    base = base_layer(layer)  # its hook may have been replaced since
+    forwards.append((offload_hook(base), _merged(layer)))
+    onload(base, *inputs)
 
 
 def _after_forward(layer: Any, args: Any, output: Any) -> None:
-    if not vars(layer).get(_FORWARDS):  # loading failed
-        return
-    hook, merged = vars(layer)[_FORWARDS].pop()
+    hook, merged = vars(layer)[_FORWARDS][-1]
     if hook is not None:
         # With adapters disabled, the forward of a merged layer unmerges it permanently.
         offload(base_layer(layer), hook, keep_changes=_merged(layer) != merged)
+    vars(layer)[_FORWARDS].pop()
+
+
+def _runs_already(layer: Any) -> bool:
+    """Whether a forward of this layer runs, besides the one that begins."""
+    running = 0
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is layer:
+                running += 1
+            frame = frame.f_back  # type: ignore[assignment]
+    return running > 1
 
 
 def _merged(layer: Any) -> list[str]:
