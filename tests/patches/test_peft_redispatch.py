@@ -580,7 +580,7 @@ def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
 
 def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     """The forward reads only rows of the base weight, even if the adapter is merged."""
-    from gemma4_compat.patches.offloading import host_embedding
+    from gemma4_compat.runtime.host import table
 
     model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     model = adapted(model, on_embedding("lora", PLE))
