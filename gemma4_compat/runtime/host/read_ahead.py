@@ -236,12 +236,10 @@ def _has_page(descriptor: int, offset: int) -> bool:
     page = mmap.ALLOCATIONGRANULARITY
     start = offset - offset % page
     with mmap.mmap(descriptor, 1, flags=mmap.MAP_PRIVATE, offset=start) as mapped:
-        first, state = ctypes.c_char.from_buffer(mapped), ctypes.c_ubyte()
-        try:
-            address = ctypes.c_void_p(ctypes.addressof(first))
-            failed = _libc().mincore(address, ctypes.c_size_t(1), ctypes.byref(state))
-        finally:
-            del first  # or the mapping cannot be closed
+        # A variable for the buffer would keep the mapping from being closed.
+        address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
+        state = ctypes.c_ubyte()
+        failed = _libc().mincore(address, ctypes.c_size_t(1), ctypes.byref(state))
     return bool(failed or state.value & 1)
 
 
