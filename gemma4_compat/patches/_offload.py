@@ -58,12 +58,19 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
             for module in modules:
                 hook = offload_hook(module)
                 if hook is not None:
+                    stack.callback(_offload_again, module, hook)
                     stack.callback(lambda *each: offload(*each, keep_changes=keep), module, hook)
                     onload(module)
             yield
         except BaseException:
             keep = False
             raise
+
+
+def _offload_again(module: Any, hook: Any) -> None:
+    """Undo ``onload`` if an interrupt came before ``offload`` did."""
+    if not hook.offload:
+        offload(module, hook)
 
 
 @contextmanager
