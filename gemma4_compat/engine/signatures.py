@@ -56,16 +56,28 @@ def _like(original: Any, function: Callable[..., Any]) -> Any:
     own = [each.name for each in inspect.signature(function).parameters.values()][1:]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, own, strict=False))
     count = len(first) if more else max(code.co_posonlyargcount, len(list(same)), 1)
-    arguments = [*first[:count], more, *(f"{n}={n}" for n in [*first[count:], *named]), rest]
-    inner, outer = "_function", "_original"
-    while {inner, outer} & {*code.co_varnames}:
-        inner, outer = f"_{inner}", f"_{outer}"
-    call = f"{inner}({', '.join([outer, *filter(None, arguments)])})"
+    values = dict(zip(first[optional:], original.__defaults__ or (), strict=True))
+    by_name = [*first[count:], *named]
+    values = {name: value for name, value in {**values, **defaults}.items() if name in by_name}
+    arguments = [*first[:count], more, *(f"{n}={n}" for n in by_name if n not in values)]
+    inner, outer, given, usual = "_function", "_original", "_given", "_usual"
+    while {inner, outer, given, usual} & {*code.co_varnames}:
+        inner, outer, given, usual = (f"_{each}" for each in (inner, outer, given, usual))
+    call = f"{inner}({', '.join([outer, *filter(None, [*arguments, f'**{given}', rest])])})"
     signature = ", ".join([*parameters, *filter(None, [rest])])
-    source = f"def make({inner}, {outer}):\n def f({signature}):\n  return {call}\n return f"
+    # A default is left out, as it was in the call: ``function`` may ask what was passed.
+    lines = [
+        f"def make({inner}, {outer}, {usual}):",
+        f" def f({signature}):",
+        f"  {given} = {{}}",
+        *(f"  if {n} is not {usual}[{n!r}]: {given}[{n!r}] = {n}" for n in values),
+        f"  return {call}",
+        " return f",
+    ]
+    source = "\n".join(lines)
     namespace: dict[str, Any] = {}
     exec(compile(source, function.__code__.co_filename, "exec", dont_inherit=True), namespace)
-    made = namespace["make"](function, original)
+    made = namespace["make"](function, original, values)
     line = function.__code__.co_firstlineno
     own_code = made.__code__.replace(co_firstlineno=line, co_name=code.co_name)
     new = types.FunctionType(own_code, original.__globals__, closure=made.__closure__)
