@@ -352,3 +352,16 @@ def test_gradients(model_dir, language_adapter_dir, tmp_path, checkpointing):
     found = gradients(with_layers_on_disk(load_model(model_dir), tmp_path))
     assert found.keys() == expected.keys() != set()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_an_error_is_logged_once(model_dir, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no page cache")
+
+    monkeypatch.setattr(read_ahead.Layers, "enter", fail)
+    expected = logits(load_model(model_dir), ["text"])
+    model = with_layers_on_disk(load_model(model_dir), tmp_path)
+    with caplog.at_level("INFO", "gemma4_compat"):
+        for _ in range(2):
+            assert_same(logits(model, ["text"]), expected)
+    assert caplog.text.count("is not read ahead") == 1

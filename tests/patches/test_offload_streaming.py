@@ -222,6 +222,23 @@ def test_after_a_forward_that_raised(model_dir):
 
 
 @pytest.mark.usefixtures("cpu_streams")
+def test_nothing_is_left_on_the_device_after_an_error(model_dir):
+    model = offloaded(load_model(model_dir, "nf4"))
+    logits(model, ["text"])
+    resting = {name: each.is_meta for name, each in model.named_parameters()}
+
+    def fail(*_):
+        raise ValueError("an error of the user's")
+
+    handle = model.get_submodule(f"{FIRST}mlp.act_fn").register_forward_hook(fail)
+    with pytest.raises(ValueError, match="of the user's"):
+        logits(model, ["text"])
+    handle.remove()
+    assert {name: each.is_meta for name, each in model.named_parameters()} == resting
+    assert not any(layer.on_device for each in dispatches() for layer in each.layers.values())
+
+
+@pytest.mark.usefixtures("cpu_streams")
 def test_hooks_taken_off(model_dir):
     from accelerate.hooks import remove_hook_from_module
 
