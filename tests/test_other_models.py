@@ -88,8 +88,15 @@ def results(family, form, folder):
     return model, found
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
+#: By default, each family in one of the forms.
+CELLS = [
+    pytest.param(family, form, marks=[pytest.mark.slow] if (i + j) % len(FORMS) else [])
+    for i, family in enumerate(FAMILIES)
+    for j, form in enumerate(FORMS)
+]
+
+
+@pytest.mark.parametrize(("family", "form"), CELLS)
 def test_results_are_as_without_the_patches(family, form, tmp_path):
     with gemma4_compat.disabled():
         _, expected = results(family, form, tmp_path / "without")
