@@ -594,3 +594,24 @@ def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     model.merge_adapter()
     monkeypatch.setattr(table._host_table(), "load", load)
     logits(model, ("text",))
+
+
+def test_another_hook_that_raises_first(model_dir, tmp_path):
+    """Its error is the only one, and the layer runs as before afterwards."""
+    import warnings
+
+    model = adapted(
+        split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"}), on_embedding("lora", PLE)
+    )
+    expected = logits(model, ("text",))
+    layer = next(m for n, m in model.named_modules() if n.endswith(PLE))
+
+    def fail(*_):
+        raise ValueError("a hook of the user's")
+
+    handle = layer.register_forward_pre_hook(fail, prepend=True)
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(ValueError, match="user's"):
+        logits(model, ("text",))
+    handle.remove()
+    assert not [each for each in warned if "always_call" in str(each.message)]
+    assert_same(logits(model, ("text",)), expected)

@@ -44,11 +44,14 @@ def _before_forward(layer: Any, args: Any) -> None:
 
 
 def _after_forward(layer: Any, args: Any, output: Any) -> None:
-    hook, merged = vars(layer)[_FORWARDS][-1]
+    forwards = vars(layer).get(_FORWARDS)
+    if not forwards:  # another pre-hook raised first
+        return
+    hook, merged = forwards[-1]
     if hook is not None:
         # With adapters disabled, the forward of a merged layer unmerges it permanently.
         offload(base_layer(layer), hook, keep_changes=_merged(layer) != merged)
-    vars(layer)[_FORWARDS].pop()
+    forwards.pop()
 
 
 def _runs_already(layer: Any) -> bool:

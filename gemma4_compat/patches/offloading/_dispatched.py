@@ -28,6 +28,8 @@ def after_dispatch(
 
     def attach(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
+        if kwargs.get("module_name"):
+            return result
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         if not given.get("module_name"):
             function(given["module"])

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.device_maps import closest, left_out
+from ...model.parts import is_ours
 from .._code import code_of
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ PATCH = Patch(
     ),
 )
 
-_MODELS = ("gemma4", "gemma3n")
-
 
 @PATCH.probe
 def unknown_keys_pass() -> Finding:
@@ -62,8 +61,7 @@ def unknown_keys_pass() -> Finding:
 
 @PATCH.around("transformers.integrations.accelerate", "_get_device_map")
 def get_device_map(original: Any, model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-    if isinstance(device_map, dict) and model_type.startswith(_MODELS):
+    if isinstance(device_map, dict) and is_ours(model):
         _warn(model, device_map)
     return original(model, device_map, *args, **kwargs)
 

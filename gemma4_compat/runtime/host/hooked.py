@@ -108,7 +108,7 @@ def _set_methods(hook: Any) -> None:
 
 
 class AfterForward:
-    """A forward hook that runs also if the forward raises; accelerate's ``post_forward`` does not.
+    """A forward hook for forwards that raise, for which accelerate calls no ``post_forward``.
 
     It is pickled as a hook that does nothing.
     """
@@ -117,7 +117,8 @@ class AfterForward:
         self.function = function  # gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.function(module)
+        if output is None:  # torch has no output to pass
+            self.function(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
