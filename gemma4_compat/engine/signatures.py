@@ -6,12 +6,12 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import wraps
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
 _ARGS, _KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
+_BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 #: The replacements made by ``calling``, and the function that each calls.
 _called: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
@@ -39,36 +39,30 @@ def _like(original: Any, function: Callable[..., Any]) -> Any:
 
     Code of users may read these from the function itself, for example ``__code__.co_varnames``.
     """
-    code = original.__code__
-    names = iter(code.co_varnames)
-    first = list(islice(names, code.co_argcount))
-    named = list(islice(names, code.co_kwonlyargcount))
-    more = f"*{next(names)}" if code.co_flags & inspect.CO_VARARGS else ""
-    rest = f"**{next(names)}" if code.co_flags & inspect.CO_VARKEYWORDS else ""
-    optional = len(first) - len(original.__defaults__ or ())
-    parameters = [f"{name}=0" if i >= optional else name for i, name in enumerate(first)]
-    if code.co_posonlyargcount:
-        parameters.insert(code.co_posonlyargcount, "/")
-    parameters += [more or "*"] if more or named else []
-    defaults = original.__kwdefaults__ or {}
-    parameters += [f"{name}=0" if name in defaults else name for name in named]
+    code, bare = original.__code__, _bare_signature(original)
+    every = bare.parameters.values()
+    first = [each.name for each in every if each.kind in _BY_POSITION]
+    named = [each.name for each in every if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    more = [f"*{each.name}" for each in every if each.kind is _ARGS]
+    rest = [f"**{each.name}" for each in every if each.kind is _KWARGS]
     # What ``function`` does not name is passed by name, because it may look there.
-    own = [each.name for each in inspect.signature(function).parameters.values()][1:]
+    own = list(inspect.signature(function).parameters)[1:]
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, own, strict=False))
     count = len(first) if more else max(code.co_posonlyargcount, len(list(same)), 1)
-    values = dict(zip(first[optional:], original.__defaults__ or (), strict=True))
     by_name = [*first[count:], *named]
-    values = {name: value for name, value in {**values, **defaults}.items() if name in by_name}
-    arguments = [*first[:count], more, *(f"{n}={n}" for n in by_name if n not in values)]
+    values = {each.name: each.default for each in every if each.default is not each.empty}
+    values = {name: value for name, value in values.items() if name in by_name}
+    arguments = [*first[:count], *more, *(f"{n}={n}" for n in by_name if n not in values)]
     inner, outer, given, usual = "_function", "_original", "_given", "_usual"
     while {inner, outer, given, usual} & {*code.co_varnames}:
         inner, outer, given, usual = (f"_{each}" for each in (inner, outer, given, usual))
-    call = f"{inner}({', '.join([outer, *filter(None, [*arguments, f'**{given}', rest])])})"
-    signature = ", ".join([*parameters, *filter(None, [rest])])
+    call = f"{inner}({', '.join([outer, *arguments, f'**{given}', *rest])})"
+    plain = (each if each.default is each.empty else each.replace(default=0) for each in every)
+    signature = bare.replace(parameters=list(plain))
     # A default is left out, as it was in the call: ``function`` may ask what was passed.
     lines = [
         f"def make({inner}, {outer}, {usual}):",
-        f" def f({signature}):",
+        f" def f{signature}:",
         f"  {given} = {{}}",
         *(f"  if {n} is not {usual}[{n!r}]: {given}[{n!r}] = {n}" for n in values),
         f"  return {call}",
@@ -90,8 +84,14 @@ def own_signature(new: Any) -> inspect.Signature:
     if new in _called:
         signature = inspect.signature(_called[new])
         return signature.replace(parameters=list(signature.parameters.values())[1:])
-    bare = types.FunctionType(new.__code__, {}, None, new.__defaults__, new.__closure__)
-    bare.__kwdefaults__ = new.__kwdefaults__
+    return _bare_signature(new)
+
+
+def _bare_signature(function: Any) -> inspect.Signature:
+    """The parameters in a function's own code, without annotations."""
+    closure = function.__closure__
+    bare = types.FunctionType(function.__code__, {}, None, function.__defaults__, closure)
+    bare.__kwdefaults__ = function.__kwdefaults__
     return inspect.signature(bare)
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from ..model.parts import is_ours
 from .capture.conditions import obstacle_of
-from .host.hooked import ways_at_work
+from .host.hooked import at_work
+
+__all__ = ["at_work", "how_it_decodes"]
 
 
 def how_it_decodes(model: Any) -> str | None:
@@ -23,15 +25,6 @@ def how_it_decodes(model: Any) -> str | None:
     if why is None:
         return 'captured as CUDA graphs with cache_implementation="static"'
     return f"eager, because {why}"
-
-
-def at_work(model: Any) -> dict[str, str]:
-    """What makes this model faster: the name of a patch -> what it does.
-
-    Args:
-        model: a ``torch.nn.Module``; nothing is moved or loaded.
-    """
-    return ways_at_work(model)
 
 
 def _is_compiled_upstream(model: Any) -> bool:

@@ -71,8 +71,12 @@ class Way:
                 vars(hook).pop(name, None)
 
 
-def ways_at_work(model: Any) -> dict[str, str]:
-    """What each way does with the offloaded modules of a model, by the name of its patch."""
+def at_work(model: Any) -> dict[str, str]:
+    """What makes a model's offloaded modules faster: the name of a patch -> what it does.
+
+    Args:
+        model: a ``torch.nn.Module``; nothing is moved or loaded.
+    """
     found = (offload_hook(module) for module in model.modules())
     hooks = [hook for hook in found if hook is not None and hook in _hooks]
     texts = {way.name: way.at_work(hooks) for way in _ways}
