@@ -167,7 +167,7 @@ def snapshot_ms(model: Any) -> float:
 
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoding = decoding_of(base)
-    return 1e3 * statistics.median(seconds(lambda: decoding.version(base)) for _ in range(9))
+    return 1e3 * statistics.median(seconds(lambda: decoding.state(base)) for _ in range(9))
 
 
 def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:

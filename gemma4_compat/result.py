@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-from . import html, text
-
 
 class Result(ABC):
     """A result to print, to read in a program, or to show in a notebook.
 
     ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
-    else with 1.  A notebook shows its tables as HTML.
+    else with 1.  IPython and notebooks show the same text.
     """
 
     @property
@@ -45,7 +43,5 @@ class Result(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.verdict or str(self).partition(chr(10))[0]}>"
 
-    def _repr_html_(self) -> str:
-        with text.recorded_tables() as tables:
-            printed = str(self)
-        return html.page(printed, tables, getattr(self, "code", ""), self.verdict, self.ok)
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))

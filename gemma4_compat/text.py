@@ -5,33 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-
-_recorded: ContextVar[list[Table] | None] = ContextVar("recorded", default=None)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table that was printed: its text, and its cells without the limit of the width."""
-
-    printed: str
-    rows: Sequence[Sequence[object]]
-    head: Sequence[str]
-    right: Collection[int]
-
-
-@contextmanager
-def recorded_tables() -> Iterator[list[Table]]:
-    """A block that collects the tables that `table` returns in it."""
-    tables: list[Table] = []
-    token = _recorded.set(tables)
-    try:
-        yield tables
-    finally:
-        _recorded.reset(token)
+from collections.abc import Sequence
 
 
 def size(number: int) -> str:
@@ -98,10 +72,7 @@ def table(
                 part = f"{part:>{widths[-1]}}"
             printed.append(f"{head_of_line}{part}".rstrip().replace("\xa0", " "))
             head_of_line = " " * len(head_of_line)
-    text = "\n".join(printed)
-    if (tables := _recorded.get()) is not None:
-        tables.append(Table(text, rows, head, right))
-    return text
+    return "\n".join(printed)
 
 
 def shortened(text: str, width: int) -> str:

@@ -550,13 +550,13 @@ def test_every_point(name, stage):
 
 def test_a_planted_bug_is_found(stage, monkeypatch):
     """A layout that is visible before it is complete: a layer would compute without values."""
-    lines, first = inspect.getsourcelines(blocks.Layer.new_layout)
+    lines, first = inspect.getsourcelines(blocks.OffloadedLayer.new_layout)
     planted = "".join(lines).replace("layout = Layout(c", "layout = self.layout = Layout(c")
     assert planted != "".join(lines)
     source = "\n" * (first - 1) + textwrap.dedent(planted)
     code = compile("from __future__ import annotations\n" + source[1:], blocks.__file__, "exec")
     exec(code, vars(blocks), found := {})
-    monkeypatch.setattr(blocks.Layer, "new_layout", found["new_layout"])
+    monkeypatch.setattr(blocks.OffloadedLayer, "new_layout", found["new_layout"])
     copies = {first + number for number, line in enumerate(lines) if "piece" in line}
     *_, problems = check("streamed", stage, 6, lambda point: point.line in copies)
     assert any("the next run" in why for _, why in problems)

@@ -154,7 +154,7 @@ class Patch:
         self.probe_function = function
         return function
 
-    def taken_back(self, function: Callable[[], None]) -> Callable[[], None]:
+    def on_revert(self, function: Callable[[], None]) -> Callable[[], None]:
         """Register the decorated function to run after the patch is undone.
 
         It frees what the replacements created.  The patch may be applied again afterwards.

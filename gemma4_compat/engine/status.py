@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
-from html import escape
 from typing import Any
 
 from ..errors import suggestion
@@ -119,28 +118,3 @@ class Status:
         )
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return "\n".join(_html(self))
-
-
-def _html(status: Status) -> Iterator[str]:
-    """The verdict, the versions, the patches that failed, and a folded table of all patches."""
-    colour = "#2da44e" if status.ok else "#e5534b"  # readable on white and on black
-    yield f'<p><b style="color: {colour}">{escape(status.verdict)}</b></p>'
-    versions = {name: version for each in status for name, version in each.versions.items()}
-    installed = [f"{name} {found}" for name, found in sorted(versions.items()) if found]
-    yield f"<p>{escape(', '.join(installed))}</p>"
-    if not status.ok:
-        yield _html_table(entry for entry in status if not entry.ok)
-    yield f"<details><summary>all {len(status)} patches</summary>{_html_table(status)}</details>"
-
-
-def _html_table(entries: Iterable[PatchStatus]) -> str:
-    style = "text-align: left; padding: 2px 10px"
-    rows = ""
-    for entry in entries:
-        cells = (entry.name, entry.state.value, entry.reason)
-        row = "".join(f'<td style="{style}">{escape(cell)}</td>' for cell in cells)
-        rows += f"<tr>{row}</tr>"
-    return f'<table style="border-collapse: collapse">{rows}</table>'

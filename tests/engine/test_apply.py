@@ -17,7 +17,7 @@ from importlib import metadata
 import pytest
 
 from gemma4_compat.engine import Patch, broken, drifted, fixed
-from gemma4_compat.engine.status import State
+from gemma4_compat.engine.status import PatchStatus, State, Status
 from gemma4_compat.errors import PatchError
 
 from .conftest import ALWAYS, NEVER, logged, snapshot, tagging
@@ -859,3 +859,15 @@ def test_requirements_are_checked(lib, make, requires, message):
     assert standing.status()["p"].state is State.APPLIED, "the engine before goes on"
     standing.uninstall()
     assert snapshot(lib.load("m")) == before
+
+
+def test_the_verdict_of_status_is_in_plain_words():
+    states = {State.UNAFFECTED: 2, State.FIXED: 1, State.ARMED: 1}
+    entries = [
+        PatchStatus(f"{state.name}{number}", state, "", "", {}, ())
+        for state, count in states.items()
+        for number in range(count)
+    ]
+    assert Status(entries).verdict == "all well: 3 not needed here, 1 waiting for an import"
+    with pytest.raises(KeyError, match=r"no patch is named 'ARMED' \(did you mean ARMED0"):
+        Status(entries)["ARMED"]

@@ -840,15 +840,15 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
     for layer in first.dispatch.layers.values():
         layer.layout = replace(layer.layout, page_locked=True)
     assert obstacle(model) is None
-    version = steps.Version(model, ())
+    state = steps.ModelState(model, ())
     fill(model, empty_cache(model))
-    assert version.change(()) is None
+    assert state.change(()) is None
     PeftModel.from_pretrained(model, adapter_dir)
     assert obstacle(model.eval()) is None
-    version = steps.Version(model, ())
+    state = steps.ModelState(model, ())
     name = next(name for name in first.dispatch.tensors if name.startswith("1.input_layernorm"))
     first.dispatch.tensors[name] = first.dispatch.tensors[name].clone()
-    assert "tensor" in version.change(())
+    assert "tensor" in state.change(())
     assert "accelerate copies its weights" in obstacle(model)
 
 
@@ -869,27 +869,27 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
     handle.remove()
 
 
-def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
+def test_a_state_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir)
     model.load_adapter(second_adapter_dir, "second")
     base = model.get_base_model()
     decoding = steps.Decoding()
-    first = decoding.version(base)
+    first = decoding.state(base)
     with torch.no_grad():
         model(**text_inputs(base.config))
-    assert decoding.version(base) is first
+    assert decoding.state(base) is first
     model.set_adapter("second")
-    second = decoding.version(base)
+    second = decoding.state(base)
     assert second is not first
     model.set_adapter("default")
-    assert decoding.version(base) is first
+    assert decoding.state(base) is first
     with model.disable_adapter():
-        assert decoding.version(base) not in (first, second)
-    assert decoding.version(base) is first
+        assert decoding.state(base) not in (first, second)
+    assert decoding.state(base) is first
     base.model.language_model.layers[0].mlp.up_proj.set_scale("default", 7.0)
-    assert decoding.version(base) is not first
+    assert decoding.state(base) is not first
 
 
 @pytest.mark.parametrize(
@@ -906,21 +906,21 @@ def test_a_version_sees_what_changes(model_dir, adapter_dir, second_adapter_dir)
     ],
     ids=["parameter", "data", "train", "config", "setting", "hook", "module", "forward"],
 )
-def test_changes_make_another_version(model_dir, change):
+def test_changes_make_another_state(model_dir, change):
     model = load_model(model_dir)
     decoding = steps.Decoding()
-    first = decoding.version(model)
-    assert decoding.version(model) is first
+    first = decoding.state(model)
+    assert decoding.state(model) is first
     change(model)
-    assert decoding.version(model) is not first
+    assert decoding.state(model) is not first
 
 
-def test_a_version_keeps_nothing_alive(model_dir):
+def test_a_state_keeps_nothing_alive(model_dir):
     import weakref
 
     model = load_model(model_dir)
     decoding = vars(model)["_decoding"] = steps.Decoding()
-    decoding.version(model)
+    decoding.state(model)
     seen = weakref.ref(model.lm_head.weight), weakref.ref(model)
     old = model.lm_head
     model.lm_head = torch.nn.Linear(1, 1)
@@ -1200,10 +1200,10 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
     from transformers.models.gemma4 import modeling_gemma4
 
     model = load_model(model_dir)
-    version = steps.Version(model, ())
+    state = steps.ModelState(model, ())
     fill(model, empty_cache(model))
     model.generate(**text_inputs(model.config), max_new_tokens=2, do_sample=False)
-    assert version.change(()) is None
+    assert state.change(()) is None
     table = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
 
     def replaced(*args, **kwargs):
@@ -1220,8 +1220,8 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
             patch.setattr(modeling_gemma4, "apply_rotary_pos_emb", replaced)
         else:
             patch.setattr(torch.nn.functional, "gelu", replaced)
-        assert version.change(()) is not None
-    assert version.change(()) is None
+        assert state.change(()) is not None
+    assert state.change(()) is None
 
 
 @pytest.mark.cuda
@@ -1247,10 +1247,10 @@ def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
     model = load_model(model_dir)
     model.model.language_model.register_buffer("own", without_storage(kind), persistent=False)
     assert "has a tensor without storage" in obstacle(model)
-    version = steps.Version(model, ())
-    assert version.change(()) is None
+    state = steps.ModelState(model, ())
+    assert state.change(()) is None
     model.model.language_model.own = without_storage(kind)
-    assert version.change(()) is not None
+    assert state.change(()) is not None
 
 
 def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_cpu, monkeypatch):

@@ -358,7 +358,7 @@ def test_an_error_is_logged_once(model_dir, tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("no page cache")
 
-    monkeypatch.setattr(read_ahead.Layers, "enter", fail)
+    monkeypatch.setattr(read_ahead.DiskLayers, "enter", fail)
     expected = logits(load_model(model_dir), ["text"])
     model = with_layers_on_disk(load_model(model_dir), tmp_path)
     with caplog.at_level("INFO", "gemma4_compat"):

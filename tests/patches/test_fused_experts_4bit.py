@@ -209,7 +209,7 @@ def test_experts_are_slices(width, kind):
         below = whole[chosen].flatten(0, 1)
         assert torch.equal(dequantize_4bit(*packed.stacked(chosen)), below)
         beside = whole[chosen].transpose(0, 1).flatten(1)
-        assert torch.equal(dequantize_4bit(*packed.side_by_side(chosen)), beside)
+        assert torch.equal(dequantize_4bit(*packed.stacked_inputs(chosen)), beside)
 
 
 @pytest.mark.parametrize("skipped", ["experts", "model.layers.1"])

@@ -102,7 +102,7 @@ def test_steps_are_captured(model):
     ("owner", "name"),
     [
         (steps, "layers_of"),
-        (steps, "Version"),
+        (steps, "ModelState"),
         (steps, "environment_now"),
         (steps, "unknown_input"),
         (steps, "kind_of"),
@@ -110,7 +110,7 @@ def test_steps_are_captured(model):
         (steps, "modules_of_a_step"),
         (steps, "lock_of"),
         (steps, "first_layers"),
-        (steps, "captured"),
+        (steps, "in_capture"),
         (steps, "side_by_side"),
         (steps, "Step"),
         (Step, "replay"),
@@ -170,7 +170,7 @@ def test_lent_memory_that_raises(model, monkeypatch):
     gc.collect()
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=40)
     steps.decoding_of(model).lend(cache, 1)
-    monkeypatch.setattr(cache_memory._Layer, "lend_to", fail)
+    monkeypatch.setattr(cache_memory._LentLayer, "lend_to", fail)
     with torch.no_grad():
         model(**text_inputs(model.config), past_key_values=cache)
     assert torch.equal(cache.layers[0].keys, filled_cache(model).layers[0].keys)
@@ -209,7 +209,7 @@ def test_kernels_without_memory_are_made_in_the_next_call(model, monkeypatch):
         raise NO_MEMORY
 
     with monkeypatch.context() as patch:
-        patch.setattr(rms_norm, "_kind", fail)
+        patch.setattr(rms_norm, "_signature", fail)
         call(model, said)
         call(model, said)
     assert len(tried) == 2
@@ -279,7 +279,7 @@ def in_a_thread(function):
 
 @pytest.mark.parametrize("number", [0, 1], ids=["eager step", "capture"])
 def test_others_do_not_see_a_step(model, monkeypatch, number):
-    """Not the versions that other threads ask for, nor copies and pickles of the model."""
+    """Not the states that other threads ask for, nor copies and pickles of the model."""
     mlp, actions = type(model.model.language_model.layers[0].mlp), []
     original = mlp.forward
 
@@ -293,11 +293,11 @@ def test_others_do_not_see_a_step(model, monkeypatch, number):
     add_hook_to_module(norm, AlignDevicesHook())
     cache, decoding = filled_cache(model), steps.decoding_of(model)
     expected = decode(model, copy.deepcopy(cache), 1)
-    before, found = decoding.version(model), {}
+    before, found = decoding.state(model), {}
 
     def look():
-        found["version"] = in_a_thread(lambda: decoding.version(model))
-        found["new"] = in_a_thread(lambda: steps.Version(model, before.environment))
+        found["state"] = in_a_thread(lambda: decoding.state(model))
+        found["new"] = in_a_thread(lambda: steps.ModelState(model, before.environment))
         found["copy"] = copy.deepcopy(model)
         found["pickle"] = pickle.loads(pickle.dumps(model.model.language_model.layers[0]))
 
@@ -307,7 +307,7 @@ def test_others_do_not_see_a_step(model, monkeypatch, number):
         decode(decoder, cache, number)
     actions.append(look)
     decode(decoder, cache, 1)
-    assert found["version"] is before
+    assert found["state"] is before
     assert found["new"].change(before.environment) is None
     with torch.no_grad():
         found["copy"].model.language_model.norm.weight.zero_()
@@ -360,7 +360,7 @@ def test_inputs_of_ever_new_kinds(model):
             mask = torch.ones(1, length + n, dtype=torch.long)
             decoder(input_ids=torch.tensor([[7]]), past_key_values=cache, attention_mask=mask)
     assert set(said) == {"its steps have inputs of ever new kinds"}
-    assert len(decoder.version.warm) == 3
+    assert len(decoder.state.warm) == 3
 
 
 def test_graphs_and_kinds_are_bounded():

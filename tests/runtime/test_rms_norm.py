@@ -132,9 +132,9 @@ def test_what_one_kernel_cannot_compute():
         assert "rms_norm" not in launched
         assert torch.equal(output, expected)
     with torch.autocast("cuda"):
-        assert rms_norm._kind(module, wide) is None
+        assert rms_norm._signature(module, wide) is None
     with torch.enable_grad():
-        assert rms_norm._kind(module, wide) is None
+        assert rms_norm._signature(module, wide) is None
 
 
 class ScaledRMSNorm(modeling.Gemma4RMSNorm):

@@ -72,7 +72,7 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
     return broken()
 
 
-PATCH.taken_back(forget)
+PATCH.on_revert(forget)
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")

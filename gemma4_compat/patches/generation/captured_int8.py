@@ -41,5 +41,5 @@ def the_search_waits_for_the_cpu() -> Finding:
     return broken() if mentions(code, "outlier_cols") else fixed("no columns are selected")
 
 
-PATCH.taken_back(forget)
+PATCH.on_revert(forget)
 PATCH.around("bitsandbytes", "matmul")(matmul)

@@ -18,7 +18,7 @@ def use(patch: Patch, way: Way) -> None:
     """Use a way to fetch weights in models that are dispatched while the patch is applied."""
     way.name = patch.name
     after_dispatch(patch, way.dispatched, begin=way.start)
-    patch.taken_back(way.stop)
+    patch.on_revert(way.stop)
 
 
 def after_dispatch(

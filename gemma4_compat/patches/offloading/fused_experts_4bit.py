@@ -25,7 +25,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...engine.gate import holds
-from ...runtime.experts.forward import Upstream, forward
+from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
     FUSED,
     Packed,
@@ -280,10 +280,10 @@ _forwards: weakref.WeakSet[Any] = weakref.WeakSet()  # those that compute with e
 def experts_forward(original: Any) -> Any:
     import torch
 
-    run: Any = forward
+    run: Any = forward_4bit
     upstream = Upstream(original)
     if holds("bitsandbytes<0.50"):  # whose kernels recurse without end in a compiled graph
-        run = torch.compiler.disable(forward)
+        run = torch.compiler.disable(forward_4bit)
 
     @wraps(original)
     def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

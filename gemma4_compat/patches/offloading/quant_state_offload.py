@@ -69,7 +69,7 @@ def meta_destroys_shared_state() -> Finding:
     return broken() if state.absmax.is_meta else fixed("to('meta') keeps the quant state")
 
 
-@PATCH.taken_back
+@PATCH.on_revert
 def warn_of_offloaded_weights() -> None:
     if _hosts:
         logger.warning(

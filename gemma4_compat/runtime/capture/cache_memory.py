@@ -34,7 +34,7 @@ class Memory:
         self.used_by = weakref.ref(cache)
         self.steps: dict[Any, Any] = {}  # the graphs that use this memory
         self.pool: Any = None
-        self.layers = [_Layer(layer) for layer in layers_of(cache)]
+        self.layers = [_LentLayer(layer) for layer in layers_of(cache)]
         self.lengths = _lengths(cache)
         self.batch_size = self.layers[0].tensors["keys"].shape[0]
 
@@ -61,7 +61,7 @@ def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool
 
     Returns ``False`` if none were lent, or if they do not fit the layer's first keys and values.
     """
-    own: _Layer | None = vars(layer).pop(_LENT, None)
+    own: _LentLayer | None = vars(layer).pop(_LENT, None)
     if own is None:
         return False
     try:
@@ -73,7 +73,7 @@ def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool
         return False
 
 
-class _Layer(NotCopied):
+class _LentLayer(NotCopied):
     """The tensors of one layer of a static cache, and its settings."""
 
     def __init__(self, layer: Any) -> None:

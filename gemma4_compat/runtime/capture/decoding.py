@@ -1,6 +1,6 @@
 """Captures the decode step of one token as a CUDA graph, and replays it for each token.
 
-A ``Decoding`` belongs to one model.  Its ``Version``s describe the model (weights, adapters,
+A ``Decoding`` belongs to one model.  Its ``ModelState``s describe the model (weights, adapters,
 settings) at the time of a capture.  Its ``Memory``s hold the tensors of static caches, and the
 ``Step``s (the graphs) that write to them.
 """
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...objects import NotCopied, attached
-from ..host.blocks import captured, first_layers
+from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
 from ..kernels.int8_outliers import has_threshold
 from ..kernels.rms_norm import norm_calls
@@ -36,11 +36,11 @@ from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-_VERSIONS = 3  # per model: enough for two adapters that take turns, and no adapter
+_STATES = 3  # per model: enough for two adapters that take turns, and no adapter
 _MEMORIES = 4  # per model
 _FREE = 2  # of them, free ones
 _STEPS = 8  # per memory
-_KINDS = 64  # per version
+_KINDS = 64  # per state
 _NEW_KINDS = 3  # per call
 
 
@@ -60,31 +60,31 @@ class Decoding(NotCopied):
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.versions: list[Version] = []
+        self.states: list[ModelState] = []
         self.memories: list[Memory] = []
         self.warned: set[str] = set()  # the reasons of past warnings
         _all.add(self)
 
     def forget(self) -> None:
         with self.lock:
-            self.versions, self.memories = [], []
+            self.states, self.memories = [], []
 
-    def version(self, model: Any) -> Version:
-        """The version that describes the model as it is now."""
+    def state(self, model: Any) -> ModelState:
+        """The state that describes the model as it is now."""
         environment = environment_now()
         with self.lock:
-            for version in self.versions:
-                change = version.change(environment)
+            for state in self.states:
+                change = state.change(environment)
                 if change is None:
-                    self.versions.remove(version)
+                    self.states.remove(state)
                     break
                 logger.debug("captured decode steps are not used, because %s changed", change)
             else:
-                version = Version(model, environment)
-            self.versions = [version, *self.versions][:_VERSIONS]
+                state = ModelState(model, environment)
+            self.states = [state, *self.states][:_STATES]
             for memory in self.memories:
-                memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.versions}
-            return version
+                memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.states}
+            return state
 
     def memory_of(self, cache: Any) -> Memory:
         """The ``Memory`` of a cache; a new one if it has none yet."""
@@ -118,7 +118,7 @@ class Decoding(NotCopied):
 _all: weakref.WeakSet[Decoding] = weakref.WeakSet()
 
 
-class Version:
+class ModelState:
     """The state of a model at the time of a capture."""
 
     def __init__(self, model: Any, environment: Any) -> None:
@@ -148,7 +148,7 @@ class Decoder:
     def __init__(self, model: Any, warn: Any) -> None:
         self.model, self.warn = model, warn
         self.decoding = decoding_of(model)
-        self.version: Version | None = None
+        self.state: ModelState | None = None
         self.memory: Memory | None = None
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.obstacle: str | None = None
@@ -172,8 +172,8 @@ class Decoder:
         logger.debug("a step is not captured", exc_info=error)
         self.obstacle = reason_of(error)
         lasts = isinstance(error, CaptureFailed) and not is_short_of_memory(error)
-        if lasts and self.version is not None:
-            self.version.obstacle = self.obstacle
+        if lasts and self.state is not None:
+            self.state.obstacle = self.obstacle
         self.warn(self.obstacle)
 
     def _replayed(self, inputs: dict[str, Any], stack: ExitStack) -> Any:
@@ -191,10 +191,10 @@ class Decoder:
             or not all(layer.is_initialized for layer in layers)
         ):
             return None
-        if self.version is None:
-            self.version = self.decoding.version(self.model)
-        version = self.version
-        why = version.obstacle or unknown_input(inputs)
+        if self.state is None:
+            self.state = self.decoding.state(self.model)
+        state = self.state
+        why = state.obstacle or unknown_input(inputs)
         if why is not None:
             raise NotCaptured(why)
         own = {k: v for k, v in inputs.items() if k in INPUTS and v is not cache}
@@ -203,7 +203,7 @@ class Decoder:
         memory = self.memory
         if memory is None or not memory.is_in(cache):
             memory = self.memory = self.decoding.memory_of(cache)
-        step = memory.steps.get((version, kind))
+        step = memory.steps.get((state, kind))
         if step is None:
             self.kinds.add(kind)
             if len(self.kinds) > _NEW_KINDS:
@@ -211,15 +211,15 @@ class Decoder:
             modules = modules_of_a_step(self.model).values()
             if len(ids) > 1 and any(map(has_threshold, modules)):
                 raise NotCaptured(SEARCH.format("the inputs of several sequences"))
-            if kind not in version.warm:
-                stack.enter_context(self._eager(version, kind, modules))
+            if kind not in state.warm:
+                stack.enter_context(self._eager(state, kind, modules))
                 return None
-            step = self._captured(version, kind, modules, cache, memory, leaves, spec)
-            _put(memory.steps, (version, kind), step, _STEPS)
+            step = self._captured(state, kind, modules, cache, memory, leaves, spec)
+            _put(memory.steps, (state, kind), step, _STEPS)
         return step.replay(cache, leaves)
 
     @contextmanager
-    def _eager(self, version: Version, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
+    def _eager(self, state: ModelState, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
         """The context of the eager step before a capture, which compares kernels."""
         kernels: dict[Any, Any] = {}
         with lock_of(self.model), in_step(kernels, norm_calls(modules)) as step:
@@ -229,25 +229,25 @@ class Decoder:
         if not passes and not step.searched and any(map(has_threshold, modules)):
             failure = CaptureFailed(SEARCH.format("their inputs"))
         if failure is None:
-            _put(version.warm, kind, kernels, _KINDS)
+            _put(state.warm, kind, kernels, _KINDS)
         else:
             self._give_up(failure)
 
     def _captured(
-        self, version: Version, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,
+        self, state: ModelState, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,
         leaves: Any, spec: Any,
     ) -> Step:  # fmt: skip
         def model(**kwargs: Any) -> Any:
             send_ahead()
             with (
-                side_by_side(modules, version.device) as forks,
-                in_step(version.warm[kind], [*norm_calls(modules), *forks]),
+                side_by_side(modules, state.device) as forks,
+                in_step(state.warm[kind], [*norm_calls(modules), *forks]),
             ):
                 return self.model(**kwargs)
 
         # Another thread must not send layers meanwhile.
-        with lock_of(self.model), captured(first_layers(modules)) as send_ahead:
-            return Step(model, version.device, cache, memory, leaves, spec)
+        with lock_of(self.model), in_capture(first_layers(modules)) as send_ahead:
+            return Step(model, state.device, cache, memory, leaves, spec)
 
 
 def _put(entries: dict[Any, Any], key: Any, value: Any, most: int) -> None:

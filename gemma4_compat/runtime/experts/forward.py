@@ -54,7 +54,7 @@ class Upstream:
         return "grouped_mm" if function is self.grouped else None
 
 
-def forward(
+def forward_4bit(
     upstream: Upstream,
     module: Any,
     hidden_states: Any,
@@ -106,7 +106,7 @@ def _one_token(
     matrix, state = packed["gate_up_proj"].stacked(indices)
     inner = matmul_4bit(inputs, matrix.t(), quant_state=state).view(len(indices), -1)
     inner = module._apply_gate(inner) * weights.reshape(-1, 1)
-    matrix, state = packed["down_proj"].side_by_side(indices)
+    matrix, state = packed["down_proj"].stacked_inputs(indices)
     inner = inner.to(inputs.dtype).view(1, -1)
     return matmul_4bit(inner, matrix.t(), quant_state=state)
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 #: More tokens share experts, which these kernels read once for each token.
 TOKENS = 8
 
-_MOST_EXPERTS = 16  # of a token
+_MAX_EXPERTS = 16  # of a token
 _OUTPUTS = 16  # of a block
 _GATED_WARPS = 8
 _UNIT = 64  # values
@@ -142,7 +142,7 @@ def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:
     fits = (
         inputs.dtype in (torch.bfloat16, torch.float16)
         and inputs.data_ptr() % 16 == 0
-        and indices.shape[-1] <= _MOST_EXPERTS
+        and indices.shape[-1] <= _MAX_EXPERTS
         and (twice, hidden) == (2 * inner, out)
         and hidden % _UNIT == inner % _UNIT == 0
         and gate_up.rows_are_blocks()

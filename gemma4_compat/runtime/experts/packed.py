@@ -126,7 +126,7 @@ class Packed:
         packed = _rows(self._bytes(), indices).view(-1, 1)
         return packed, self._state(self._maxima(indices), (len(indices) * rows, columns))
 
-    def side_by_side(self, indices: Any) -> tuple[Any, Any]:
+    def stacked_inputs(self, indices: Any) -> tuple[Any, Any]:
         """The experts of these indices beside each other, as one matrix in 4 bits."""
         experts, rows, columns = self.shape
         chosen = len(indices)

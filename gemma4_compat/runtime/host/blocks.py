@@ -1,9 +1,9 @@
 """Copies the offloaded modules of a layer to their execution device in one block, ahead of time.
 
-A ``Dispatch`` holds the layers that one dispatch of a model offloads.  A ``Layer`` is one of them,
-and a ``Part`` one module of the layer.  A ``Layout`` is the block of host memory with the tensors
-of the layer, a ``Piece`` one of these, and a ``Copy`` the block on the device.  Experts in 4 bits
-are a layer of their own, ``Experts``, whose block the GPU reads in place.
+A ``Dispatch`` holds the layers that one dispatch of a model offloads.  An ``OffloadedLayer`` is one
+of them, and a ``Part`` one module of the layer.  A ``Layout`` is the block of host memory with the
+tensors of the layer, a ``Piece`` one of these, and a ``Copy`` the block on the device.  Experts in
+4 bits are a layer of their own, ``Experts``, whose block the GPU reads in place.
 
 A ``KeyboardInterrupt`` may come at any line, and an allocation may fail.  So what a line makes is
 assigned when it is complete, and each function may run again after it was interrupted.
@@ -99,7 +99,7 @@ def _put_all_back(root: Any) -> None:
         if part.placed:
             part.put_back(part.module)
     for dispatch in {part.layer.dispatch for part in parts}:
-        with suppress(RuntimeError):  # in a capture that failed; ``captured`` clears it
+        with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
             dispatch.clear()
 
 
@@ -136,16 +136,16 @@ def streamed_tensors(hook: Any) -> list[Any]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def streamed_layers(modules: Iterable[Any]) -> list[Layer]:
+def streamed_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
     """The layers of these modules that are copied in blocks; empty before the first forward."""
     parts = map(part_of, offload_hooks(modules))
     layers = (part.layer for part in parts if part is not None and part.layer.host is not None)
     return list(dict.fromkeys(layers))
 
 
-def first_layers(modules: Iterable[Any]) -> list[Layer]:
+def first_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
     """The first streamed layer of each dispatch in these modules."""
-    first: dict[Dispatch, Layer] = {}
+    first: dict[Dispatch, OffloadedLayer] = {}
     copied = (layer for layer in streamed_layers(modules) if not isinstance(layer, Experts))
     for layer in copied:
         first.setdefault(layer.dispatch, layer)
@@ -153,7 +153,7 @@ def first_layers(modules: Iterable[Any]) -> list[Layer]:
 
 
 @contextmanager
-def captured(first: list[Layer]) -> Iterator[Callable[[], None]]:
+def in_capture(first: list[OffloadedLayer]) -> Iterator[Callable[[], None]]:
     """A context in which to capture a CUDA graph; call the yielded function in the capture.
 
     The graph includes its own copies: no earlier copy is part of it, and no later forward waits
@@ -178,9 +178,11 @@ class Dispatch(NotCopied):
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self.tensors = tensors  # the offloaded tensors, by name
-        self.layers: dict[str, Layer] = {}
-        self.current: Layer | None = None
-        self.sent: list[Layer] = []  # layers whose copies to the device have started or ended
+        self.layers: dict[str, OffloadedLayer] = {}
+        self.current: OffloadedLayer | None = None
+        self.sent: list[
+            OffloadedLayer
+        ] = []  # layers whose copies to the device have started or ended
         self.alone = 0  # so many of the next layers are copied without others ahead
 
     def add(self, hook: Any, module: Any) -> None:
@@ -196,14 +198,14 @@ class Dispatch(NotCopied):
             return
         if layer not in self.layers:
             before = next(reversed(self.layers.values()), None)
-            self.layers[layer] = Layer(self, stack)
+            self.layers[layer] = OffloadedLayer(self, stack)
             if before is not None and before.stack == stack:
                 before.following = self.layers[layer]
         part = Part(self.layers[layer], hook, module)
         self.layers[layer].parts.append(part)
         setattr(hook, _PART, part)
 
-    def enter(self, layer: Layer) -> None:
+    def enter(self, layer: OffloadedLayer) -> None:
         """Copy a layer and the next ones to the device; release all others.
 
         With gradients enabled, nothing is copied ahead, because checkpointing runs the layers in
@@ -218,7 +220,7 @@ class Dispatch(NotCopied):
         self.send([layer] if alone else layer.with_following(), layer)
         self.current = layer
 
-    def send(self, wanted: list[Layer], current: Layer | None = None) -> None:
+    def send(self, wanted: list[OffloadedLayer], current: OffloadedLayer | None = None) -> None:
         """Start the copies of these layers; release all others.
 
         The current stream waits for the copy of the ``current`` layer.
@@ -238,7 +240,7 @@ class Dispatch(NotCopied):
             if layer is current:
                 layer.wait()
 
-    def leave(self, layer: Layer) -> None:
+    def leave(self, layer: OffloadedLayer) -> None:
         """Release a layer after the forwards of all its modules."""
         layer.release()
         self.sent = [other for other in self.sent if other is not layer]
@@ -284,14 +286,14 @@ class Copy:
     views: dict[Any, Any] = field(default_factory=dict)  # empty until the copy has started
 
 
-class Layer(NotCopied):
+class OffloadedLayer(NotCopied):
     """The offloaded tensors of one layer, as one block of memory."""
 
     in_place = False  # the GPU reads the block of host memory
 
     def __init__(self, dispatch: Dispatch, stack: str) -> None:
         self.dispatch, self.stack = dispatch, stack
-        self.following: Layer | None = None
+        self.following: OffloadedLayer | None = None
         self.parts: list[Part] = []
         self.layout: Layout | None = None  # before the first forward
         self.copy: Copy | None = None
@@ -361,7 +363,7 @@ class Layer(NotCopied):
         host = torch.empty(size, dtype=torch.uint8)
         return host, page_lock(host, self.device if self.device.type == "cuda" else None)
 
-    def with_following(self) -> list[Layer]:
+    def with_following(self) -> list[OffloadedLayer]:
         """This layer, and the layers to copy ahead while it computes."""
         layers = [self]
         while len(layers) <= _AHEAD and layers[-1].following is not None:
@@ -445,7 +447,7 @@ class Layer(NotCopied):
             self.dispatch.leave(self)
 
 
-class Experts(Layer):
+class Experts(OffloadedLayer):
     """The experts of a layer in 4 bits: a forward needs only those that its tokens are routed to.
 
     The GPU reads them in place.  If the block is not page-locked, it is copied for each forward.

@@ -29,7 +29,7 @@ _READERS = 4
 _PIECE = 16 * 2**20
 
 #: Reading ahead ends after so many such losses among the last layers.
-_MOST_LOST = 3
+_MAX_LOST = 3
 _LAST_LAYERS = 8
 
 #: Ranges with at most so many bytes between them are read as one.
@@ -61,7 +61,7 @@ class Ahead(Way):
         if isinstance(module, torch.nn.Embedding):  # a forward may need only some of its rows
             return
         if isinstance(loader, OffloadedWeightsLoader) and loader.index:
-            attached(loader, _LAYERS, lambda: Layers(loader)).add(weights.prefix)
+            attached(loader, _LAYERS, lambda: DiskLayers(loader)).add(weights.prefix)
 
     def at_work(self, hooks: list[Any]) -> str | None:
         loaders = {id(each): each for each in (_layers_of(hook) for hook in hooks) if each}
@@ -80,11 +80,11 @@ class Ahead(Way):
         return original(hook, module, *args, **kwargs)
 
 
-def _layers_of(hook: Any) -> Layers | None:
+def _layers_of(hook: Any) -> DiskLayers | None:
     return getattr(getattr(hook.weights_map, "dataset", None), _LAYERS, None)
 
 
-class Layers(NotCopied):
+class DiskLayers(NotCopied):
     """The layers whose weights one loader reads from the disk."""
 
     def __init__(self, loader: Any) -> None:
@@ -119,7 +119,7 @@ class Layers(NotCopied):
             return
         if layer in self.requested and self.is_lost(layer):
             self.requested = []
-        if self.lost.count(True) >= _MOST_LOST:
+        if self.lost.count(True) >= _MAX_LOST:
             return
         wanted = [layer, self.after(layer)]
         new = [each for each in wanted if each not in self.requested]

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WARP = 32
-_MOST_THREADS = 512  # of a block in PyTorch's reductions
+_MAX_THREADS = 512  # of a block in PyTorch's reductions
 _TRIALS = 8
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Signature:
     """The norms and inputs that one comparison is valid for."""
 
     forward: Any  # the function of the norm's class
@@ -58,18 +58,18 @@ def _norm(module: Any, usual: Any, *args: Any, **kwargs: Any) -> Any:
         return usual(*args, **kwargs)
     kernel = None
     try:
-        kind = _kind(module, *args)
-        if kind is not None and is_capturing(kind.device):
-            kernel = step.kernels.get(kind)
-        elif kind is not None and kind not in step.kernels:
-            step.kernels[kind] = _equal_kernel(kind, module, usual)
+        signature = _signature(module, *args)
+        if signature is not None and is_capturing(signature.device):
+            kernel = step.kernels.get(signature)
+        elif signature is not None and signature not in step.kernels:
+            step.kernels[signature] = _equal_kernel(signature, module, usual)
     except Exception as error:
         step.failure = error
     return usual(*args) if kernel is None else _launch(kernel, module, *args)
 
 
-def _kind(module: Any, inputs: Any) -> _Kind | None:
-    """The kind of a call; ``None`` if the kernel cannot compute it."""
+def _signature(module: Any, inputs: Any) -> _Signature | None:
+    """The signature of a call; ``None`` if the kernel cannot compute it."""
     import torch
 
     weight = module._parameters.get("weight")
@@ -94,7 +94,7 @@ def _kind(module: Any, inputs: Any) -> _Kind | None:
     if not fits:
         return None
     settings = ((k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)))
-    return _Kind(
+    return _Signature(
         forward=type(module).forward,
         device=inputs.device,
         dtype=inputs.dtype,
@@ -109,7 +109,7 @@ def _is_aligned(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() and tensor.data_ptr() % (4 * tensor.itemsize) == 0)
 
 
-def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
+def _equal_kernel(signature: _Signature, module: Any, original: Any) -> Kernel | None:
     """The kernel whose outputs equal those of a norm bit for bit; ``None`` if there is none.
 
     Raises:
@@ -119,9 +119,10 @@ def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
 
     from .compiler import KernelError
 
-    generator = torch.Generator(kind.device).manual_seed(0)
+    generator = torch.Generator(signature.device).manual_seed(0)
     trials = [
-        4 * torch.randn(kind.shape, generator=generator, device=kind.device) for _ in range(_TRIALS)
+        4 * torch.randn(signature.shape, generator=generator, device=signature.device)
+        for _ in range(_TRIALS)
     ]
 
     def is_equal(kernel: Kernel, dtype: Any) -> bool:
@@ -131,16 +132,18 @@ def _equal_kernel(kind: _Kind, module: Any, original: Any) -> Kernel | None:
     why = "its outputs would differ"
     try:
         for halving in (True, False):
-            if is_equal(_kernel(kind.device, torch.float32, kind.weight, halving), torch.float32):
-                kernel = _kernel(kind.device, kind.dtype, kind.weight, halving)
-                if is_equal(kernel, kind.dtype):
+            if is_equal(
+                _kernel(signature.device, torch.float32, signature.weight, halving), torch.float32
+            ):
+                kernel = _kernel(signature.device, signature.dtype, signature.weight, halving)
+                if is_equal(kernel, signature.dtype):
                     return kernel
     except KernelError as error:
         if is_short_of_memory(error):
             raise
         why = str(error)
     name = type(module).__name__
-    logger.info("%s of %s does not run in one kernel: %s", name, kind.shape, why)
+    logger.info("%s of %s does not run in one kernel: %s", name, signature.shape, why)
     return None
 
 
@@ -167,9 +170,9 @@ def _launch(kernel: Kernel, module: Any, inputs: Any) -> Any:
 
 def _threads(rows: int, fours: int) -> int:
     """The threads that add one row in PyTorch (``set_block_dimension`` in Reduce.cuh)."""
-    width, height = (min(1 << (n.bit_length() - 1), _MOST_THREADS) for n in (fours, rows))
-    height = min(height, _MOST_THREADS // min(width, _WARP))
-    return min(width, _MOST_THREADS // height)
+    width, height = (min(1 << (n.bit_length() - 1), _MAX_THREADS) for n in (fours, rows))
+    height = min(height, _MAX_THREADS // min(width, _WARP))
+    return min(width, _MAX_THREADS // height)
 
 
 @cache
@@ -185,10 +188,10 @@ def _kernel(device: Any, dtype: Any, weight: Any, halving: bool) -> Kernel:
     constants = {
         "INPUT": _dtypes()[dtype],
         "WEIGHT": 0 if weight is None else _dtypes()[weight],
-        "THREADS": _MOST_THREADS,
+        "THREADS": _MAX_THREADS,
         "HALVING": int(halving),
     }
-    return compiled(file, "rms_norm", constants, device, _MOST_THREADS, 0)
+    return compiled(file, "rms_norm", constants, device, _MAX_THREADS, 0)
 
 
 @cache
