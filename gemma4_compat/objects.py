@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 _ABSENT = object()
 _locks: weakref.WeakSet[ForkableLock] = weakref.WeakSet()
@@ -113,8 +113,11 @@ def shadowed(instance: Any, **attributes: Any) -> Iterator[None]:
             _replace(instance, name, block, value)
         yield
     finally:
-        for name in attributes:
-            _put_back(instance, name, block)
+        try:
+            _put_back(instance, attributes, block)
+        except BaseException:  # an interrupt in the middle of it
+            _put_back(instance, attributes, block)
+            raise
 
 
 def hidden(instance: Any, *names: str) -> Any:
@@ -122,12 +125,12 @@ def hidden(instance: Any, *names: str) -> Any:
     return shadowed(instance, **{name: _ABSENT for name in names if name in vars(instance)})
 
 
-class _Replaced:
+class _Replaced(NamedTuple):
     """An attribute of one instance that blocks have replaced."""
 
-    def __init__(self, instance: Any, before: Any) -> None:
-        self.instance, self.before = instance, before  # which keeps the id of the instance in use
-        self.values: dict[object, tuple[int, Any]] = {}  # block -> its thread and its value
+    instance: Any  # which keeps its id in use
+    before: Any
+    values: dict[object, tuple[int, Any]]  # block -> its thread and its value
 
 
 _lock = ForkableLock()
@@ -138,24 +141,29 @@ def _replace(instance: Any, name: str, block: object, value: Any) -> None:
     with _lock.now:
         entry = _replaced.get((id(instance), name))
         if entry is None:
-            entry = _Replaced(instance, vars(instance).get(name, _ABSENT))
-            _replaced[id(instance), name] = entry
-        entry.values[block] = threading.get_ident(), value
+            entry = _Replaced(instance, vars(instance).get(name, _ABSENT), {})
+        values = {**entry.values, block: (threading.get_ident(), value)}
+        _replaced[id(instance), name] = _Replaced(instance, entry.before, values)
         _set(instance, name, value)
 
 
-def _put_back(instance: Any, name: str, block: object) -> None:
-    with _lock.now:
-        entry = _replaced.get((id(instance), name))
-        if entry is None or block not in entry.values:
-            return
-        ours = [value for _, value in entry.values.values()]
-        del entry.values[block]
-        if not entry.values:
-            del _replaced[id(instance), name]
-        if any(vars(instance).get(name, _ABSENT) is value for value in ours):
-            last = [value for _, value in entry.values.values()][-1:]
-            _set(instance, name, last[0] if last else entry.before)
+def _put_back(instance: Any, names: Iterable[str], block: object) -> None:
+    """End a block for these attributes; may be called again if it was interrupted."""
+    for name in names:
+        with _lock.now:
+            entry = _replaced.get((id(instance), name))
+            if entry is None or block not in entry.values:
+                continue
+            others = {other: each for other, each in entry.values.items() if other is not block}
+            if any(
+                vars(instance).get(name, _ABSENT) is value for _, value in entry.values.values()
+            ):
+                last = [value for _, value in others.values()][-1:]
+                _set(instance, name, last[0] if last else entry.before)
+            if others:
+                _replaced[id(instance), name] = entry._replace(values=others)
+            else:
+                del _replaced[id(instance), name]
 
 
 def _set(instance: Any, name: str, value: Any) -> None:
@@ -171,7 +179,7 @@ def _end_blocks_of_other_threads() -> None:
     for (_, name), entry in list(_replaced.items()):
         for block, (thread, _) in list(entry.values.items()):
             if thread != own:
-                _put_back(entry.instance, name, block)
+                _put_back(entry.instance, [name], block)
 
 
 if hasattr(os, "register_at_fork"):  # a fork may have copied locks that other threads hold

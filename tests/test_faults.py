@@ -6,12 +6,13 @@ allocates, copies, captures, reads a file or takes a lock.  Then either the scen
 raised that error; the next run equals that of an undisturbed model bit for bit and calls the same
 functions; and no hook, thread, lock, page-locked memory or replaced attribute is left over.
 
-By default a sample of the points is tried.  ``python -m tests.test_faults --all [SCENE ...]`` tries
-all of them and prints the numbers.
+By default the CPU stands in for a GPU, and a sample of the points is tried.  ``python -m
+tests.test_faults`` tries all of them and prints the numbers; with ``--device cuda``, on a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import gc
@@ -48,8 +49,6 @@ INTERRUPTED = {
     for file, source in FILES.items()
     if file.startswith(str(PACKAGE / "runtime")) or "...runtime." in source
 } | {objects.__file__, _offload.__file__, quant_state_offload.__file__}
-CPU = torch.device("cpu")
-IDS = torch.arange(3, 9)[None]
 #: So many of the points of a scene are tried by default.
 SAMPLE = 4
 
@@ -195,12 +194,13 @@ class Trace:
 class Stage:
     """Small models, and the folders that scenes write to."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, device="cpu"):
         import tqdm
         from peft import LoraConfig, get_peft_model
 
         tqdm.tqdm.monitor_interval = 0  # or it starts a thread
-        self.folder = Path(folder)
+        self.folder, self.device = Path(folder), torch.device(device)
+        self.ids = torch.arange(3, 9, device=self.device)[None]
         sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
         support.save_random("Gemma4 experts", self.folder / "model", num_experts=8, **sizes)
         self.whole = {kind: self.load(kind) for kind in ("nf4-nested", "int8")}
@@ -215,7 +215,7 @@ class Stage:
         return AutoModelForCausalLM.from_pretrained(
             self.folder / "model",
             dtype=torch.bfloat16,
-            device_map=device_map or {"": "cpu"},
+            device_map={"": str(self.device), **(device_map or {})},
             quantization_config=config,
             offload_folder=self.folder / "offload",
         ).eval()
@@ -230,8 +230,8 @@ class Stage:
         places = places or {"embed_tokens": "cpu", "layers.0": "cpu", "layers.1": "disk"}
         return dispatch_model(
             self.model(),
-            {"": CPU, **{f"model.{name}": place for name, place in places.items()}},
-            main_device=CPU,
+            {"": self.device, **{f"model.{name}": place for name, place in places.items()}},
+            main_device=self.device,
             offload_dir=self.folder / "-".join(places),
             skip_keys=self.whole["nf4-nested"]._skip_keys_device_placement,
         )
@@ -240,7 +240,7 @@ class Stage:
         from accelerate import cpu_offload
 
         model = self.model(kind)
-        cpu_offload(model.get_submodule(part), execution_device=CPU)
+        cpu_offload(model.get_submodule(part), execution_device=self.device)
         return model
 
     def with_adapter(self, model=None, **options):
@@ -261,7 +261,7 @@ class Stage:
 
 def forward(stage, model):
     with torch.no_grad():
-        return model(input_ids=IDS).logits
+        return model(input_ids=stage.ids).logits
 
 
 def made(make, stage, box):
@@ -284,8 +284,8 @@ def onloaded(stage, model):
 
 def decoded(stage, model):
     output = model.generate(
-        input_ids=IDS[:, :4],
-        attention_mask=torch.ones_like(IDS[:, :4]),
+        input_ids=stage.ids[:, :4],
+        attention_mask=torch.ones_like(stage.ids[:, :4]),
         cache_implementation="static",
         max_new_tokens=4,
         min_new_tokens=4,
@@ -299,7 +299,7 @@ def decoded(stage, model):
 def trained(stage, model):
     model.train()
     model.zero_grad()
-    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    model(input_ids=stage.ids, labels=stage.ids, use_cache=False).loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
@@ -339,8 +339,8 @@ def box(stage):
     return SimpleNamespace(model=None)
 
 
-SPLIT = {"": CPU, "model.embed_tokens": "cpu", "model.layers.0": "cpu"}
-ON_DISK = {"": "cpu", "model.layers.1": "disk"}
+SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "cpu"}
+ON_DISK = {"model.layers.1": "disk"}
 FP32 = {"llm_int8_enable_fp32_cpu_offload": True}
 STREAMED_LAYERS = partial(Stage.offloaded, part="model.layers")
 TWICE = {
@@ -399,6 +399,7 @@ def levels(subject=None):
         "threads": threading.active_count(),
         "locks": held_locks(),
         "page-locked": page_locked.locked(),
+        "on GPUs": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
         "registered": len(registered),
         "replaced": len(objects._replaced),
         "garbage collection": gc.isenabled(),
@@ -505,11 +506,22 @@ class Check:
         return None if is_same(result, self.expected) else "it has another result"
 
 
-def check(name, stage, sample=None, only=lambda point: True):
+def place_as(patch, streamed, in_place):
+    """As ``pretend``, on a GPU."""
+    if not streamed:
+        patch.setattr(blocks, "STREAMED_TO", ())
+    if not in_place:
+        patch.setattr(blocks, "on_gpu", lambda host, device: None)
+
+
+def check(name, stage, sample=None, only=lambda point: True, part=slice(None)):
     """The lines of a scene, the points that were tried, and what is wrong at which of them."""
     scene = SCENES[name]
     with pytest.MonkeyPatch.context() as patch:
-        pretend(patch, scene.streamed, scene.in_place)
+        if stage.device.type == "cpu":
+            pretend(patch, scene.streamed, scene.in_place)
+        else:
+            place_as(patch, scene.streamed, scene.in_place)
         if not scene.cached:
             is_lost = lambda ranges: sys._getframe(1).f_code.co_name == "is_lost"  # noqa: E731
             patch.setattr(read_ahead, "_is_cached", is_lost)
@@ -518,16 +530,16 @@ def check(name, stage, sample=None, only=lambda point: True):
         try:
             checked = Check(scene, stage)
             points = [point for point in checked.trace.points() if only(point)]
-            points = points[:: max(len(points) // sample, 1)][:sample] if sample else points
+            points = points[:: max(len(points) // sample, 1)][:sample] if sample else points[part]
             tried = [(point, checked.problem(point)) for point in points]
         finally:
             gc.unfreeze()
     return checked.trace.lines, points, [(point, why) for point, why in tried if why]
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory):
-    return Stage(tmp_path_factory.mktemp("stage"))
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def stage(tmp_path_factory, request):
+    return Stage(tmp_path_factory.mktemp("stage"), request.param)
 
 
 def assert_none(problems):
@@ -548,6 +560,7 @@ def test_every_point(name, stage):
     assert_none(check(name, stage)[2])
 
 
+@pytest.mark.parametrize("stage", ["cpu"], indirect=True)
 def test_a_planted_bug_is_found(stage, monkeypatch):
     """A layout that is visible before it is complete: a layer would compute without values."""
     lines, first = inspect.getsourcelines(blocks.OffloadedLayer.new_layout)
@@ -565,14 +578,20 @@ def test_a_planted_bug_is_found(stage, monkeypatch):
 def main():
     from transformers.utils.logging import disable_progress_bar
 
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenes", nargs="*", metavar="SCENE", help=", ".join(SCENES))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--part", default="0/1", metavar="K/N", help="every Nth point from the Kth")
+    options = parser.parse_args()
+    first, step = map(int, options.part.split("/"))
     disable_progress_bar()
     logging.disable(logging.WARNING)
-    names, begun, total = sys.argv[2:] or list(SCENES), time.monotonic(), Counter()
+    names, begun, total = options.scenes or list(SCENES), time.monotonic(), Counter()
     all_lines, sites = set(), set()
     with tempfile.TemporaryDirectory() as folder:
-        stage = Stage(folder)
+        stage = Stage(folder, options.device)
         for name in names:
-            lines, points, problems = check(name, stage)
+            lines, points, problems = check(name, stage, part=slice(first, None, step))
             all_lines |= set(lines)
             sites |= {(each.file, each.line) for each in points if not each.interrupts}
             total += Counter(points=len(points), differences=len(problems))

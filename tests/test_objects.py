@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
 
+from gemma4_compat import objects
 from gemma4_compat.objects import hidden, shadowed, variant
 from tests.support import load_model, split
+from tests.test_faults import Trace
 
 LAYERS = {**{f"model.language_model.layers.{i}": "disk" for i in (1, 2, 4)}, "": "cpu"}
 
@@ -129,3 +132,22 @@ def test_saves_in_several_threads(model_dir, tmp_path):
             torch.equal(saved[name], tensor)
             for name, tensor in load_model(model_dir).state_dict().items()
         )
+
+
+def test_an_interrupt_at_any_line_leaves_no_attribute():
+    thing = Thing()
+    thing.first = "own"
+
+    def block():
+        with shadowed(thing, first=1, second=2):
+            pass
+
+    with Trace() as trace:
+        block()
+    points = [point for point in trace.points() if point.interrupts]
+    assert len(points) > 30
+    for point in points:
+        with suppress(KeyboardInterrupt), Trace(point):
+            block()
+        assert vars(thing) == {"first": "own"}, point
+        assert not objects._replaced, point

@@ -365,3 +365,23 @@ def test_an_error_is_logged_once(model_dir, tmp_path, monkeypatch, caplog):
         for _ in range(2):
             assert_same(logits(model, ["text"]), expected)
     assert caplog.text.count("is not read ahead") == 1
+
+
+def test_a_request_that_was_interrupted_is_made_again(model_dir, tmp_path, monkeypatch):
+    model = with_layers_on_disk(load_model(model_dir), tmp_path, ON_DISK[-1:])
+    layers, read, start = layers_of(model), [], threading.Thread.start
+
+    def interrupted(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(read_ahead, "_read", read.append)
+    monkeypatch.setattr(read_ahead, "_is_cached", lambda ranges: bool(read))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, ["text"])
+    logits(model, ["text"])
+    finish(model)
+    (ranges,) = layers.ranges.values()
+    assert {piece.file for piece in read} == {each.file for each in ranges} != set()
+    assert not layers.pieces

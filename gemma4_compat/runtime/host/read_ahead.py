@@ -123,8 +123,8 @@ class DiskLayers(NotCopied):
             return
         wanted = [layer, self.after(layer)]
         new = [each for each in wanted if each not in self.requested]
-        self.requested = wanted
         self.request(new)
+        self.requested = wanted
 
     def after(self, layer: str) -> str:
         """The next layer of the same stack; after the last one, the first one."""
@@ -143,9 +143,9 @@ class DiskLayers(NotCopied):
         """Start to read these layers, unless they are in the page cache."""
         ranges = [self.ranges_of(layer) for layer in layers]
         missing = [each for of_layer in ranges if not _is_cached(of_layer) for each in of_layer]
-        if not missing:
-            return
         self.pieces.extend(piece for each in missing for piece in each.split())
+        if not self.pieces:  # an interrupt may have left some
+            return
         self.readers = [each for each in self.readers if each.is_alive()]
         for _ in range(_READERS - len(self.readers)):
             reader = threading.Thread(target=self.read, daemon=True)
