@@ -52,25 +52,25 @@ def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
     With ``keep_changes``, the changes that the block makes to the weights are kept, unless the
     block raises.
     """
-    keep = keep_changes
-    with ExitStack() as stack:  # offloads all of them, also if that is interrupted
+    keep, offloaded = keep_changes, set()
+
+    def offload_once(module: Any, hook: Any, keeps: bool) -> None:
+        if module not in offloaded:
+            offload(module, hook, keep_changes=keeps and keep)
+            offloaded.add(module)
+
+    with ExitStack() as stack:
         try:
             for module in modules:
                 hook = offload_hook(module)
                 if hook is not None:
-                    stack.callback(_offload_again, module, hook)
-                    stack.callback(lambda *each: offload(*each, keep_changes=keep), module, hook)
+                    stack.callback(offload_once, module, hook, False)  # if the first is interrupted
+                    stack.callback(offload_once, module, hook, True)
                     onload(module)
             yield
         except BaseException:
             keep = False
             raise
-
-
-def _offload_again(module: Any, hook: Any) -> None:
-    """Undo ``onload`` if an interrupt came before ``offload`` did."""
-    if not hook.offload:
-        offload(module, hook)
 
 
 @contextmanager
@@ -85,10 +85,12 @@ def tied_copies_follow(model: Any, modules: list[Any]) -> Iterator[None]:
             first, second = (_offloaded_alone(module, name) for name in names)
             if (first in modules) is not (second in modules) and _is_copy(first, second):
                 tied.append((first, second) if first in modules else (second, first))
-    yield
-    for module, copy in tied:
-        hook: Any = offload_hook(module)
-        vars(offload_hook(copy))["weights_map"] = hook.weights_map
+    try:
+        yield
+    finally:
+        for module, copy in tied:
+            hook: Any = offload_hook(module)
+            vars(offload_hook(copy))["weights_map"] = hook.weights_map
 
 
 def _offloaded_alone(model: Any, name: str) -> Any:

@@ -85,3 +85,17 @@ def test_layer_packed_without_the_patch_is_still_unpacked(caplog):
     said = [r.getMessage() for r in caplog.records if r.name == cpu_packed_state.__name__]
     assert len(said) == 1
     assert "import gemma4_compat first" in said[0]
+
+
+@pytest.mark.parametrize("through", [lambda m: m, copy.deepcopy])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
+def test_scales_that_a_user_changed_are_kept(nested, through):
+    module = layer(nested)
+    expected = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    pack(module)
+    module = through(module)
+    module.weight.quant_state.absmax.mul_(2)
+    contents(module)  # unpacks
+    found = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    error = (found.float() - 2 * expected.float()).norm() / expected.float().norm()
+    assert error < 2e-2  # absmax was rounded to bfloat16, and quantised again in a nested state

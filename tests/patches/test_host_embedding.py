@@ -134,6 +134,13 @@ def test_kinds_of_embeddings(tmp_path, where, make):
     pair.check(IDS)
 
 
+def test_a_replaced_function_of_torch_runs_once(tmp_path, monkeypatch):
+    pair = Offloaded("cpu", tmp_path)
+    original = nn.functional.embedding
+    monkeypatch.setattr(nn.functional, "embedding", lambda *args: 2 * original(*args))
+    pair.check(IDS)
+
+
 def test_after_a_forward_that_raised(tmp_path):
     pair = Offloaded("cpu", tmp_path)
     with pytest.raises(IndexError):

@@ -255,6 +255,30 @@ def test_training_with_experts(folders, autocast, pristine):
     assert all(parameter.isfinite().all() for parameter in adapter.values())
 
 
+@pytest.mark.parametrize("name", ["embed_tokens_per_layer", "experts"])
+def test_trained_copies_are_as_upstream(folders, name, pristine):
+    from peft import LoraConfig, get_peft_model
+
+    def made(prepared):
+        model = prepared(load(folders("Gemma4 experts" if name == "experts" else "Gemma4"), None))
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=[name]))
+
+    model, expected = made(prepare), made(prepared_as_upstream)
+    trainable = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+    assert any(name in each for each in trainable)
+    assert trainable == {n: p.dtype for n, p in expected.named_parameters() if p.requires_grad}
+    assert_same_training(trained(model), trained(expected))
+
+
+def test_a_table_that_is_trained_in_half_precision_is_said(folders, caplog):
+    model = prepare(load(folders("Gemma4"), None))
+    model.model.embed_tokens_per_layer.weight.requires_grad_(True)
+    for _ in range(2):
+        trained(model, 0)
+    assert caplog.text.count("are trained in torch.bfloat16") == 1
+
+
 def test_said_once(folders, caplog, pristine):
     model = load(folders("Gemma4"))
     with caplog.at_level(logging.INFO, logger="gemma4_compat.patches"):

@@ -142,8 +142,52 @@ def test_a_model_without_hooks_is_as_before():
     assert second.weight.data_ptr() == first.weight.data_ptr()
 
 
-def test_hooks_that_convert_values(tmp_path):
-    """The second pass would not see their values, so torch's own warning comes instead."""
+class Counted(nn.Linear):
+    """Counts how often torch loads it, and halves a buffer that is not offloaded after it."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.loaded, self.seen = 0, []
+        self.register_buffer("scale", torch.ones(1))
+        self.register_load_state_dict_post_hook(Counted.halve)
+        self.register_load_state_dict_pre_hook(Counted.double)
+
+    def _load_from_state_dict(self, *args):
+        self.loaded += 1
+        super()._load_from_state_dict(*args)
+
+    def halve(self, keys):
+        self.scale.div_(2)
+        self.seen.append(self.weight.detach().clone())
+
+    def double(self, state_dict, prefix, *args):
+        state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_code_of_users_runs_once(assign):
+    """Overrides and hooks of ``load_state_dict`` find the weights that they would load or read."""
+    from accelerate import cpu_offload
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(Counted(2, 2), nn.Sequential(Counted(2, 2)))
+
+    state = made().state_dict()
+    whole, split = made(), cpu_offload(made(), torch.device("cpu"))
+    for model in (whole, split):
+        before = vars(model[0]).keys(), *map(list, (model[0]._load_state_dict_post_hooks,))
+        model.load_state_dict(state, assign=assign)
+        assert (vars(model[0]).keys(), list(model[0]._load_state_dict_post_hooks)) == before
+    for one, other in ((whole[0], split[0]), (whole[1][0], split[1][0])):
+        assert one.loaded == other.loaded == 1
+        assert torch.equal(one.scale, other.scale)
+        assert torch.equal(one.seen[0], other.seen[0])
+        assert other.weight.is_meta
+    assert torch.equal(split(torch.ones(1, 2)), whole(torch.ones(1, 2)))
+
+
+def test_a_hook_of_a_parent_converts_values():
     from accelerate import cpu_offload
 
     model = cpu_offload(nn.Sequential(nn.Linear(2, 2, bias=False)), torch.device("cpu"))
@@ -152,7 +196,30 @@ def test_hooks_that_convert_values(tmp_path):
         state_dict[f"{prefix}0.weight"] = 2 * state_dict[f"{prefix}0.weight"]
 
     model.register_load_state_dict_pre_hook(doubled)
-    before = model(torch.ones(1, 2))
-    with pytest.warns(UserWarning, match="no-op"):
-        model.load_state_dict({"0.weight": torch.ones(2, 2)})
-    assert torch.equal(model(torch.ones(1, 2)), before)
+    model.load_state_dict({"0.weight": torch.ones(2, 2)})
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 4.0))
+
+
+def test_values_on_meta_are_not_loaded():
+    from accelerate import cpu_offload
+
+    model = cpu_offload(nn.Sequential(nn.Linear(2, 2)), torch.device("cpu"))
+    bias = model(torch.zeros(1, 2))
+    model.load_state_dict({**model.state_dict(), "0.weight": torch.ones(2, 2)})
+    assert torch.equal(model(torch.ones(1, 2)), 2 + bias)
+
+
+def test_an_error_of_an_override():
+    from accelerate import cpu_offload
+
+    class Strict(nn.Linear):
+        def _load_from_state_dict(self, *args):
+            super()._load_from_state_dict(*args)
+            raise ValueError("no")
+
+    model = cpu_offload(nn.Sequential(nn.Linear(2, 2), Strict(2, 2)), torch.device("cpu"))
+    before = vars(model[1]).keys()
+    with pytest.raises(ValueError, match="no"):
+        model.load_state_dict({"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}, False)
+    assert vars(model[1]).keys() == before
+    assert model[1].weight.is_meta

@@ -8,12 +8,14 @@ forward writes values that are not in the checkpoint.  With single quantisation,
 the same model is also wrong, without an error.
 
 The fix stores the original quant state when it is repacked, and restores exactly this state when it
-is unpacked.  The packed weight itself is a permutation, which unpacking reverses exactly.
+is unpacked, unless other code changed the repacked one meanwhile.  The packed weight itself is a
+permutation, which unpacking reverses exactly.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from functools import cache
 from typing import Any
 
@@ -68,7 +70,7 @@ def convert_weight_packed_for_cpu(
         return original(qweight, quant_state, *args, **kwargs)
     before = dict(vars(quant_state))
     packed, quant_state = original(qweight, quant_state, *args, **kwargs)
-    setattr(quant_state, _UNPACKED, before)
+    setattr(quant_state, _UNPACKED, (before, _checksums(quant_state)))
     return packed, quant_state
 
 
@@ -76,14 +78,28 @@ def convert_weight_packed_for_cpu(
 def convert_weight_packed_for_cpu_inverse(
     original: Any, packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    before = vars(quant_state).pop(_UNPACKED, None)
+    before, packed = vars(quant_state).pop(_UNPACKED, (None, None))
+    unchanged = packed is None or packed == _checksums(quant_state)
     qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
     if before is None:
         _warn_approximate()
-    else:
+    elif unchanged:
         vars(quant_state).clear()
         vars(quant_state).update(before)
+    elif not quant_state.nested:  # bitsandbytes leaves absmax in the order of the repacked weight
+        quant_state.absmax = quant_state.absmax.T.reshape(-1).to(before["absmax"].dtype)
     return qweight, quant_state
+
+
+def _checksums(quant_state: Any) -> dict[str, int]:
+    """A checksum of each tensor, by attribute; copies and pickles have the same."""
+    import torch
+
+    return {
+        name: zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        for name, value in vars(quant_state).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 @cache

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...runtime.host.int8_state import empty
+from ...runtime.host.int8_state import clear_state
 from .._code import code_at
 
 PATCH = Patch(
@@ -46,5 +46,5 @@ def hook_empties_the_state() -> Finding:
 @PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")
 def align_devices_hook_post_forward(original: Any, self: Any, module: Any, output: Any) -> Any:
     if self.offload and type(module).__name__ == "Linear8bitLt":
-        empty(module)
+        clear_state(module)
     return original(self, module, output)

@@ -6,9 +6,9 @@ nothing, and torch warns once for each.  With ``assign=True`` it replaces the pl
 warning, and the next forward replaces the new values by the old ones.  All keys match in both
 cases.  accelerate does not handle ``load_state_dict``.
 
-The fix onloads each offloaded module that the state dict has values for, loads its values, and
-makes its hook keep them.  Weights from the disk stay in host memory from then on, and are one
-tensor again if they are tied: a file on the disk holds a copy for each.  The fix raises
+The fix onloads each offloaded module that the state dict has values for, while torch loads its
+values, and makes its hook keep them.  Weights from the disk stay in host memory from then on, and
+are one tensor again if they are tied: a file on the disk holds a copy for each.  The fix raises
 ``ValueError`` for offloaded layers that are quantised, before anything is loaded, because their
 placeholders have no quantisation state that could be loaded.
 """
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
+from ...objects import shadowed
 from .._offload import onloaded, tied_copies_follow
 
 PATCH = Patch(
@@ -33,8 +35,8 @@ PATCH = Patch(
     affects=("transformers", "accelerate"),
     changes=(
         "torch's Module.load_state_dict loads the weights of modules that accelerate's hooks "
-        "offload.  It raises ValueError for those of quantised layers.  Other modules, and models "
-        "with load_state_dict pre-hooks, are loaded as before."
+        "offload.  It raises ValueError for those of quantised layers.  Other modules are loaded "
+        "as before."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
 )
@@ -60,61 +62,55 @@ def load_state_dict(
     original: Any, self: Any, state_dict: Any, strict: bool = True, assign: bool = False
 ) -> Any:
     offloaded = list(_offloaded(self, state_dict))
-    # torch warns if hooks of a user's change the values while they are loaded.
-    if not offloaded or any(module._load_state_dict_pre_hooks for module in self.modules()):
+    if not offloaded:
         return original(self, state_dict, strict, assign)
-    for module, names in offloaded:
-        _refuse_quantised(module, names)
-    given = OrderedDict(state_dict)
-    if hasattr(state_dict, "_metadata"):
-        given._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    for module, names in offloaded:
-        for name, key in [*names.items()]:
-            tensor = _tensor(module, name)
-            if tensor.shape == given[key].shape:
-                given[key] = tensor
-            else:  # torch reports it
-                del names[name]
-    try:
-        return original(self, given, strict, assign)
-    finally:  # torch loads what fits before it raises
-        with tied_copies_follow(self, [module for module, _ in offloaded]):
-            for module, names in offloaded:
-                values = {name: state_dict[key] for name, key in names.items()}
-                with onloaded(module, keep_changes=True):
-                    original(module, values, False, assign)
+    with tied_copies_follow(self, offloaded), ExitStack() as stack:
+        for module in offloaded:
+            stack.enter_context(_onloaded_while_it_loads(module))
+        return original(self, state_dict, strict, assign)
 
 
-def _offloaded(model: Any, state_dict: Any) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Offloaded modules, and the keys of the values for their tensors."""
+@contextmanager
+def _onloaded_while_it_loads(module: Any) -> Iterator[None]:
+    """Onload a module when torch loads its values, until its last ``load_state_dict`` hook ran."""
+    load, stack = module._load_from_state_dict, ExitStack()
+    hooks = OrderedDict(module._load_state_dict_post_hooks)
+    hooks[object()] = lambda *_: stack.close()
+
+    def load_from_state_dict(state_dict: Any, prefix: str, *args: Any) -> None:
+        stack.enter_context(onloaded(module, keep_changes=True))
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if getattr(state_dict.get(prefix + name), "is_meta", False):  # nothing to load
+                state_dict[prefix + name] = tensor
+        load(state_dict, prefix, *args)
+
+    own = {"_load_from_state_dict": load_from_state_dict, "_load_state_dict_post_hooks": hooks}
+    with stack, shadowed(module, **own):
+        yield
+
+
+def _offloaded(model: Any, state_dict: Any) -> Iterator[Any]:
+    """The offloaded modules for whose tensors there are values."""
     for path, module in model.named_modules():
         hook = offload_hook(module)
         if hook is None:
             continue
-        prefix = f"{path}." if path else ""
+        prefix, found = f"{path}." if path else "", False
         inner = module.named_modules() if hook.place_submodules else [("", module)]
-        names = {}
         for inside, each in inner:
+            start = f"{prefix}{inside}." if inside else prefix
             for name, tensor in (*each._parameters.items(), *each._buffers.items()):
-                full = f"{inside}.{name}" if inside else name
-                value = state_dict.get(f"{prefix}{full}")
-                if tensor is None or not tensor.is_meta or getattr(value, "is_meta", True):
-                    continue
-                names[full] = f"{prefix}{full}"
-        if names:
-            yield module, names
+                value = state_dict.get(f"{start}{name}")
+                if tensor is not None and tensor.is_meta and not getattr(value, "is_meta", True):
+                    _refuse_quantised(tensor, f"{start}{name}")
+                    found = True
+        if found:
+            yield module
 
 
-def _tensor(module: Any, name: str) -> Any:
-    parent, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(parent), leaf)
-
-
-def _refuse_quantised(module: Any, names: dict[str, str]) -> None:
-    for name, key in names.items():
-        kind = type(_tensor(module, name)).__name__
-        if kind in ("Params4bit", "Int8Params"):
-            raise ValueError(
-                f"load_state_dict cannot load {key}: its layer is quantised and offloaded.  Load "
-                f"the checkpoint with from_pretrained, or leave these tensors out of the state dict"
-            )
+def _refuse_quantised(tensor: Any, key: str) -> None:
+    if type(tensor).__name__ in ("Params4bit", "Int8Params"):
+        raise ValueError(
+            f"load_state_dict cannot load {key}: its layer is quantised and offloaded.  Load "
+            f"the checkpoint with from_pretrained, or leave these tensors out of the state dict"
+        )

@@ -7,7 +7,8 @@ not quantise: E2B's table grows from 4.4 to 8.8 GiB, which is more than the rest
 The fused experts of 26B-A4B, 42 GiB, are not quantised either.  Both are frozen, so the cast only
 costs memory; an offloaded table is cast again in every forward.
 
-The fix keeps these two in their dtype and changes nothing else.  The embedding rows are exact in
+The fix keeps these two in their dtype as long as they are frozen.  A trainable copy, through
+``modules_to_save``, is float32 as in PEFT.  The embedding rows are exact in
 either dtype, because their scale is a power of two in all released models; the tensor added to them
 is float32, and so is the sum.  Under autocast the sum would not be float32, so the rows are cast.
 Experts get their inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -35,7 +37,8 @@ PATCH = Patch(
     changes=(
         "PEFT's prepare_model_for_kbit_training leaves the per-layer-embedding table and the fused "
         "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and logs the saved "
-        "memory at level INFO.  Forward hooks cast the inputs or outputs of these modules."
+        "memory at level INFO.  Forward hooks cast the inputs or outputs of these modules.  The "
+        "copies of modules_to_save are float32."
     ),
     unreported=("Only reports about other models are known upstream (peft #816 and #1149)."),
 )
@@ -86,6 +89,20 @@ def prepare_model_for_kbit_training(original: Any, model: Any, *args: Any, **kwa
     return result
 
 
+@PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")
+def modules_to_save_update(
+    original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    original(self, adapter_name, *args, **kwargs)
+    copied = self.modules_to_save[adapter_name]
+    if any(
+        hook in (_rows_under_autocast, _inputs_of_experts)
+        for module in copied.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ):
+        copied.float()
+
+
 def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Per-layer embeddings and fused experts in half precision: (module, hook, parameter)."""
     import torch
@@ -121,6 +138,7 @@ def _rows_under_autocast(module: Any, args: Any, output: Any) -> Any:
     """Cast the rows to float32 under autocast, as a float32 table would give them."""
     import torch
 
+    _warn_trainable(module.weight)
     return output.float() if torch.is_autocast_enabled(output.device.type) else output
 
 
@@ -131,6 +149,22 @@ def _inputs_of_experts(module: Any, args: Any) -> Any:
     if not args:  # a user's own experts, called by keyword
         return args
     states, *rest = args
+    _warn_trainable(module.gate_up_proj)
     if torch.is_autocast_enabled(states.device.type):
         return args
     return (states.to(module.gate_up_proj.dtype), *rest)
+
+
+def _warn_trainable(parameter: Any) -> None:
+    if parameter.requires_grad and parameter.itemsize == 2:
+        _warn_once(str(parameter.dtype))
+
+
+@cache
+def _warn_once(dtype: str) -> None:
+    logger.warning(
+        "The per-layer embeddings or experts are trained in %s: prepare_model_for_kbit_training "
+        "left them in half precision to save memory.  To train them in float32, cast these modules "
+        "with float(), or set GEMMA4_COMPAT_KBIT_TRAINING_UPCAST=0.",
+        dtype,
+    )

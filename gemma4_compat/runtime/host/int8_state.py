@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 
-def empty(module: Any) -> None:
+def clear_state(module: Any) -> None:
     """Remove weight and scales from the state of a module.
 
     With gradients enabled, autograd may hold the state, so the module gets a new one.

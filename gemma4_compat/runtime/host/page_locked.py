@@ -150,7 +150,8 @@ class InPlace(NotCopied):
             with self._lock:
                 if key != self._latest[0]:
                     self._latest = None, None  # frees the old table before the new one is locked
-                    self._latest = key, _readable(table, device)
+                    with suppress(RuntimeError):  # without memory, the next lookup tries again
+                        self._latest = key, _readable(table, device)
         found, view = self._latest
         return view if key == found else None
 

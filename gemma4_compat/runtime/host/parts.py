@@ -9,7 +9,7 @@ from typing import Any
 
 from ...objects import NotCopied
 from ..experts.packed import IN_HOST_MEMORY
-from .int8_state import empty
+from .int8_state import clear_state
 
 #: Keys of the tensors of a parameter: its own, and those of its quant state.
 ITSELF = ""
@@ -157,7 +157,7 @@ class Part(NotCopied):
             return False
         self.layer.has_run(self)
         if any(SCALES in pieces for pieces in content.pieces.values()):
-            empty(module)
+            clear_state(module)
         unchanged = all(own.get(name) is parameter for name, parameter in self.placed.items())
         if unchanged:
             own.update(content.meta)

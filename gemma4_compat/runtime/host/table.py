@@ -183,7 +183,7 @@ def _host_table() -> type:
                 table = self.in_place.on(self.table, ids.device)
             if table is None:
                 return _rows(self.table, ids)
-            return torch.nn.functional.embedding(ids, table)
+            return torch.ops.aten.embedding.default(table, ids)
 
         def load(self) -> Any:
             """The whole table on the execution device, copied once."""
@@ -199,7 +199,7 @@ def _rows(table: Any, ids: Any) -> Any:
     import torch
 
     if table.device == ids.device:
-        return torch.nn.functional.embedding(ids, table)
+        return torch.ops.aten.embedding.default(table, ids)
     rows = torch.empty(ids.numel(), table.shape[1], dtype=table.dtype, device=ids.device)
     lines = max(_STAGED_BYTES // (table.shape[1] * table.element_size()), 1)
     for part, target in zip(ids.flatten().cpu().split(lines), rows.split(lines), strict=True):
