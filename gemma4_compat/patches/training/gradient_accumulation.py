@@ -20,8 +20,8 @@ step.  ``Trainer`` and its subclasses see the same flags and numbers as without 
 as one that a ``compute_loss`` of the user computes, the fix stays away from this trainer, so that
 all micro batches count as without it.  If losses of the same step were weighted before, the rest of
 this step is weighted, too.  The loss of a user's model class is weighted if it is PyTorch's mean
-cross entropy of all labels.  Nothing changes for a compiled model, and with context or sequence
-parallelism.
+cross entropy of all labels.  Nothing changes for a trainer that gets the
+result of ``torch.compile(model)``, and with context or sequence parallelism.
 """
 
 from __future__ import annotations
