@@ -132,6 +132,17 @@ class _Replaced(NamedTuple):
     before: Any
     values: dict[object, tuple[int, Any]]  # block -> its thread and its value
 
+    def without(self, block: object) -> _Replaced:
+        left = {other: each for other, each in self.values.items() if other is not block}
+        return self._replace(values=left)
+
+    def has(self, found: Any) -> bool:
+        """Whether a block has set this value."""
+        return any(found is value for _, value in self.values.values())
+
+    def latest(self) -> Any:
+        return [self.before, *(value for _, value in self.values.values())][-1]
+
 
 _lock = ForkableLock()
 _replaced: dict[tuple[int, str], _Replaced] = {}
@@ -154,14 +165,11 @@ def _put_back(instance: Any, names: Iterable[str], block: object) -> None:
             entry = _replaced.get((id(instance), name))
             if entry is None or block not in entry.values:
                 continue
-            others = {other: each for other, each in entry.values.items() if other is not block}
-            if any(
-                vars(instance).get(name, _ABSENT) is value for _, value in entry.values.values()
-            ):
-                last = [value for _, value in others.values()][-1:]
-                _set(instance, name, last[0] if last else entry.before)
-            if others:
-                _replaced[id(instance), name] = entry._replace(values=others)
+            others = entry.without(block)
+            if entry.has(vars(instance).get(name, _ABSENT)):
+                _set(instance, name, others.latest())
+            if others.values:
+                _replaced[id(instance), name] = others
             else:
                 del _replaced[id(instance), name]
 

@@ -406,6 +406,7 @@ def levels(subject=None):
     model = subject.model if isinstance(subject, SimpleNamespace) else subject
     modules = [] if model is None else list(model.modules())
     weights = (weight for module in modules for weight in module._parameters.values())
+    layers = blocks.streamed_layers(modules)
     return {
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
         "attributes": sum(len(vars(module)) for module in modules),
@@ -414,6 +415,7 @@ def levels(subject=None):
         "locks": held_locks(),
         "page-locked": page_locked.locked(),
         "on GPUs": allocated(),
+        "copies": sum(layer.copy is not None for layer in layers),
         "registered": len(registered),
         "replaced": len(objects._replaced),
         "garbage collection": gc.isenabled(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,8 +27,12 @@ def onload(module: Any, *inputs: Any) -> Any | None:
     """
     hook = offload_hook(module)
     if hook is not None:
-        hook.pre_forward(module, *inputs)
-        hook.offload = False
+        try:
+            hook.pre_forward(module, *inputs)
+            hook.offload = False
+        except BaseException:
+            offload(module, hook)
+            raise
     return hook
 
 
@@ -46,31 +50,31 @@ def offload(module: Any, hook: Any, *, keep_changes: bool = False) -> None:
 
 
 @contextmanager
-def onloaded(*modules: Any, keep_changes: bool = False) -> Iterator[None]:
+def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> Iterator[None]:
     """Onload modules to their execution devices during the block.
 
-    With ``keep_changes``, the changes that the block makes to the weights are kept, unless the
-    block raises.
+    With ``keep_changes``, or if this function returns true after the block, the changes that the
+    block makes to the weights are kept, unless the block raises.
     """
-    keep, offloaded = keep_changes, set()
+    completed, offloaded = False, set()
 
-    def offload_once(module: Any, hook: Any, keeps: bool) -> None:
+    def offload_once(module: Any, hook: Any, may_keep: bool) -> None:
         if module not in offloaded:
-            offload(module, hook, keep_changes=keeps and keep)
+            keep = may_keep and completed
+            if keep and callable(keep_changes):
+                keep = keep_changes()
+            offload(module, hook, keep_changes=bool(keep and keep_changes))
             offloaded.add(module)
 
     with ExitStack() as stack:
-        try:
-            for module in modules:
-                hook = offload_hook(module)
-                if hook is not None:
-                    stack.callback(offload_once, module, hook, False)  # if the first is interrupted
-                    stack.callback(offload_once, module, hook, True)
-                    onload(module)
-            yield
-        except BaseException:
-            keep = False
-            raise
+        for module in modules:
+            hook = offload_hook(module)
+            if hook is not None:
+                stack.callback(offload_once, module, hook, False)  # if the first is interrupted
+                stack.callback(offload_once, module, hook, True)
+                onload(module)
+        yield
+        completed = True
 
 
 @contextmanager

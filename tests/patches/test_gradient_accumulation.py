@@ -358,6 +358,13 @@ class SquaresIt(Trainer):
         return super().compute_loss(*args, **kwargs) ** 2
 
 
+class ScalesItsGradient(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        loss.register_hook(lambda gradient: 3 * gradient)
+        return loss
+
+
 class ChangesItInPlace(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -379,7 +386,7 @@ class ComputesTwice(Trainer):
     "cls",
     [
         ReadsTheNumber, MeanOfItsOwn, type("Inherits", (MeanOfItsOwn,), {}), SetsItLater,
-        WeightsItself, SquaresIt, ChangesItInPlace, AddsATerm, ComputesTwice,
+        WeightsItself, SquaresIt, ScalesItsGradient, ChangesItInPlace, AddsATerm, ComputesTwice,
     ],
 )  # fmt: skip
 def test_a_trainer_with_a_loss_of_its_own(cls, model_dir, tmp_path):

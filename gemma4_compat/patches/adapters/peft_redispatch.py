@@ -28,7 +28,7 @@ from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
 from .._code import code_at
-from .._offload import executing_map, has_changed, is_dispatched, offload, onload, onloaded
+from .._offload import executing_map, has_changed, is_dispatched, onloaded
 from ._adapter_layer import base_layer, onload_in_forward
 
 logger = logging.getLogger(__name__)
@@ -107,15 +107,14 @@ def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         config: Any, adapter_name: str, target: Any, *args: Any, **kwargs: Any
     ) -> Any:
         base = base_layer(target)
-        hook, keep = onload(base), False
-        try:
-            result = create(config, adapter_name, target, *args, **kwargs)
-            # PiSSA, OLoRA, KaSA and others change the base weight.
-            keep = _takes_share(config) or (hook is not None and has_changed(base, hook))
-        finally:
-            if hook is not None:
-                offload(base, hook, keep_changes=keep)
-        return result
+        hook = offload_hook(base)
+
+        def changed() -> bool:
+            """PiSSA, OLoRA, KaSA and others change the base weight."""
+            return _takes_share(config) or has_changed(base, hook)
+
+        with onloaded(base, keep_changes=changed):
+            return create(config, adapter_name, target, *args, **kwargs)
 
     with shadowed(self, _create_and_replace=create_and_replace):
         result = original(self, *args, **kwargs)

@@ -154,6 +154,8 @@ def _weighting(trainer: Any, count: Any, step: _Step) -> Any:
         loss = result[0] if isinstance(result, tuple) else result
         kept = ((own, each) for own, made_by, each in losses if _made_by(own) is made_by)
         tokens = next((each for own, each in kept if own is loss), None)
+        if getattr(loss, "_backward_hooks", None):  # they may change its gradient
+            tokens = None
         has_number = trainer.model_accepts_loss_kwargs and kwargs.get(_NUMBER) is not None
         if not losses and not has_number and _is_from_trl(compute_loss):
             tokens = count

@@ -370,9 +370,11 @@ class OffloadedLayer(NotCopied):
             layers.append(layers[-1].following)
         return layers
 
-    def enter(self) -> None:
+    def enter(self, part: Part) -> None:
         """Have the block on the device, for the forward of one of the layer's modules."""
         self.dispatch.enter(self)
+        if part not in self.pending and self.layout is not None:  # it runs again
+            self.pending = set(self.layout.contents)
 
     def view(self, piece: Piece) -> Any:
         """A tensor of the block, on the device."""
@@ -470,7 +472,7 @@ class Experts(OffloadedLayer):
         host = page_locked_memory(size, self.device) if self.device.type == "cuda" else None
         return super().allocate(size) if host is None else (host, True)
 
-    def enter(self) -> None:
+    def enter(self, part: Part) -> None:
         self.send()
         self.wait()
 

@@ -150,7 +150,7 @@ class InPlace(NotCopied):
             with self._lock:
                 if key != self._latest[0]:
                     self._latest = None, None  # frees the old table before the new one is locked
-                    with suppress(RuntimeError):  # without memory, the next lookup tries again
+                    with suppress(MemoryError, RuntimeError):  # the next lookup tries again
                         self._latest = key, _readable(table, device)
         found, view = self._latest
         return view if key == found else None
