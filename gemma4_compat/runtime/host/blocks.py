@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -53,8 +53,10 @@ class Blocks(Way):
 
     def dispatched(self, root: Any) -> None:
         super().dispatched(root)
-        if any(part_of(hook) is not None for hook in offload_hooks(root.modules())):
-            AfterForward(_put_all_back).attach(root)
+        parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
+        found = weakref.WeakSet(part.layer.dispatch for part in parts)
+        if found:
+            AfterForward(_put_all_back, partial(_clear, found)).attach(root)
 
     def add(self, hook: Any, module: Any) -> None:
         """Register a module if its tensors are in host memory."""
@@ -90,6 +92,13 @@ class Blocks(Way):
             part.return_to(module)
             return output
         return original(View(hook, offload=False), module, output)
+
+
+def _clear(found: Iterable[Dispatch]) -> None:
+    """Release what an interrupt or an error in an earlier forward left on the device."""
+    for dispatch in list(found):
+        if dispatch.sent:
+            dispatch.clear()
 
 
 def _put_all_back(root: Any) -> None:
@@ -370,11 +379,9 @@ class OffloadedLayer(NotCopied):
             layers.append(layers[-1].following)
         return layers
 
-    def enter(self, part: Part) -> None:
+    def enter(self) -> None:
         """Have the block on the device, for the forward of one of the layer's modules."""
         self.dispatch.enter(self)
-        if part not in self.pending and self.layout is not None:  # it runs again
-            self.pending = set(self.layout.contents)
 
     def view(self, piece: Piece) -> Any:
         """A tensor of the block, on the device."""
@@ -472,7 +479,7 @@ class Experts(OffloadedLayer):
         host = page_locked_memory(size, self.device) if self.device.type == "cuda" else None
         return super().allocate(size) if host is None else (host, True)
 
-    def enter(self, part: Part) -> None:
+    def enter(self) -> None:
         self.send()
         self.wait()
 

@@ -112,26 +112,34 @@ def _set_methods(hook: Any) -> None:
 
 
 class AfterForward:
-    """A forward hook for forwards that raise, for which accelerate calls no ``post_forward``.
+    """A forward hook that also runs after errors, for which accelerate calls no ``post_forward``.
 
     It is pickled as a hook that does nothing.
     """
 
-    def __init__(self, function: Callable[[Any], None]) -> None:
-        self.function = function  # gets the module
+    def __init__(
+        self, raised: Callable[[Any], None], ended: Callable[[], None] | None = None
+    ) -> None:
+        self.raised, self.ended = raised, ended  # ``raised`` gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
+        import torch
+
         if output is None:  # torch has no output to pass
-            self.function(module)
+            self.raised(module)
+        elif self.ended is not None and not torch.compiler.is_compiling():
+            self.ended()
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
 
     def __deepcopy__(self, memo: Any) -> AfterForward:
-        return self
+        return AfterForward(self.raised)
 
     def attach(self, module: Any) -> None:
         """Register this hook with a module, once."""
-        hooks = module._forward_hooks.values()
-        if not any(getattr(hook, "function", None) == self.function for hook in hooks):
-            module.register_forward_hook(self, always_call=True)
+        for key, hook in module._forward_hooks.items():
+            if getattr(hook, "raised", None) == self.raised:
+                module._forward_hooks[key] = self
+                return
+        module.register_forward_hook(self, always_call=True)

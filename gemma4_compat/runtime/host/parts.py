@@ -102,7 +102,7 @@ class Part(NotCopied):
 
     def place(self, hook: Any, module: Any) -> bool:
         """Give the module its parameters on the device; ``False`` if accelerate must do that."""
-        self.take_away(module)  # if an earlier forward raised
+        self.put_back(module)  # if an earlier forward raised
         if self.layer.refused is self:
             self.layer.refused = None
         try:
@@ -114,7 +114,7 @@ class Part(NotCopied):
             self.left_out = self.layer.refused is not None
             if self.left_out:
                 return False
-            self.layer.enter(self)
+            self.layer.enter()
         except NO_ROOM:  # single tensors may still fit
             self.layer.refused = self
             self.left_out = self.content is not None
@@ -151,19 +151,11 @@ class Part(NotCopied):
         )
 
     def put_back(self, module: Any) -> bool:
-        """After its forward, give the module its meta parameters back.
-
-        Returns ``False`` if other code replaced them meanwhile, or if they were never away.
-        """
-        if not self.placed or self.content is None:
-            return False
-        self.layer.has_run(self)
-        return self.take_away(module)
-
-    def take_away(self, module: Any) -> bool:
+        """Give the module its meta parameters back, unless other code replaced them meanwhile."""
         own, content = module._parameters, self.content
         if not self.placed or content is None:
             return False
+        self.layer.has_run(self)
         if any(SCALES in pieces for pieces in content.pieces.values()):
             clear_state(module)
         unchanged = all(own.get(name) is parameter for name, parameter in self.placed.items())
