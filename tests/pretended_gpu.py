@@ -114,5 +114,7 @@ def pretend(patch, streamed=True, in_place=False):
     patch.setattr(torch, "Generator", Generator)
     patch.setattr(page_locked, "_forget_the_error", lambda: None)
     patch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda") if streamed else ())
+    recording = torch._C._len_torch_dispatch_stack
+    patch.setattr(blocks, "is_capturing", lambda device: recording() > 0)
     patch.setattr(blocks, "on_gpu", lambda host, device: host if in_place else None)
     patch.setattr(conditions, "CAPTURED_ON", ("cpu",))

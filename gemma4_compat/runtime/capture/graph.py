@@ -18,7 +18,7 @@ _replays: _Locks = {}
 _last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
 _short: set[Any] = set()  # devices whose memory was short in the latest capture
 _pausing = threading.Lock()
-_pauses: list[bool] = []  # of the garbage collector: whether it was enabled before each
+_pauses: dict[object, bool] = {}  # of the garbage collector: whether to enable it after the last
 
 
 class NotCaptured(Exception):
@@ -115,7 +115,6 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
             try:
                 output = model(**inputs, past_key_values=cache)
                 graph.capture_end()
-                return output
             except BaseException as error:
                 with suppress(RuntimeError):
                     graph.capture_end()
@@ -124,6 +123,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
                 if isinstance(error, Exception):
                     raise CaptureFailed(reason_of(error)) from error
                 raise
+        return output
 
 
 @cached
@@ -153,15 +153,25 @@ def _random_numbers_kept(device: Any) -> Iterator[None]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
-    with _pausing:
-        _pauses.append(gc.isenabled())
-        gc.disable()
+    pause = object()
     try:
+        with _pausing:
+            _pauses[pause] = gc.isenabled() or any(_pauses.values())
+            gc.disable()
         yield
     finally:
-        with _pausing:
-            if _pauses.pop() and not _pauses:  # the first one, once all have ended
-                gc.enable()
+        try:
+            _end(pause)
+        except BaseException:  # an interrupt in the middle of it
+            _end(pause)
+            raise
+
+
+def _end(pause: object) -> None:
+    with _pausing:
+        if _pauses.get(pause) and len(_pauses) == 1:
+            gc.enable()
+        _pauses.pop(pause, None)
 
 
 @contextmanager

@@ -419,7 +419,7 @@ class OffloadedLayer(NotCopied):
                     block.copy_(layout.host, non_blocking=True)
                     self.copy.event = copying.record_event()
             else:
-                self.copy = Copy(block)
+                self.copy = Copy(block, None, captured)
                 block.copy_(layout.host)
             self.copy.views = layout.views(block)
 

@@ -44,6 +44,7 @@ def in_step(kernels: dict[Any, Any], calls: Iterable[Call] = ()) -> Iterator[Run
     """
     outside, step = running(), Running(kernels)
     with ExitStack() as stack:
+        stack.callback(setattr, _thread, "step", outside)  # also if the last line is interrupted
         for module, function in calls:
             slot = _slot(module)
             if slot is None:
