@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -61,6 +63,20 @@ def test_evaluation_is_as_before():
         assert not is_packed(module)
         assert torch.equal(module.eval()(x), expected)
     assert is_packed(module)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda weight: weight.to("cpu")])
+def test_a_weight_that_shares_the_quant_state(copied):
+    module, other, x = layer(True), layer(True), input(requires_grad=False)
+    run(module)
+    other.weight = copied(module.weight)
+    with torch.no_grad():
+        expected = other.eval()(x)
+        module.train()(x)
+        assert torch.equal(other.eval()(x), expected)
+        assert module.quant_state is module.weight.quant_state
+        module.eval()(x)
+        assert torch.equal(other(x), expected)
 
 
 def test_evaluation_with_a_trained_leaf_stays_packed():

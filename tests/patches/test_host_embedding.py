@@ -141,6 +141,36 @@ def test_a_replaced_function_of_torch_runs_once(tmp_path, monkeypatch):
     pair.check(IDS)
 
 
+@pytest.mark.parametrize("on", ["class", "instance"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        copy.deepcopy,
+        lambda weight: nn.Parameter(weight, requires_grad=False),
+        lambda weight: torch.tensor(weight.tolist(), dtype=weight.dtype),
+        lambda weight: weight if isinstance(weight, nn.Parameter) else 2 * weight,
+    ],
+)
+def test_a_forward_of_the_user_gets_a_parameter(tmp_path, on, use):
+    def forward(self, ids):
+        return nn.functional.embedding(ids, use(self.weight))
+
+    class Own(Embedding):
+        pass
+
+    Own.__module__, Own.forward = __name__, forward
+    if on == "class":
+        Offloaded("cpu", tmp_path, Own).check(IDS)
+        return
+    from accelerate import cpu_offload
+
+    embedding = Embedding(50, 8)
+    expected = embedding(IDS % 50)
+    embedding.forward = forward.__get__(embedding)
+    cpu_offload(embedding, execution_device=torch.device("cpu"))
+    assert torch.equal(embedding(IDS % 50), expected)
+
+
 def test_after_a_forward_that_raised(tmp_path):
     pair = Offloaded("cpu", tmp_path)
     with pytest.raises(IndexError):
@@ -173,7 +203,7 @@ def test_deepcopy_after_an_interrupted_forward(tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with patch.object(pair.embedding, "_old_forward", interrupt), pytest.raises(KeyboardInterrupt):
+    with patch.object(nn.functional, "embedding", interrupt), pytest.raises(KeyboardInterrupt):
         pair.embedding(IDS)
     copied = copy.deepcopy(pair.embedding)
     assert copied.weight.is_meta

@@ -58,8 +58,11 @@ def linear_4bit_forward(original: Any, self: Any, x: Any) -> Any:
     state = getattr(self.weight, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         unpack = functional._convert_weight_packed_for_cpu_inverse
-        if self.training:
-            self.weight.data, self.weight.quant_state = unpack(self.weight.data, state)
+        if self.training:  # another weight may share the state, and stays packed
+            self.weight.data, unpacked = unpack(self.weight.data, copy(state))
+            self.weight.quant_state = unpacked
+            if getattr(self, "quant_state", None) is state:
+                self.quant_state = unpacked
         elif x.requires_grad and torch.is_grad_enabled():
             # The layer stays packed: other threads may run it without gradients.
             data, state = unpack(self.weight.data, copy(state))

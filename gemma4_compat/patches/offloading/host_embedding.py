@@ -12,8 +12,9 @@ goes back to the CPU.  For a table on the disk, or in memory that cannot be page
 gathers the rows.  The module computes on the rows (Gemma 4 scales them) on the same device as
 before.
 
-Any other use of the weight gets the whole tensor, as before.  So do loads outside a forward, and
-embeddings whose weight is on the execution device anyway because they are tied to the head.
+Any other function of PyTorch gets the whole tensor, as before.  So do loads outside a forward, the
+forward of a user's subclass, and embeddings whose weight is on the execution device anyway because
+they are tied to the head.
 """
 
 from __future__ import annotations

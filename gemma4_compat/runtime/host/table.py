@@ -116,6 +116,7 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
         or embedding.max_norm is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
+        or not _has_known_forward(embedding)
     ):
         return None
     table = _table(hook.weights_map, "weight")
@@ -123,6 +124,14 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
     return None if hook.execution_device in tied else table
+
+
+def _has_known_forward(embedding: Any) -> bool:
+    """Whether the forward is that of PyTorch or transformers.  A user's needs a true parameter."""
+    own: Any = vars(embedding).get("_old_forward")
+    known = own is None or getattr(own, "__func__", None) is type(embedding).forward
+    owner = next(each for each in type(embedding).__mro__ if "forward" in vars(each))
+    return known and owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _table(weights_map: Any, name: str) -> Any:
