@@ -49,6 +49,7 @@ class Measured:
     def __init__(self, by_patch: Mapping[str, Iterable[dict[str, str]]]) -> None:
         self.by_patch: dict[str, list[Measurement]] = {}
         self.stacks: list[dict[str, str]] = []
+        self._releases: dict[str, list[str]] = {}
         for name, entries in by_patch.items():
             self.by_patch[name] = []
             for entry in entries:
@@ -64,7 +65,10 @@ class Measured:
 
     def releases(self, library: str) -> list[str]:
         """The measured releases of a library, oldest first."""
-        return sorted({stack[library] for stack in self.stacks}, key=Version)
+        if library not in self._releases:
+            found = {stack[library] for stack in self.stacks}
+            self._releases[library] = sorted(found, key=Version)
+        return self._releases[library]
 
     def newest(self) -> dict[str, str]:
         """The newest measured release of each library."""
