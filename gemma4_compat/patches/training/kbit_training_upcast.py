@@ -8,10 +8,10 @@ The fused experts of 26B-A4B, 42 GiB, are not quantised either.  Both are frozen
 costs memory; an offloaded table is cast again in every forward.
 
 The fix keeps these two in their dtype as long as they are frozen.  A trainable copy, through
-``modules_to_save``, is float32 as in PEFT.  The embedding rows are exact in
-either dtype, because their scale is a power of two in all released models; the tensor added to them
-is float32, and so is the sum.  Under autocast the sum would not be float32, so the rows are cast.
-Experts get their inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
+``modules_to_save``, is float32 as in PEFT.  The embedding rows are exact in either dtype, because
+their scale is a power of two in all released models; the tensor added to them is float32, and so is
+the sum.  Under autocast the sum would not be float32, so the rows are cast.  Experts get their
+inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
 """
 
 from __future__ import annotations

@@ -189,9 +189,7 @@ class Dispatch(NotCopied):
         self.tensors = tensors  # the offloaded tensors, by name
         self.layers: dict[str, OffloadedLayer] = {}
         self.current: OffloadedLayer | None = None
-        self.sent: list[
-            OffloadedLayer
-        ] = []  # layers whose copies to the device have started or ended
+        self.sent: list[OffloadedLayer] = []  # their copies to the device have started
         self.alone = 0  # so many of the next layers are copied without others ahead
 
     def add(self, hook: Any, module: Any) -> None:
