@@ -244,11 +244,11 @@ class Stage:
             skip_keys=self.whole["nf4-nested"]._skip_keys_device_placement,
         )
 
-    def offloaded(self, kind="nf4-nested", part=""):
+    def offloaded(self, kind="nf4-nested"):
         from accelerate import cpu_offload
 
         model = self.model(kind)
-        cpu_offload(model.get_submodule(part), execution_device=self.device)
+        cpu_offload(model, execution_device=self.device)
         return model
 
     def with_adapter(self, model=None, **options):
@@ -350,7 +350,7 @@ def box(stage):
 SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "cpu"}
 ON_DISK = {"model.layers.1": "disk"}
 FP32 = {"llm_int8_enable_fp32_cpu_offload": True}
-STREAMED_LAYERS = partial(Stage.offloaded, part="model.layers")
+STREAMED_LAYERS = partial(Stage.split, layers="cpu")
 TWICE = {
     "streamed": Scene(Stage.offloaded),
     "experts in place": Scene(Stage.offloaded, in_place=True),
