@@ -60,10 +60,8 @@ def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> 
 
     def offload_once(module: Any, hook: Any, may_keep: bool) -> None:
         if module not in offloaded:
-            keep = may_keep and completed
-            if keep and callable(keep_changes):
-                keep = keep_changes()
-            offload(module, hook, keep_changes=bool(keep and keep_changes))
+            wanted = keep_changes if callable(keep_changes) else lambda: keep_changes
+            offload(module, hook, keep_changes=may_keep and completed and wanted())
             offloaded.add(module)
 
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,3 +251,12 @@ def test_command_names_what_is_wrong(model_dir, tmp_path, capsys):
         told = capsys.readouterr()
         assert told.out == ""
         assert told.err.startswith(f"gemma4-compat scan: {message}")
+
+
+def test_in_a_notebook(e2b_dir):
+    """IPython prints the whole text; the ``repr`` is one line."""
+    found, printed = scan_targets(e2b_dir, ["q_proj"]), []
+    found._repr_pretty_(SimpleNamespace(text=printed.append), False)
+    assert printed == [str(found)]
+    assert repr(found) == f"<{type(found).__name__}: {found.verdict}>"
+    assert "\n" not in repr(found)

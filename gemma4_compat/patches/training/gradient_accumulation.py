@@ -13,15 +13,15 @@ treats their mean as a sum divided by the number.  From 5.5.4 on it adds up the 
 ``gradient_accumulation_steps=8`` the gradients are eight times too large.
 
 The fix multiplies the loss of each micro batch by its tokens, and divides it by their number in the
-step. ``Trainer`` and its subclasses see the same flags and numbers as without the fix, but
-``Trainer.training_step`` returns the weighted loss. The fix looks at the loss that ``compute_loss``
-returns for each micro batch, and changes it only if it is the mean that ``Trainer.compute_loss`` or
-TRL's ``SFTTrainer.compute_loss`` computed. After any other loss, such as one that a
-``compute_loss`` of the user computes, or one whose gradient a hook may change, the fix stays away
-from this trainer, so that all micro batches count as without it. If losses of the same step were
-weighted before, the rest of this step is weighted, too. The loss of a user's model class is
-weighted if it is PyTorch's mean cross entropy of all labels. Nothing changes for a trainer that
-gets the result of ``torch.compile(model)``, and with context or sequence parallelism.
+step.  ``Trainer`` and its subclasses see the same flags and numbers as without the fix, but
+``Trainer.training_step`` returns the weighted loss.  The fix looks at the loss that
+``compute_loss`` returns for each micro batch, and changes it only if it is the mean that
+``Trainer.compute_loss`` or TRL's ``SFTTrainer.compute_loss`` computed.  After any other loss, such
+as one that a ``compute_loss`` of the user computes, or one whose gradient a hook may change, the
+fix stays away from this trainer, so that all micro batches count as without it.  If losses of the
+same step were weighted before, the rest of this step is weighted, too.  The loss of a user's model
+class is weighted if it is PyTorch's mean cross entropy of all labels.  Nothing changes for a
+trainer that gets the result of ``torch.compile(model)``, and with context or sequence parallelism.
 """
 
 from __future__ import annotations

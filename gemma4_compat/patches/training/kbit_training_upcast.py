@@ -94,13 +94,10 @@ def modules_to_save_update(
     original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     original(self, adapter_name, *args, **kwargs)
-    copied = self.modules_to_save[adapter_name]
-    if any(
-        hook in (_rows_under_autocast, _inputs_of_experts)
-        for module in copied.modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    ):
-        copied.float()
+    for module in self.modules_to_save[adapter_name].modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(hook in (_rows_under_autocast, _inputs_of_experts) for hook in hooks):
+            module.float()
 
 
 def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:

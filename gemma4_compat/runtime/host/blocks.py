@@ -95,9 +95,9 @@ class Blocks(Way):
 
 
 def _clear(found: Iterable[Dispatch]) -> None:
-    """Release what an interrupt or an error in an earlier forward left on the device."""
+    """Release what a forward, or an error or interrupt in an earlier one, left on the device."""
     for dispatch in list(found):
-        if dispatch.sent:
+        with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
             dispatch.clear()
 
 
@@ -107,9 +107,7 @@ def _put_all_back(root: Any) -> None:
     for part in parts:
         if part.placed:
             part.put_back(part.module)
-    for dispatch in {part.layer.dispatch for part in parts}:
-        with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
-            dispatch.clear()
+    _clear({part.layer.dispatch for part in parts})
 
 
 def part_of(hook: Any) -> Part | None:

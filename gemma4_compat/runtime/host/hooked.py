@@ -123,12 +123,13 @@ class AfterForward:
         self.raised, self.ended = raised, ended  # ``raised`` gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        import torch
-
         if output is None:  # torch has no output to pass
             self.raised(module)
-        elif self.ended is not None and not torch.compiler.is_compiling():
-            self.ended()
+        elif self.ended is not None:
+            import torch
+
+            if not torch.compiler.is_compiling():
+                self.ended()
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")

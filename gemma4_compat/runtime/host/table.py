@@ -10,6 +10,7 @@ from typing import Any
 
 from ...model.hooks import offload_hook
 from ...objects import ForkableLock, NotCopied, View, attached
+from ..kernels.step import has_own_forward
 from .hooked import AfterForward, Way
 from .page_locked import in_place_of
 
@@ -128,10 +129,8 @@ def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
 
 def _has_known_forward(embedding: Any) -> bool:
     """Whether the forward is that of PyTorch or transformers.  A user's needs a true parameter."""
-    own: Any = vars(embedding).get("_old_forward")
-    known = own is None or getattr(own, "__func__", None) is type(embedding).forward
     owner = next(each for each in type(embedding).__mro__ if "forward" in vars(each))
-    return known and owner.__module__.startswith(("torch.", "transformers."))
+    return has_own_forward(embedding) and owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _table(weights_map: Any, name: str) -> Any:

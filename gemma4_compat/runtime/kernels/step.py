@@ -44,7 +44,7 @@ def in_step(kernels: dict[Any, Any], calls: Iterable[Call] = ()) -> Iterator[Run
     """
     outside, step = running(), Running(kernels)
     with ExitStack() as stack:
-        stack.callback(setattr, _thread, "step", outside)  # also if the last line is interrupted
+        stack.callback(setattr, _thread, "step", outside)  # which no interrupt can prevent
         for module, function in calls:
             slot = _slot(module)
             if slot is None:
@@ -54,10 +54,7 @@ def in_step(kernels: dict[Any, Any], calls: Iterable[Call] = ()) -> Iterator[Run
                 stack.enter_context(shadowed(module, **{slot[0]: stand_in}))
             step.forwards[module] = partial(function, step.forwards.get(module, stand_in.usual))
         _thread.step = step
-        try:
-            yield step
-        finally:
-            _thread.step = outside
+        yield step
 
 
 def has_own_forward(module: Any) -> bool:
