@@ -135,17 +135,22 @@ def _run(side: str, stories: Sequence[Story], folder: Path) -> Iterator[Outcome]
             assert process.stdout is not None
             try:
                 for story in list(left):
-                    timer = threading.Timer(_SECONDS, process.kill)
+                    late = threading.Event()
+
+                    def stop(late: threading.Event = late) -> None:
+                        late.set()
+                        process.kill()
+
+                    timer = threading.Timer(_SECONDS, stop)
                     timer.daemon = True
                     timer.start()
-                    start = time.monotonic()
                     line = process.stdout.readline()
                     timer.cancel()
                     del left[0]
                     if line:
                         yield Outcome(**json.loads(line))
                         continue
-                    if time.monotonic() - start >= _SECONDS:
+                    if late.is_set():
                         yield Outcome("crash", f"not finished after {_SECONDS} s")
                     else:
                         yield _crash(process.wait(), folder / side / story.name / "log.txt")
