@@ -14,6 +14,7 @@ and for the state of each patch.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -91,6 +92,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = sample([item for item in items if shows_bug_of(item, patches)], MATRIX_SAMPLE)
     elif config.getoption("sample"):
         items[:] = sample(items, config.getoption("sample"))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: no collection of garbage need look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def shows_bug_of(item, patches):

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import fnmatch
 import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -434,6 +435,17 @@ def references_of(name, form, action):
     return cells
 
 
+def prepare():
+    """Do now what each of the forked processes would do again."""
+    for name in ("trainer_seq2seq", "integrations.bitsandbytes", "models.gemma4.modeling_gemma4"):
+        importlib.import_module(f"transformers.{name}")
+    importlib.import_module("peft.tuners.lora.bnb")
+    with contextlib.suppress(ImportError):  # a newer module
+        importlib.import_module(
+            "transformers.conversion_mapping"
+        ).get_checkpoint_conversion_mapping("gemma4")
+
+
 def work(rows, folder, side):
     """Run cells in this process, which has the patches or not.
 
@@ -459,8 +471,7 @@ def work(rows, folder, side):
     if side == "build":
         build(folder)
         return
-    from transformers import Seq2SeqTrainer, Trainer  # noqa: F401  before the forks
-
+    prepare()
     results = {}
     file = folder / f"{os.getpid()}.cell"
     for name, cells in rows:

@@ -707,6 +707,7 @@ def forked(function):
             import torch
 
             os.close(inlet)
+            gc.freeze()  # collecting what the parent made takes as long as the work
             # A fork has no thread pool, and only one thread may start it.
             torch.set_num_threads(torch.get_num_threads())
             with os.fdopen(outlet, "w") as file:

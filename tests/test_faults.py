@@ -555,15 +555,13 @@ def check(name, stage, sample=None, only=lambda point: True, part=slice(None)):
         if not scene.cached:
             is_lost = lambda ranges: sys._getframe(1).f_code.co_name == "is_lost"  # noqa: E731
             patch.setattr(read_ahead, "_is_cached", is_lost)
+        gc.unfreeze()
         gc.collect()
         gc.freeze()  # what exists by now need not be looked at again
-        try:
-            checked = Check(scene, stage)
-            points = [point for point in checked.trace.points() if only(point)]
-            points = points[:: max(len(points) // sample, 1)][:sample] if sample else points[part]
-            tried = [(point, checked.problem(point)) for point in points]
-        finally:
-            gc.unfreeze()
+        checked = Check(scene, stage)
+        points = [point for point in checked.trace.points() if only(point)]
+        points = points[:: max(len(points) // sample, 1)][:sample] if sample else points[part]
+        tried = [(point, checked.problem(point)) for point in points]
     return checked.trace.lines, points, [(point, why) for point, why in tried if why]
 
 
