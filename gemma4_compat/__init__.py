@@ -27,6 +27,8 @@ from .model.hooks import input_device
 from .versions import FLOORS as _FLOORS
 from .versions import LIBRARIES as _LIBRARIES
 from .versions import NEWEST as _NEWEST
+from .versions import REQUIRED as _REQUIRED
+from .versions import TORCH as _TORCH
 
 if TYPE_CHECKING:
     from .engine.core import Engine
@@ -47,6 +49,12 @@ __all__ = [
     "uninstall",
 ]
 
+#: the last lines of a status: of a short one, and of one with all patches
+_HINTS = (
+    "gemma4-compat status -v lists every patch; status PATCH explains one",
+    "GEMMA4_COMPAT_NAME=0 turns a patch off, GEMMA4_COMPAT_SPEED=0 all that only make a model "
+    "faster. inspect_model(model) says which of these are at work on it.",
+)
 _lock = threading.RLock()
 # A reload of this module must not start a second engine.
 _started: Engine | None = globals().get("_started")
@@ -59,7 +67,8 @@ def _start() -> Engine:
         if _started is None:
             _first_import.leave()
             from . import patches
-            from .engine import core, switches
+            from .engine import core, status, switches
+            from .machine import torch_build
 
             logger = logging.getLogger(__name__)
             found = patches.load()
@@ -67,7 +76,11 @@ def _start() -> Engine:
             read = switches.read(
                 "GEMMA4_COMPAT", names, logger, None, patches.groups(), patches.GONE
             )
-            _started = core.Engine(found, read, logger, _FLOORS, _NEWEST)
+            about = status.About(
+                f"gemma4-compat {__version__}", _HINTS, torch_build.notes, _REQUIRED
+            )
+            newest = {"torch": _TORCH, **_NEWEST}
+            _started = core.Engine(found, read, logger, _FLOORS, newest, about)
             _started.start()
     return _started
 

@@ -26,6 +26,10 @@ NEWEST = {
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",
 }
+#: The newest release of torch on which they were measured.
+TORCH = "2.13.0"
+#: The libraries without which nothing works.
+REQUIRED = ("torch", "transformers")
 #: The libraries that are patched.
 LIBRARIES = tuple(FLOORS)
 WITH_TORCH = ("torch", *LIBRARIES)

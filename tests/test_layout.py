@@ -147,7 +147,9 @@ def patches_import_helpers_only(found: Import) -> bool:
 
 
 def engine_knows_nothing_else(found: Import) -> bool:
-    return not is_in(found.importer, "engine") or is_in(found.module, "engine", "errors")
+    return not is_in(found.importer, "engine") or is_in(
+        found.module, "engine", "errors", "result", "text"
+    )
 
 
 def some_know_nothing(found: Import) -> bool:

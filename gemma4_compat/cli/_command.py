@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -16,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..engine.gate import installed_version
+from ..engine.gate import installed_version, too_old
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ..versions import WITH_TORCH
+from ..versions import FLOORS
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,16 @@ class Command:
     def execute(self, options: argparse.Namespace) -> int:
         """Run the command and print what it returns; returns the exit code."""
         try:
-            versions = library_versions()
-            if missing := [name for name in self.needs(options) if versions[name] is None]:
-                raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
+            needs = self.needs(options)
+            _check_versions(needs)
             assert self.run is not None
             with _quiet_libraries():
-                result = self.run(options)
+                try:
+                    result = self.run(options)
+                except Exception as error:
+                    if not isinstance(error, InputError) and not _is_interrupted(error):
+                        _check_imports(needs)
+                    raise
         except (InputError, KeyboardInterrupt) as error:
             if _is_interrupted(error):
                 return self._fails(f"interrupted{self.stopped}", 130)
@@ -88,15 +93,29 @@ def _is_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
-def library_versions() -> dict[str, str | None]:
-    """The installed versions of torch and the patched libraries; ``None`` if not installed."""
-    versions: dict[str, str | None] = {}
-    for name in WITH_TORCH:
+def _check_versions(libraries: Sequence[str]) -> None:
+    """Raise `InputError` if one of the libraries is missing or too old."""
+    missing = []
+    for name in libraries:
         try:
-            versions[name] = installed_version(name) or "unknown version"
+            installed_version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+            missing.append(name)
+    if missing:
+        raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if old := too_old({name: FLOORS[name] for name in libraries if name in FLOORS}):
+        newer = " ".join(f'"{name}>={FLOORS[name]}"' for name in old)
+        raise InputError(f"{'; '.join(old.values())}: pip install -U {newer}")
+
+
+def _check_imports(libraries: Sequence[str]) -> None:
+    """Raise `InputError` if one of the libraries cannot be imported."""
+    for name in libraries:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            text = f"cannot import {name}: {type(error).__name__}: {error}"
+            raise InputError(text) from error
 
 
 @contextlib.contextmanager

@@ -25,11 +25,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_map(parser, required=False)
 
 
-def _needs(options: argparse.Namespace) -> tuple[str, ...]:
-    needs_none = options.model is None or not (options.map or options.adapter)
-    return () if needs_none else ("torch", "transformers", "peft")
-
-
 def _run(options: argparse.Namespace) -> Result:
     from ..inspection.report import build_report
 
@@ -43,6 +38,5 @@ COMMAND = Command(
     name="report",
     description=__doc__,
     arguments=_arguments,
-    needs=_needs,
     run=_run,
 )

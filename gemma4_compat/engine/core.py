@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from importlib.metadata import PackageNotFoundError
 
 from ..errors import PatchError, suggestion
 from . import gate
@@ -20,7 +21,7 @@ from .patch import Finding, Patch, Verdict, broken, drifted
 from .references import count_held, holders
 from .slots import Mismatch
 from .stack import Layer, Stack, originals
-from .status import PatchStatus, State, Status
+from .status import About, PatchStatus, State, Status
 from .switches import Switches
 
 #: Seconds that an import or a fork waits while another thread uses the engine.  Waiting longer
@@ -30,7 +31,7 @@ _PATIENCE = 5.0
 #: In these states of a required patch, the bug that it fixes is gone.
 _BUG_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 #: In these states it remains.  In any other state, the patch that requires it waits.
-_BUG_REMAINS = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED)
+_BUG_REMAINS = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED, State.TOO_OLD)
 
 #: The engine of each prefix.  It is stored in ``sys``, to survive when this package is removed from
 #: sys.modules.  The engine of the next import then replaces it.
@@ -46,6 +47,8 @@ class _Record:
     reason: str = "not installed yet"
     #: whether it should have been undone but could not be
     unwanted: bool = False
+    #: how many references to the originals other code took before
+    held: int = 0
     #: how many references to its replacements existed when it was undone
     kept: int = 0
     #: how many blocks of ``disabled`` are open
@@ -65,8 +68,8 @@ class Engine:
 
     If several patches replace the same attribute, they are stacked in the order of ``patches``,
     whatever the order in which they are applied.  ``floors`` holds the oldest supported version of
-    each distribution, the lower bound of gates that have none.  ``newest`` holds the newest
-    measured version: the status names a later one.
+    each library, whose distribution and module have one name: no patch is applied to an older one.
+    ``newest`` holds the newest measured version: the status names a later one.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Engine:
         logger: logging.Logger,
         floors: Mapping[str, str] | None = None,
         newest: Mapping[str, str] | None = None,
+        about: About | None = None,
     ) -> None:
         self._records = {patch.name: _Record(Layer(patch)) for patch in patches}
         self._required_first = _required_first(self._records)
@@ -83,6 +87,9 @@ class Engine:
         self._switches = switches
         self._logger = logger
         self._floors, self._newest = floors or {}, newest or {}
+        self._about = about or About()
+        #: libraries whose import raised, and the error
+        self._broken: dict[str, str] = {}
         self._imports = Imports(self._after_import)
         self._warned: set[tuple[str, str]] = set()
         self._failures: list[str] = []
@@ -166,16 +173,33 @@ class Engine:
         self._stale = True
         self._settle()
         with self._lock:
-            return Status([self._describe(record) for record in self._records.values()])
+            entries = [self._describe(record) for record in self._records.values()]
+            return self._overview(entries)
 
     def import_targets(self) -> Status:
         """Import the modules that armed patches wait for, so that their states are final."""
         self.status()
+        libraries = dict.fromkeys((*self._about.required, *self._floors))
+        for library in libraries:
+            try:
+                gate.installed_version(library)
+                importlib.import_module(library)
+            except PackageNotFoundError:
+                pass
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                # Neither the error of another library, nor one that is not installed.
+                if text not in self._broken.values() and _missing(error, library) not in libraries:
+                    self._broken[library] = text
         for record in list(self._records.values()):
             for module in self._waiting(record):
+                if module.partition(".")[0] in self._broken:
+                    break
                 try:
                     importlib.import_module(module)
                 except Exception as error:  # the user should learn of a broken library, too
+                    if self._broken:  # that is the reason
+                        break
                     with self._lock:
                         self._set(record, *_why_not_imported(module, error))
                     break
@@ -223,6 +247,8 @@ class Engine:
         """Evaluate the version gates, if ``start`` postponed that."""
         if self._undecided:
             self._undecided = False
+            for name, text in gate.too_old(self._floors).items():
+                self._logger.warning("%s: %s", text, _upgrade({name: self._floors[name]}))
             for record in self._records.values():
                 self._arm(record)
 
@@ -240,8 +266,11 @@ class Engine:
             return self._set(record, State.DISABLED, why)
         if evaluation.outcome is Outcome.MISSING:
             return self._set(record, State.NOT_INSTALLED, evaluation.reason)
-        if evaluation.outcome is Outcome.OUTSIDE and name not in self._switches.forced:
-            return self._set(record, State.UNAFFECTED, evaluation.reason)
+        if name not in self._switches.forced:
+            if evaluation.outcome is Outcome.TOO_OLD:
+                return self._set(record, State.TOO_OLD, evaluation.reason)
+            if evaluation.outcome is Outcome.OUTSIDE:
+                return self._set(record, State.UNAFFECTED, evaluation.reason)
         record.logged = ""
         self._stale = True
         return self._set(record, State.ARMED, "")
@@ -289,9 +318,11 @@ class Engine:
         for record in armed:
             if record.state is State.APPLIED:
                 entries = record.layer.entries
-                held = count_held(before, {id(e.original): e.keepers() for e in entries})
-                text = f"{held} reference(s) made before the patch still point to the original"
-                self._set(record, State.APPLIED, text if held else "")
+                record.held = count_held(before, {id(e.original): e.keepers() for e in entries})
+                text = (
+                    f"{record.held} reference(s) made before the patch still point to the original"
+                )
+                self._set(record, State.APPLIED, text if record.held else "")
             elif record.state is State.ARMED:
                 self._set(record, State.ARMED, self._waits_for(record))
 
@@ -444,9 +475,38 @@ class Engine:
             untested = f"untested version: {', '.join(later)}" if later else ""
         reason = "; ".join(filter(None, (record.reason, needs, stays, untested)))
         replaced = tuple(map(str, layer.replacements)) if layer.entries else ()
+        held = record.held if record.state is State.APPLIED else 0
         return PatchStatus(
-            patch.name, record.state, reason, patch.symptom, record.versions, replaced
+            patch.name, record.state, reason, patch.symptom, record.versions, replaced, held
         )
+
+    def _overview(self, entries: Sequence[PatchStatus]) -> Status:
+        """The states, and what is to be said of the libraries."""
+        libraries = dict(map(_installed, dict.fromkeys((*self._about.required, *self._floors))))
+        old = gate.too_old(self._floors)
+        missing = [name for name in self._about.required if libraries[name] is None]
+        problems = [f"{name} is not installed" for name in missing]
+        problems += old.values()
+        problems += [f"{name} cannot be imported" for name in self._broken if name not in old]
+        if held := sum(entry.held for entry in entries):
+            problems.append(
+                f"{held} reference(s) to functions of the libraries are older than the patches and "
+                "keep the bug"
+            )
+        advice = [f"{name} cannot be imported: {text}" for name, text in self._broken.items()]
+        if old:
+            advice.append(_upgrade({name: self._floors[name] for name in old}))
+        if absent := [name for name, version in libraries.items() if version is None]:
+            advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
+        if held:
+            advice.append("restart the process, and import this package before those libraries")
+        untested = [
+            f"untested version: {release} is newer than any measured one; the probe of each patch "
+            "decides whether it is applied"
+            for release in gate.later(libraries, self._newest)
+        ]
+        notes = [*self._about.notes(), *untested]
+        return Status(entries, libraries, problems, advice, notes, self._about)
 
     def _after_fork(self, child: bool = False) -> None:
         try:
@@ -470,12 +530,35 @@ def _state_of(record: _Record) -> str:
     return f"disabled by {by}"
 
 
+def _upgrade(floors: Mapping[str, str]) -> str:
+    return "pip install -U " + " ".join(f'"{name}>={floor}"' for name, floor in floors.items())
+
+
+def _installed(name: str) -> tuple[str, str | None]:
+    """The name and version of a library; an imported one tells its build, as in "2.13.0+cu130"."""
+    try:
+        version = gate.installed_version(name)
+    except PackageNotFoundError:
+        return name, None
+    imported = getattr(sys.modules.get(name), "__version__", None)
+    return name, str(imported or version or "unknown version")
+
+
 def _why_not_imported(module: str, error: Exception) -> tuple[State, str]:
     """The state of a patch whose target cannot be imported, and the reason.
 
-    Nobody can use a module that needs a library which is not installed, so its bug does no harm.
+    Nobody can use a module that needs something which is not installed, so its bug does no harm.
     """
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing and "." not in missing and missing != module.partition(".")[0]:
-        return State.NOT_INSTALLED, f"{module} needs {missing}, which is not installed"
+    if missing := _missing(error, module):
+        return State.UNAFFECTED, f"{module} needs {missing}, which is not installed"
     return State.FAILED, f"cannot import {module}: {error}"
+
+
+def _missing(error: BaseException | None, module: str) -> str:
+    """The package that the import of a module lacks, if it is that of another library; else ""."""
+    while error is not None:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        if name and "." not in name and name != module.partition(".")[0]:
+            return name
+        error = error.__cause__ or error.__context__
+    return ""

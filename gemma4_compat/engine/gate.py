@@ -19,6 +19,8 @@ class Outcome(Enum):
     INSIDE = "inside"
     OUTSIDE = "outside"
     MISSING = "missing"
+    #: a distribution is older than the oldest supported version
+    TOO_OLD = "too old"
     #: a development build or an unknown version: only a probe can decide
     UNDECIDED = "undecided"
 
@@ -57,13 +59,15 @@ def installed_version(distribution: str) -> str | None:
 def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) -> Evaluation:
     """Check the requirements against the installed distributions.  All of them must hold.
 
-    ``floors`` maps distributions to their oldest supported versions.  They are added to the
-    requirements without a lower bound.
+    ``floors`` maps distributions to their oldest supported versions.  The outcome is
+    ``TOO_OLD`` if one of the requirements names a distribution with an older version.
 
     Raises:
         ValueError: a requirement is not valid.
     """
-    requirements = [_with_floor(text, floors or {}) for text in affects]
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(text) for text in affects]
     outcomes = {requirement: _check(requirement) for requirement in requirements}
     missing = {each.name for each, outcome in outcomes.items() if outcome is Outcome.MISSING}
     found = dict.fromkeys(each.name for each in requirements if each.name not in missing)
@@ -71,6 +75,8 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     if missing:
         reason = f"{', '.join(sorted(missing))} not installed"
         return Evaluation(Outcome.MISSING, versions, reason)
+    if old := too_old({name: floor for name, floor in (floors or {}).items() if name in versions}):
+        return Evaluation(Outcome.TOO_OLD, versions, "; ".join(old.values()))
     required = " and ".join(map(str, requirements))
     installed = ", ".join(f"{name} {v or '(unknown)'}" for name, v in versions.items())
     reason = f"affects {required}; installed: {installed}"
@@ -80,15 +86,16 @@ def evaluate(affects: Sequence[str], floors: Mapping[str, str] | None = None) ->
     return Evaluation(Outcome.INSIDE, versions, reason)
 
 
-def _with_floor(text: str, floors: Mapping[str, str]) -> Requirement:
+def too_old(floors: Mapping[str, str]) -> dict[str, str]:
+    """The installed distributions that are older than these versions, and a text about each."""
     from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
 
-    requirement = Requirement(text)
-    begins = any(each.operator in (">", ">=") for each in requirement.specifier)
-    if requirement.name in floors and not begins:
-        requirement.specifier &= SpecifierSet(f">={floors[requirement.name]}")
-    return requirement
+    floor_of = {name: Requirement(f"{name}>={floor}") for name, floor in floors.items()}
+    return {
+        name: f"{name} {installed_version(name)} is too old (needs {floors[name]})"
+        for name, floor in floor_of.items()
+        if _check(floor) is Outcome.OUTSIDE
+    }
 
 
 def holds(requirement: str) -> bool:
@@ -105,7 +112,9 @@ def later(versions: Mapping[str, str | None], newest: Mapping[str, str]) -> list
     releases = []
     for name, version in versions.items():
         with suppress(InvalidVersion):
-            if version and name in newest and Version(version) > Version(newest[name]):
+            # "2.13.0+cu130" is not later than "2.13.0".
+            release = Version(version or "").public
+            if name in newest and Version(release) > Version(newest[name]):
                 releases.append(f"{name} {version}")
     return releases
 

@@ -1,14 +1,15 @@
-"""The states of the patches and their reasons."""
+"""The states of the patches and their reasons, and whether all is well."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
 from ..errors import suggestion
+from ..result import Result
 
 
 class State(str, Enum):
@@ -18,7 +19,9 @@ class State(str, Enum):
     DISABLED = "disabled"
     #: a library that the patch is for is not installed
     NOT_INSTALLED = "not installed"
-    #: the installed versions lie outside the gate
+    #: a library that the patch is for is older than the oldest supported version
+    TOO_OLD = "too old"
+    #: the installed versions lie outside the gate, or the module needs a library that is missing
     UNAFFECTED = "unaffected"
     #: the versions lie inside the gate, but the probe found the bug gone
     FIXED = "fixed upstream"
@@ -42,7 +45,10 @@ _IN_WORDS = {
     State.UNAFFECTED: "not needed here",
     State.FIXED: "not needed here",
     State.ARMED: "waiting for an import",
+    State.NOT_INSTALLED: "for libraries that are not installed",
 }
+#: the states of patches that need no attention
+_USUAL = (*_IN_WORDS, State.APPLIED, State.TOO_OLD)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class PatchStatus:
 
     ``versions`` maps each distribution of the gate to its installed version (``None``: unknown).
     ``replaces`` holds the attributes that an applied patch replaces, as "module.attribute".
+    ``held`` is the number of references to the original functions that other code took before the
+    patch was applied, and still calls.
     """
 
     name: str
@@ -59,22 +67,56 @@ class PatchStatus:
     symptom: str
     versions: Mapping[str, str | None]
     replaces: tuple[str, ...]
+    held: int = 0
 
     @property
     def ok(self) -> bool:
-        """False if the patch failed or drifted."""
-        return self.state not in (State.FAILED, State.DRIFTED)
+        """False if the patch failed or drifted, or cannot be applied to a library this old."""
+        return self.state not in (State.FAILED, State.DRIFTED, State.TOO_OLD)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "state": self.state.value, "replaces": list(self.replaces)}
 
 
-class Status:
-    """The states of all patches, to iterate over, to index by name or number, and to print."""
+@dataclass(frozen=True)
+class About:
+    """What a status says of the package and its libraries, besides the patches.
 
-    def __init__(self, entries: Sequence[PatchStatus]) -> None:
-        self._entries = tuple(entries)
+    ``title`` is its first line.  ``hints`` are the paragraphs before the patches: one if they are
+    those that need attention, one if they are all.  ``notes`` returns what else is worth knowing.
+    ``required`` are the libraries without which nothing works.
+    """
+
+    title: str = ""
+    hints: tuple[str, str] = ("", "")
+    notes: Callable[[], Iterable[str]] = tuple
+    required: Sequence[str] = ()
+
+
+class Status(Result):
+    """The states of all patches, to iterate over, to index by name or number, and to print.
+
+    Attributes:
+        libraries: the patched libraries and their versions (``None``: not installed).
+        problems: why this package cannot work here, such as a library that is too old.
+        advice: what to do about the problems.
+        notes: what else is worth knowing, such as a library newer than any that was measured.
+        every: whether the text lists every patch, or only those that need attention.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[PatchStatus],
+        libraries: Mapping[str, str | None] | None = None,
+        problems: Sequence[str] = (),
+        advice: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        about: About | None = None,
+    ) -> None:
+        self._entries, self._about = tuple(entries), about or About()
+        self.libraries, self.problems = dict(libraries or {}), tuple(problems)
+        self.advice, self.notes, self.every = tuple(advice), tuple(notes), False
 
     def __getitem__(self, key: int | str) -> PatchStatus:
         if isinstance(key, str):
@@ -93,28 +135,43 @@ class Status:
 
     @property
     def ok(self) -> bool:
-        """False if a patch failed or drifted."""
-        return all(entry.ok for entry in self)
+        """False if this package cannot work here, or a patch failed or drifted."""
+        return not self.problems and all(entry.ok for entry in self)
 
     @property
     def verdict(self) -> str:
-        """Whether all is well, and the number of patches in each state."""
+        """What is wrong; if nothing is, the number of patches in each state."""
+        if self.problems:
+            return f"NOT well: {'; '.join(self.problems)}"
         states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)
         counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
         return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain data, one entry per patch."""
-        return {entry.name: entry.as_dict() for entry in self._entries}
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "title": self._about.title,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "libraries": self.libraries,
+            "problems": list(self.problems),
+            "advice": list(self.advice),
+            "notes": list(self.notes),
+            "patches": {entry.name: entry.as_dict() for entry in self},
+        }
 
     def __str__(self) -> str:
-        if not self._entries:
-            return "no patches"
-        name = max(len(entry.name) for entry in self)
-        state = max(len(entry.state.value) for entry in self)
-        return "\n".join(
-            f"{entry.name:<{name}}  {entry.state.value:<{state}}  {entry.reason}".rstrip()
-            for entry in self
-        )
+        return "\n\n".join(self._paragraphs())
 
-    __repr__ = __str__
+    def _paragraphs(self) -> Iterator[str]:
+        from ..text import table, wrap
+
+        yield "\n".join(filter(None, (self._about.title, wrap(self.verdict))))
+        if self.libraries:
+            yield table([(name, v or "not installed") for name, v in self.libraries.items()])
+        yield from map(wrap, (*self.advice, *self.notes))
+        if hint := self._about.hints[self.every]:
+            yield wrap(hint)
+        shown = [each for each in self if self.every or each.state not in _USUAL]
+        if shown:
+            yield table([(each.name, each.state, each.reason) for each in shown])

@@ -60,12 +60,14 @@ _ONLY_A_PATH = (
 class Report(Result):
     """The machine, the libraries, the patches, and the model, map or adapter; all plain data.
 
-    ``system``, ``libraries`` and ``model``, a checkpoint, map names of facts to texts.  ``patches``
-    maps names to state and reason.  ``device_map`` is a checked map and ``adapter`` an adapter.
+    ``system``, ``libraries`` and ``model``, a checkpoint, map names of facts to texts.  ``state``
+    is the verdict on the patches, and ``patches`` maps names to state and reason.  ``device_map``
+    is a checked map and ``adapter`` an adapter, or why they cannot be inspected here.
     """
 
     system: Mapping[str, str]
     libraries: Mapping[str, str]
+    state: str
     patches: Mapping[str, Mapping[str, str]]
     model: Mapping[str, str] | None
     device_map: Mapping[str, Any] | None
@@ -83,7 +85,7 @@ class Report(Result):
         """Markdown."""
         yield from ("### System", "")
         yield from _facts({**self.system, **self.libraries})
-        yield from ("", "### Patches of gemma4_compat", "")
+        yield from ("", "### Patches of gemma4_compat", "", self.state, "")
         by_state: dict[str, list[str]] = {}
         for name, patch in self.patches.items():
             by_state.setdefault(patch["state"], []).append(name)
@@ -126,14 +128,25 @@ def build_report(
     model, adapter = with_repository(model), with_repository(adapter)
     clean = _Private([each for each in (model, adapter) if each is not None]).clean
     patches = status(import_targets=True)
+
+    def inspected(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        try:
+            return _as_data(clean(function(*arguments)))
+        except Exception as error:
+            if patches.ok:
+                raise
+            # Whoever has libraries that do not work needs a report most.
+            return {"text": clean(f"{type(error).__name__}: {error}")}
+
     mapped = fits = None
     if model is not None and device_map is not None:
-        mapped = _as_data(clean(check_device_map(model, device_map)))
+        mapped = inspected(check_device_map, model, device_map)
     if adapter is not None:
-        fits = _as_data(clean(inspect_adapter(adapter, model)))
+        fits = inspected(inspect_adapter, adapter, model)
     return Report(
         system=clean(_system()),
         libraries=clean(_libraries()),
+        state=clean("\n".join([patches.verdict, *patches.advice])),
         patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
         model=None if model is None else clean(_checkpoint(located(model))),
         device_map=mapped,

@@ -1,8 +1,10 @@
-"""What PyTorch was built for."""
+"""What PyTorch was built for, and whether it sees a GPU."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 _CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
 
@@ -20,3 +22,17 @@ def cpu_only() -> str:
         f"torch {torch.__version__} is a CPU-only build and uses no GPU; for an NVIDIA GPU: "
         f"{_CUDA_BUILD}"
     )
+
+
+def notes() -> Iterator[str]:
+    """What a user should know of PyTorch and the GPU, once PyTorch is imported."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "cuda"):  # it is not imported, or only a stand-in
+        return
+    if why := cpu_only():
+        yield why
+    elif torch.version.cuda and not torch.cuda.is_available():
+        yield (
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no GPU: "
+            "nvidia-smi says whether the driver works, and which CUDA version it supports"
+        )

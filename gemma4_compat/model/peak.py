@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .caches import with_all_layers
 from .parts import decoder_layers, shared_layers
 from .sizes import kv_shapes, on_cuda
 
@@ -260,7 +261,7 @@ def forward_peak(model: Any, tokens: int, past: int, *, static: bool = False) ->
     """
     from transformers import DynamicCache, StaticCache
 
-    config = model.config.get_text_config(decoder=True)
+    config = with_all_layers(model.config.get_text_config(decoder=True))
     length = past + tokens + 1
     cache = (
         StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Location, adapter_header
+from .caches import with_all_layers
 from .parts import decoder_layers, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
@@ -125,7 +126,7 @@ def kv_shapes(model: Any) -> dict[int, tuple[int, int]]:
 
 
 def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
-    """By layer index: the bytes of transformers' own ``DynamicCache`` after these steps.
+    """By layer index: the bytes of the ``DynamicCache`` of ``generate`` after these steps.
 
     ``steps`` holds the number of tokens of each forward.  Storages are counted, not views: after a
     long prompt in one step, the keys and values of a sliding layer are views of the whole prompt's,
@@ -133,7 +134,7 @@ def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
     """
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=with_all_layers(model.config.get_text_config(decoder=True)))
     shapes = kv_shapes(model)
     for tokens in steps:
         for index, (heads, width) in shapes.items():

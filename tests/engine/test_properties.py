@@ -133,9 +133,11 @@ def test_oldest_supported_versions_are_required():
     floors = {"aa": "1.5", "cc": "3"}
     with installed({"aa": "1", "bb": "1"}):
         assert gate.evaluate(("aa<2",)).outcome is Outcome.INSIDE
-        outside = gate.evaluate(("aa<2", "bb"), floors)
-        assert outside.outcome is Outcome.OUTSIDE
-        assert outside.reason == "affects aa<2,>=1.5 and bb; installed: aa 1, bb 1"
+        old = gate.evaluate(("aa<2", "bb"), floors)
+        assert (old.outcome, old.reason) == (Outcome.TOO_OLD, "aa 1 is too old (needs 1.5)")
+        assert gate.evaluate(("bb",), floors).outcome is Outcome.INSIDE
+    with installed({"aa": "1.5.dev0"}):
+        assert gate.evaluate(("aa",), floors).outcome is Outcome.UNDECIDED
     with installed({"aa": "1.5"}):
         assert gate.evaluate(("aa<2",), floors).outcome is Outcome.INSIDE
 
@@ -477,10 +479,11 @@ def test_status_is_typed_printable_and_json():
     assert isinstance(status, Status)
     assert status[0] is status["a_patch"] is next(iter(status))
     assert status["a_patch"].versions.keys() == {"packaging"}
-    assert str(status) == repr(status) == "a_patch  disabled  STATUS=0"
+    assert str(status) == "all well: 1 disabled\n\na_patch  disabled  STATUS=0"
+    assert repr(status) == "<Status: all well: 1 disabled>"
     assert json.loads(json.dumps(status.as_dict())) == status.as_dict()
-    assert status.as_dict()["a_patch"]["state"] == "disabled"
-    assert str(Status([])) == "no patches"
+    assert status.as_dict()["patches"]["a_patch"]["state"] == "disabled"
+    assert str(Status([])) == "all well: no patches"
     assert status.ok
     with pytest.raises(KeyError):
         status["b"]

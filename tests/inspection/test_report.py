@@ -218,7 +218,7 @@ def test_command(model_dir, adapter_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert isinstance(build_report(), Report)
     assert set(found) == {
-        "system", "libraries", "patches", "model", "device_map", "adapter",
+        "system", "libraries", "state", "patches", "model", "device_map", "adapter",
     }  # fmt: skip
     assert set(found["libraries"]) == {"gemma4_compat", *REPORTED}
 

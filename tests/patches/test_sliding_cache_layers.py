@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gemma4_compat
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import SLIDING_WINDOW, large_config, large_model
 
@@ -42,30 +43,37 @@ def sliding(cache):
     return ["sliding_attention" if layer.is_sliding else "full_attention" for layer in cache.layers]
 
 
-@pytest.mark.regression("sliding_cache_layers", r"the cache has layers \[\]")
-@pytest.mark.parametrize("whole", [True, False], ids=["config", "text config"])
-def test_layers_of_a_dynamic_cache(model_dir, whole):
-    from transformers import DynamicCache
+def generated_alone(model, kind="text", **options):
+    """The logits of each new token, and the cache, of a call that returns neither."""
+    caches, logits = [], []
 
-    config = large_config(model_dir)
-    cache = DynamicCache(config=config if whole else config.text_config)
-    found = sliding(cache)
-    assert found == config.text_config.layer_types, f"the cache has layers {found}"
+    def see(module, args, kwargs):
+        caches.append(kwargs["past_key_values"])
+
+    def keep(tokens, scores):
+        logits.append(scores.clone())
+        return scores
+
+    hook = model.register_forward_pre_hook(see, with_kwargs=True)
+    model.generate(
+        **INPUTS[kind](model.config),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        logits_processor=[keep],
+        **options,
+    )
+    hook.remove()
+    assert all(cache is caches[0] for cache in caches)
+    return torch.stack(logits), caches[0]
 
 
 @pytest.mark.regression("sliding_cache_layers", r"layer 0 keeps 31 tokens")
 def test_a_dynamic_cache_forgets(model_dir):
     model = large_model(model_dir)
-    prompt = text_inputs(model.config)
-    output = model.generate(
-        **prompt,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        eos_token_id=1,
-        return_dict_in_generate=True,
-    )
-    tokens = output.sequences.shape[1] - 1
-    types = zip(output.past_key_values.layers, model.config.text_config.layer_types, strict=True)
+    _, cache = generated_alone(model)
+    tokens = text_inputs(model.config)["input_ids"].shape[1] + NEW_TOKENS - 1
+    types = zip(cache.layers, model.config.text_config.layer_types, strict=True)
     for index, (layer, kind) in enumerate(types):
         kept = layer.keys.shape[-2]
         expected = SLIDING_WINDOW - 1 if kind == "sliding_attention" else tokens
@@ -77,8 +85,43 @@ def test_sliding_layers_give_what_full_layers_give(model_dir, kind):
     from transformers import DynamicCache
 
     model = large_model(model_dir)
-    assert_close(generated(model, kind), generated(model, kind, past_key_values=DynamicCache()))
-    assert_close(generated(model, kind), generated(model, kind, use_cache=False))
+    expected = generated(model, kind, past_key_values=DynamicCache())
+    assert_close(generated_alone(model, kind)[0], expected)
+    assert_close(generated(model, kind), expected)
+    assert_close(generated(model, kind, use_cache=False), expected)
+
+
+def caches_of_the_user(model):
+    """Caches that a user makes or gets; each has the prompt's tokens, or more."""
+    from transformers import DynamicCache
+
+    prompt, seen = text_inputs(model.config), []
+
+    def decode(model, input_ids, past_key_values=None, **kwargs):
+        seen.append(past_key_values)
+        model(input_ids=input_ids, past_key_values=past_key_values)
+        return input_ids
+
+    model.generate(**prompt, custom_generate=decode, max_new_tokens=2)
+    own, options = DynamicCache(config=model.config), {"max_new_tokens": 3}
+    with torch.no_grad():
+        model(**prompt, past_key_values=own)
+        made = model(**prompt, use_cache=True).past_key_values
+    returned = model.generate(**prompt, **options, return_dict_in_generate=True).past_key_values
+    return [own, made, returned, *seen]
+
+
+def test_a_cache_that_the_user_gets_is_as_without_the_patch(model_dir):
+    """Code that crops it, or fills another cache with its keys, relies on its length."""
+    model = large_model(model_dir)
+    found = caches_of_the_user(model)
+    with gemma4_compat.disabled("sliding_cache_layers"):
+        expected = caches_of_the_user(model)
+    assert len(found) == 4
+    for cache, other in zip(found, expected, strict=True):
+        for layer, like in zip(cache.layers, other.layers, strict=True):
+            assert type(layer) is type(like)
+            assert torch.equal(layer.keys, like.keys)
 
 
 @pytest.mark.regression("sliding_cache_layers", r"IndexError: list index out of range")

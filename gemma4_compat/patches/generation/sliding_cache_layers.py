@@ -6,18 +6,19 @@ and ``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layer types treat
 full-attention layer and keeps all tokens, where sliding layers need the last ``sliding_window``
 only.  A ``StaticCache`` without layer types raises IndexError when it stores the first keys.
 
-The fix builds the cache from a view of the config without ``num_kv_shared_layers``.  Assisted
-generation and prompt lookup remove tokens from the cache, which a full sliding layer does not
-support, so ``generate`` requests a cache of full layers.  transformers 5.12 and 5.13 build sliding
-layers nevertheless, except, because of this bug, in models without KV sharing.  With the fix, these
-models still get full layers.
+The fix makes the cache from a view of the config without ``num_kv_shared_layers``.  It does so for a
+``DynamicCache`` only where nobody but ``generate`` gets it.  A cache that the user makes or gets
+keeps all tokens: code that crops it, or fills another one with its keys, relies on that.  So does
+``generate`` itself in assisted generation and prompt lookup, which request a cache of full layers.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...model.caches import shares_nothing, with_all_layers
 
 PATCH = Patch(
     name="sliding_cache_layers",
@@ -27,13 +28,16 @@ PATCH = Patch(
     ),
     affects=("transformers<5.14",),
     changes=(
-        "DynamicCache and StaticCache keep all layer types of a config with num_kv_shared_layers=0."
+        "The DynamicCache that generate makes and does not return, and a StaticCache, keep all "
+        "layer types of a config with num_kv_shared_layers=0."
     ),
     note="StaticCache is fixed earlier, in transformers 5.10.1.",
     links=("https://github.com/huggingface/transformers/pull/46235",),
 )
 
-_CACHES = "transformers.cache_utils"
+_GENERATE = "transformers.generation.utils"
+#: whether the user's own decoding method gets the cache
+_is_custom: ContextVar[bool] = ContextVar("is_custom", default=False)
 
 
 @PATCH.probe
@@ -55,28 +59,23 @@ def all_layers_are_dropped() -> Finding:
     return drifted(f"a cache of one sliding layer has the layers {layers}")
 
 
-@PATCH.around(_CACHES, "DynamicCache.__init__")
-def dynamic_cache(
-    original: Any,
-    self: Any,
-    ddp_cache_data: Any = None,
-    config: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    original(self, ddp_cache_data, _with_all_layers(config), *args, **kwargs)
-
-
-@PATCH.around(_CACHES, "StaticCache.__init__", when="transformers<5.10.1")
+@PATCH.around("transformers.cache_utils", "StaticCache.__init__", when="transformers<5.10.1")
 def static_cache(original: Any, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    original(self, _with_all_layers(config), *args, **kwargs)
+    original(self, with_all_layers(config), *args, **kwargs)
 
 
-@PATCH.around(
-    "transformers.generation.utils",
-    "GenerationMixin._prepare_cache_for_generation",
-    when="transformers>=5.12",
-)
+@PATCH.around(_GENERATE, "GenerationMixin.generate")
+def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("custom_generate") is None:
+        return original(self, *args, **kwargs)
+    token = _is_custom.set(True)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _is_custom.reset(token)
+
+
+@PATCH.around(_GENERATE, "GenerationMixin._prepare_cache_for_generation")
 def prepare_cache_for_generation(
     original: Any, self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -84,33 +83,11 @@ def prepare_cache_for_generation(
 
     given = model_kwargs.get("past_key_values")
     result = original(self, generation_config, model_kwargs, *args, **kwargs)
-    cache = model_kwargs.get("past_key_values")
-    if generation_config.cache_implementation == "dynamic_full" and cache is not given:
-        if type(cache) is DynamicCache and _shares_nothing(self.config):
-            model_kwargs["past_key_values"] = DynamicCache()
+    cache, wanted = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+    if cache is not given and type(cache) is DynamicCache and shares_nothing(self.config):
+        is_returned = generation_config.return_dict_in_generate or _is_custom.get()
+        if wanted != "dynamic_full" and not is_returned:
+            options = {"offloading": True} if wanted == "offloaded" else {}
+            config = with_all_layers(self.config)
+            model_kwargs["past_key_values"] = DynamicCache(config=config, **options)
     return result
-
-
-def _shares_nothing(config: Any) -> bool:
-    return getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None) == 0
-
-
-def _with_all_layers(config: Any) -> Any:
-    if config is None or not _shares_nothing(config):
-        return config
-    return _WithoutSharing(config.get_text_config(decoder=True))
-
-
-class _WithoutSharing:
-    """A view of a decoder's config without ``num_kv_shared_layers``."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "num_kv_shared_layers":
-            raise AttributeError(name)
-        return getattr(self.config, name)

@@ -1,0 +1,35 @@
+"""The layers of the cache that `generate` makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def shares_nothing(config: Any) -> bool:
+    """Whether ``num_kv_shared_layers`` of a config is 0, as in 12B, 26B-A4B and 31B."""
+    return getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", None) == 0
+
+
+def with_all_layers(config: Any) -> Any:
+    """A config from which a cache gets the layer types of all layers.
+
+    Before transformers 5.14, a cache without shared layers gets none: ``layer_types[:-0]``.
+    """
+    if config is None or not shares_nothing(config):
+        return config
+    return _WithoutSharing(config.get_text_config(decoder=True))
+
+
+class _WithoutSharing:
+    """A view of a decoder's config without ``num_kv_shared_layers``."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_kv_shared_layers":
+            raise AttributeError(name)
+        return getattr(self.config, name)

@@ -1,0 +1,134 @@
+"""What the commands say where a library is missing, too old or broken.
+
+The cases run in processes whose libraries are links to the installed ones.  One of them is left
+out, or its metadata has an older version, or its import raises.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from gemma4_compat.versions import FLOORS, REQUIRED, WITH_TORCH
+from tests.support import run_process
+
+BROKEN = "libsomething.so: cannot open shared object file"
+#: library -> the libraries that import it
+NEEDED_BY = {
+    "torch": {"transformers", "accelerate", "peft", "bitsandbytes"},
+    "transformers": {"peft"},
+    "accelerate": {"peft"},
+}
+CASES = [(library, how) for how in ("missing", "too old", "broken") for library in WITH_TORCH]
+CASES.remove(("torch", "too old"))  # it has no oldest version
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Returns a function that runs a command with one library as the case says."""
+
+    def make(library, how):
+        folder = tmp_path / "packages"
+        folder.mkdir()
+        for each in Path(sysconfig.get_paths()["purelib"]).iterdir():
+            name, is_info = each.name.partition("-")[0], each.suffix == ".dist-info"
+            if each.suffix == ".pth" or name.startswith("gemma4_compat"):
+                continue
+            if name != library or (how == "too old") is not is_info:
+                if name != library or how != "missing":
+                    (folder / each.name).symlink_to(each)
+            elif how == "too old":
+                shutil.copytree(each, folder / each.name)
+                file = folder / each.name / "METADATA"
+                file.write_text(file.read_text().replace("\nVersion: ", "\nVersion: 0.", 1))
+            elif how == "broken":
+                (folder / name).mkdir()
+                (folder / name / "__init__.py").write_text(f"raise ImportError({BROKEN!r})")
+        root = Path(__file__).parent.parent
+
+        def run(*arguments):
+            # -S: without site-packages
+            words = [sys.executable, "-S", "-m", "gemma4_compat", *arguments]
+            return run_process(words, [str(folder), str(root)], COLUMNS="200")
+
+        return run
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("library", "how"),
+    [
+        pytest.param(*case, marks=[] if case[0] == "transformers" else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_verdict(command, library, how):
+    run = command(library, how)
+    ran, found = run("status"), json.loads(run("status", "--json").stdout)
+    is_well = how == "missing" and library not in REQUIRED
+    assert ran.returncode == (0 if is_well else 1)
+    assert found["ok"] is is_well
+    assert found["verdict"] in ran.stdout
+    assert ("all well: " if is_well else "NOT well: ") in ran.stdout
+    if how == "missing":
+        assert found["libraries"][library] is None
+        assert f"not installed: {library}; pip install {library}" in ran.stdout
+        assert found["problems"] == ([] if is_well else [f"{library} is not installed"])
+        assert not ran.stderr
+    elif how == "too old":
+        assert f"is too old (needs {FLOORS[library]})" in found["problems"][0]
+        assert f'pip install -U "{library}>={FLOORS[library]}"' in ran.stdout
+        [warning] = ran.stderr.splitlines()
+        assert found["problems"][0] in warning
+        states = {name: patch["state"] for name, patch in found["patches"].items()}
+        assert "applied" in states.values() or library in ("transformers", "accelerate")
+    else:
+        assert found["problems"] == [f"{library} cannot be imported"]
+        assert BROKEN in ran.stdout
+        assert not ran.stderr
+        assert "failed" not in {patch["state"] for patch in found["patches"].values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("library", "how"), CASES)
+def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path):
+    """Each works, or says in one line what to install; a report says it, and prints the rest."""
+    run, texts = command(library, how), {}
+    device_map = '{"": "cpu"}'
+    for arguments in (
+        ["plan", str(model_dir), "--gpu", "12GiB"],
+        ["map", str(model_dir), "--map", device_map],
+        ["scan", str(model_dir), "q_proj"],
+        ["adapter", str(adapter_dir), "--model", str(model_dir)],
+        ["merge", str(model_dir), str(adapter_dir), str(tmp_path / "merged")],
+        ["demo"],
+    ):
+        ran = run(*arguments)
+        assert "Traceback" not in ran.stderr, ran.stderr
+        if ran.returncode == 2:
+            said = [line for line in ran.stderr.splitlines() if line.startswith("gemma4-compat ")]
+            [texts[arguments[0]]] = said
+        else:
+            assert ran.returncode in (0, 1)
+    expected = {
+        "missing": f"pip install {library}",
+        "too old": f'pip install -U "{library}>={FLOORS.get(library)}"',
+        "broken": "cannot import ",
+    }[how]
+    assert "demo" in texts
+    assert all(expected in text for text in texts.values()), texts
+    if library in REQUIRED:
+        assert set(texts) == {"plan", "map", "scan", "adapter", "merge", "demo"}
+
+    options = ["--model", str(model_dir), "--map", device_map, "--adapter", str(adapter_dir)]
+    ran = run("report", *options)
+    assert ran.returncode == 0, ran.stderr
+    for heading in ("### System", "### Patches of gemma4_compat", "### Model", "### Adapter"):
+        assert heading in ran.stdout
+    assert library in ran.stdout
