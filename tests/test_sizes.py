@@ -211,7 +211,17 @@ SHAPES = {
 
 def cached(model, steps):
     """Bytes of the storages of a real cache after forwards with these numbers of tokens."""
-    cache = None
+    caches = []
+
+    def take(module, args, kwargs):
+        caches.append(kwargs["past_key_values"])
+        raise StopIteration
+
+    hook = model.register_forward_pre_hook(take, with_kwargs=True)
+    with pytest.raises(StopIteration):
+        model.generate(input_ids=torch.full((1, 2), 3), max_new_tokens=1)
+    hook.remove()
+    [cache] = caches
     with torch.no_grad():
         for tokens in steps:
             ids = torch.full((1, tokens), 3)

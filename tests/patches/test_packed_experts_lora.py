@@ -163,6 +163,33 @@ def test_outputs(folder):
     assert not torch.equal(logits(model), logits(load(folder)))
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_modules_to_save(folder, tmp_path, offloaded):
+    """PEFT trains a copy of the experts, which is not in 4 bits, as without the package."""
+    base = load(folder)
+    options = {"target_modules": ["q_proj"], "target_parameters": None}
+    options["modules_to_save"] = ["experts"]
+    expected = peft.get_peft_model(plain(base), config(**options))
+    if offloaded:
+        support.split(base, tmp_path / "disk", {"": "cpu", "model.layers.1.experts": "disk"})
+    model = peft.get_peft_model(base, config(**options))
+    ids = torch.arange(3, 15)[None]
+    for each in (model, expected):
+        randomise(each)
+        each(input_ids=ids, labels=ids).loss.backward()
+    found, wanted = (
+        {name: p.grad for name, p in each.named_parameters() if p.requires_grad}
+        for each in (model, expected)
+    )
+    assert any("experts" in name for name in found)
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert_near(gradient, wanted[name], 0.02)  # other layers are in 4 bits in one model alone
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model.eval()))
+
+
 def test_save_and_load(folder, tmp_path):
     """An adapter has the same tensor names as one of a model in bfloat16, and loads over either."""
     from safetensors.torch import load_file

@@ -7,19 +7,23 @@ adapter gets wrong shapes, and the first forward raises.
 
 The fix lets PEFT read the shape and the dtype of the dequantised weight.  In a forward, the experts
 get the update and add it to the weight that they dequantise.  Merging dequantises, adds the update
-and quantises again, as PEFT does for 4-bit layers.
+and quantises again, as PEFT does for 4-bit layers.  A copy that ``modules_to_save`` trains is
+dequantised: bytes have no gradient.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import execution_device
+from ...objects import hidden, shadowed
 from ...runtime.experts.forward import updates
-from ...runtime.experts.packed import Packed, is_packed, quantised
+from ...runtime.experts.packed import Packed, dequantise, experts_in, is_packed, quantised
 from .._code import code_at, mentions
 from .._offload import onloaded
 
@@ -33,7 +37,8 @@ PATCH = Patch(
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
         "PEFT's target_parameters adapts the experts that fused_experts_4bit quantises: training, "
-        "saving, loading, several adapters, merging."
+        "saving, loading, several adapters, merging.  PEFT's modules_to_save trains a dequantised "
+        "copy of them."
     ),
     unreported="Only fused_experts_4bit, a patch of this package, stores experts in 4 bits.",
     requires=("fused_experts_4bit",),
@@ -48,6 +53,24 @@ def wrapper_reads_the_parameter() -> Finding:
     if mentions(code_at("peft.tuners.lora.layer", "ParamWrapper.get_param"), "quant_state"):
         return fixed("ParamWrapper adapts quantised parameters itself")
     return broken()
+
+
+@PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")
+def modules_to_save_update(
+    original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    with ExitStack() as stack:
+        for _, module in experts_in(self.original_module):
+            copied = partial(_dequantised_copy, module)
+            stack.enter_context(shadowed(module, __deepcopy__=copied))
+        original(self, adapter_name, *args, **kwargs)
+
+
+def _dequantised_copy(module: Any, memo: dict[int, Any]) -> Any:
+    with hidden(module, "__deepcopy__"):
+        copied = copy.deepcopy(module, memo)
+    dequantise(copied)
+    return copied
 
 
 @PATCH.around(_LAYER, "ParamWrapper.get_param")

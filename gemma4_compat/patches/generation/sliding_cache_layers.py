@@ -6,10 +6,11 @@ and ``layer_types[:-0]`` is empty.  A ``DynamicCache`` without layer types treat
 full-attention layer and keeps all tokens, where sliding layers need the last ``sliding_window``
 only.  A ``StaticCache`` without layer types raises IndexError when it stores the first keys.
 
-The fix makes the cache from a view of the config without ``num_kv_shared_layers``.  It does so for a
-``DynamicCache`` only where nobody but ``generate`` gets it.  A cache that the user makes or gets
-keeps all tokens: code that crops it, or fills another one with its keys, relies on that.  So does
-``generate`` itself in assisted generation and prompt lookup, which request a cache of full layers.
+The fix makes the cache from a view of the config without ``num_kv_shared_layers``.  A
+``DynamicCache`` is changed only where nobody but ``generate`` gets it.  A cache that the user makes
+or gets keeps all tokens: code that crops it, or fills another one with its keys, relies on that.
+So does ``generate`` itself in assisted generation and prompt lookup, which request a cache of full
+layers.
 """
 
 from __future__ import annotations

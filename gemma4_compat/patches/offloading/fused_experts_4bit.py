@@ -28,7 +28,7 @@ from ...engine.gate import holds
 from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
     FUSED,
-    Packed,
+    dequantise,
     experts_in,
     fits_in_blocks,
     has_fused_form,
@@ -313,14 +313,5 @@ def dequantize_and_replace(
     model = original(model, quantization_config=quantization_config, dtype=dtype)
     for _, module in list(experts_in(model)):
         with onloaded(module, keep_changes=True):
-            _dequantise(module, dtype)
+            dequantise(module, dtype)
     return model
-
-
-def _dequantise(module: Any, dtype: Any) -> None:
-    import torch
-
-    for name, parameter in packed_parameters(module).items():
-        weight = Packed(parameter, dtype).whole()
-        module._parameters[name] = torch.nn.Parameter(weight)
-    vars(module).pop("compute_dtype", None)

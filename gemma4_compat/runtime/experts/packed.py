@@ -71,6 +71,15 @@ def quantised(value: Any, like: Any) -> Any:
     ).to(value.device)
 
 
+def dequantise(module: Any, dtype: Any = None) -> None:
+    """Replace the experts of a module by the numbers that they stand for."""
+    import torch
+
+    for name, parameter in packed_parameters(module).items():
+        module._parameters[name] = torch.nn.Parameter(Packed(parameter, dtype).whole())
+    vars(module).pop("compute_dtype", None)
+
+
 class Packed:
     """The experts in one ``Params4bit``: whole, one, or several chosen by index on the device."""
 
