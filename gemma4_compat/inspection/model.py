@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..model.hooks import input_device
+from ..model.parts import base_of
 from ..result import Result
 from ..runtime.facts import at_work, how_it_decodes
 from ..text import plural, size, some, table, wrap
@@ -107,7 +108,7 @@ def inspect_model(model: Any) -> ModelInspection:
     if not isinstance(model, nn.Module):
         raise TypeError(f"inspect_model needs a torch.nn.Module, not {type(model).__name__}")
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     loaded = Loaded(model)
     config = getattr(getattr(base, "config", None), "quantization_config", None)
     quantisation = _quantisation(config)

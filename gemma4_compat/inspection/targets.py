@@ -20,6 +20,7 @@ from ..files.hub import short_name
 from ..model.meta import checkpoint_model
 from ..model.parts import (
     TOWERS,
+    base_of,
     experts_without_adapter,
     is_clippable,
     is_under,
@@ -201,7 +202,7 @@ def base_model_of(model: Any) -> BaseModel:
         name = str(model)
         model, _ = checkpoint_model(model)
     else:
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = base_of(model)
         name = str(getattr(model, "name_or_path", ""))
     modules: dict[str, Any] = {}
     adapted: list[str] = []

@@ -26,6 +26,16 @@ def is_ours(model: Any) -> bool:
     return str(model_type).startswith(_TYPES)
 
 
+def base_of(model: Any) -> Any:
+    """The model that a PEFT model wraps; any other model itself."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    try:
+        return model.get_base_model()
+    except KeyError:  # its last adapter was deleted, and PEFT asks that one's config
+        return model.base_model.model
+
+
 def part_of(name: str) -> str:
     """The part of the model that a module or tensor of this name belongs to."""
     path = name.split(".")

@@ -78,10 +78,14 @@ def test_layer_packed_without_the_patch_is_still_unpacked(caplog):
     layers = [layer(False) for _ in range(2)]
     with gemma4_compat.disabled("cpu_packed_state"):
         weight = layers[0].weight.data.clone()
+        absmax = layers[0].weight.quant_state.absmax.clone()
         for module in layers:
             pack(module)
     for module in layers:
         assert torch.equal(module.state_dict()["weight"], weight)
+        scales = module.state_dict()["weight.absmax"]  # rounded to bfloat16 by the repacking
+        assert scales.dtype == torch.float32
+        assert torch.allclose(scales, absmax, rtol=2**-8, atol=0)
     said = [r.getMessage() for r in caplog.records if r.name == cpu_packed_state.__name__]
     assert len(said) == 1
     assert "import gemma4_compat first" in said[0]

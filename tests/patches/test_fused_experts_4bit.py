@@ -851,6 +851,20 @@ def test_files_with_unquantised_experts(folder, tmp_path, caplog):
     assert "because the checkpoint has them unquantised" in message
 
 
+def test_switching_the_patch_off_is_said(folder, caplog):
+    model = load(folder)
+    caplog.clear()
+    with gemma4_compat.disabled("fused_experts_4bit"):
+        [said] = [r.getMessage() for r in caplog.records if r.name.endswith("fused_experts_4bit")]
+    assert "a saved file cannot be loaded" in said
+    assert logits(model).isfinite().all()
+    del model
+    gc.collect()
+    caplog.clear()
+    with gemma4_compat.disabled("fused_experts_4bit"):
+        assert not [r for r in caplog.records if r.name.endswith("fused_experts_4bit")]
+
+
 def test_files_without_the_patch(folder, tmp_path):
     """Files with experts in 4 bits never become random experts: a forward without us raises."""
     load(folder).save_pretrained(tmp_path)

@@ -382,3 +382,15 @@ def test_a_second_adapter_on_the_same_layers(
     loaded(model, folder, "language_model", "second")
     (message,) = [record.getMessage() for record in caplog.records if record.name == OURS]
     assert "all other tensors are loaded" in message
+
+
+def test_an_adapter_is_loaded_after_the_last_one_was_deleted(model_dir, adapter_dir):
+    """PEFT asks the active adapter for its config, which is gone."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir).eval()
+    expected = logits(model)
+    model.delete_adapter("default")
+    model.load_adapter(adapter_dir, "again")
+    model.set_adapter("again")
+    assert_same(logits(model), expected)

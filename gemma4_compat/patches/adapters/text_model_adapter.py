@@ -20,6 +20,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.parts import base_of
 from ...objects import shadowed
 from .._code import mentions
 from .._text_model import (
@@ -76,7 +77,7 @@ def set_peft_model_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     names = _other_names(base, peft_model_state_dict)
     if not names:
         return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)

@@ -83,11 +83,11 @@ def convert_weight_packed_for_cpu_inverse(
     qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
     if before is None:
         _warn_approximate()
-    elif unchanged:
+    if before is not None and unchanged:
         vars(quant_state).clear()
         vars(quant_state).update(before)
     elif not quant_state.nested:  # bitsandbytes leaves absmax in the order of the repacked weight
-        quant_state.absmax = quant_state.absmax.T.reshape(-1).to(before["absmax"].dtype)
+        quant_state.absmax = quant_state.absmax.T.reshape(-1).float()
     return qweight, quant_state
 
 

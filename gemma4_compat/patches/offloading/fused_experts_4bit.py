@@ -84,6 +84,16 @@ def quantizer_skips_experts() -> Finding:
     return fixed_if(mentions(code, "xperts"), "the 4-bit quantizer handles experts itself")
 
 
+@PATCH.on_revert
+def warn_of_packed_experts() -> None:
+    if any(is_packed(module._parameters.get(FUSED[0])) for module in _quantised):
+        logger.warning(
+            "fused_experts_4bit is off now, while models with experts in 4 bits are loaded. Do not "
+            "run or save these models before it is on again: without it, a forward raises an "
+            "error, and a saved file cannot be loaded."
+        )
+
+
 # -- loading ------------------------------------------------------------------------------------
 
 
@@ -205,6 +215,7 @@ def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any 
                 parameter.data = parameter.data.to(options.bnb_4bit_quant_storage)
             module._parameters[own] = parameter
         module.compute_dtype = options.bnb_4bit_compute_dtype
+        _quantised.add(module)
     if refused:
         _warn_unquantised(refused, "the size of an expert is no multiple of the blocksize")
     if len(modules) > len(refused) and not quantizer.pre_quantized:
@@ -274,6 +285,7 @@ def _are_packed_in(files: Iterable[str] | None) -> bool:
 
 
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()  # those that compute with experts in 4 bits
+_quantised: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose experts were loaded in 4 bits
 
 
 @PATCH.replaces(_EXPERTS, "Gemma4TextExperts.forward")

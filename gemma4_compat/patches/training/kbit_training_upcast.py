@@ -8,7 +8,8 @@ The fused experts of 26B-A4B, 42 GiB, are not quantised either.  Both are frozen
 costs memory; an offloaded table is cast again in every forward.
 
 The fix keeps these two in their dtype as long as they are frozen.  A trainable copy, through
-``modules_to_save``, is float32 as in PEFT.  The embedding rows are exact in either dtype, because
+``modules_to_save``, is float32 as in PEFT, and what is unfrozen later becomes float32 in the next
+forward.  The embedding rows are exact in either dtype, because
 their scale is a power of two in all released models; the tensor added to them is float32, and so is
 the sum.  Under autocast the sum would not be float32, so the rows are cast.  Experts get their
 inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -38,7 +38,7 @@ PATCH = Patch(
         "PEFT's prepare_model_for_kbit_training leaves the per-layer-embedding table and the fused "
         "experts of Gemma 4 and Gemma 3n in their dtype, frozen like the rest, and logs the saved "
         "memory at level INFO.  Forward hooks cast the inputs or outputs of these modules.  The "
-        "copies of modules_to_save are float32."
+        "copies of modules_to_save are float32, and so are these tensors once they are trained."
     ),
     unreported=("Only reports about other models are known upstream (peft #816 and #1149)."),
 )
@@ -122,20 +122,25 @@ def _large_tensors(model: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _attach(module: Any, hook: Any) -> None:
-    hooks = module._forward_hooks if hook is _rows_under_autocast else module._forward_pre_hooks
-    if hook in hooks.values():
-        return
-    if hook is _rows_under_autocast:
-        module.register_forward_hook(hook)
-    else:
-        module.register_forward_pre_hook(hook)
+    if _in_float32 not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_in_float32)
+        if hook is _rows_under_autocast:
+            module.register_forward_hook(hook)
+        else:
+            module.register_forward_pre_hook(hook)
+
+
+def _in_float32(module: Any, args: Any) -> None:
+    """Cast what was unfrozen since, in place: an optimizer may have the parameter."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad and parameter.itemsize == 2 and not parameter.is_meta:
+            parameter.data = parameter.data.float()
 
 
 def _rows_under_autocast(module: Any, args: Any, output: Any) -> Any:
     """Cast the rows to float32 under autocast, as a float32 table would give them."""
     import torch
 
-    _warn_trainable(module.weight)
     return output.float() if torch.is_autocast_enabled(output.device.type) else output
 
 
@@ -146,22 +151,6 @@ def _inputs_of_experts(module: Any, args: Any) -> Any:
     if not args:  # a user's own experts, called by keyword
         return args
     states, *rest = args
-    _warn_trainable(module.gate_up_proj)
     if torch.is_autocast_enabled(states.device.type):
         return args
     return (states.to(module.gate_up_proj.dtype), *rest)
-
-
-def _warn_trainable(parameter: Any) -> None:
-    if parameter.requires_grad and parameter.itemsize == 2:
-        _warn_once(str(parameter.dtype))
-
-
-@cache
-def _warn_once(dtype: str) -> None:
-    logger.warning(
-        "The per-layer embeddings or experts are trained in %s: prepare_model_for_kbit_training "
-        "left them in half precision to save memory.  To train them in float32, cast these modules "
-        "with float(), or set GEMMA4_COMPAT_KBIT_TRAINING_UPCAST=0.",
-        dtype,
-    )
