@@ -46,9 +46,10 @@ def suggestion(name: str, names: Collection[str]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The type and the first line of another library's error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """The type and the first line of another library's error; the next one, too, after a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager

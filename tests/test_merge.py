@@ -131,6 +131,11 @@ def test_tokenizer_and_prompts(model_dir, language_adapter_dir, work, tmp_path, 
     assert main(["merge", str(base), str(adapter), str(out)]) == 0
     printed = capsys.readouterr().out
     assert "The capit...rance is  " in printed
+    rows = [
+        line for line in printed.splitlines() if line.startswith(("The cap", "Write a", "def "))
+    ]
+    assert len(rows) == 3
+    assert all("%" in row for row in rows), "a prompt breaks its row"
     assert "random tokens" not in printed
     from transformers import AutoTokenizer
 

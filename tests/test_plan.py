@@ -363,12 +363,17 @@ def test_sizes_that_are_none(text, model_dir, capsys):
 
 @pytest.mark.parametrize("name", ["RTX 4070", "rtx4070", "NVIDIA GeForce RTX 4070"])
 def test_names_of_cards(name):
-    assert parse_gpu(name) == Gpu("RTX 4070", 12 * GIB)
+    """With the memory that CUDA reports, which is less than 12 GiB."""
+    assert parse_gpu(name) == Gpu("RTX 4070", int(11.6 * GIB))
 
 
 def test_names_that_mean_no_card_or_several():
-    with pytest.raises(InputError, match="RTX 3060 with different memory: write 8GiB or 12GiB"):
+    with pytest.raises(InputError, match="RTX 3060 with different memory: write 7.7GiB or 11.6"):
         parse_gpu("RTX 3060")
+    with pytest.raises(InputError, match="laptop cards have less memory"):
+        parse_gpu("RTX 4070 Laptop")
+    with pytest.raises(InputError, match="write 12000MiB"):
+        parse_gpu("12000")
     with pytest.raises(InputError, match=r"neither a size nor a known card.*did you mean rtx4090"):
         parse_gpu("RTX 4091")
     with pytest.raises(InputError, match='for GiB, write "12GiB"'):

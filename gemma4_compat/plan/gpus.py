@@ -16,29 +16,30 @@ _GIB = 2**30
 _FEWEST_BYTES = 2**27
 #: the first compute capability with bfloat16
 _BFLOAT16 = 8
-#: The cards of each size in GiB.  Cards that report less than they are sold with, since error
-#: correction takes a part, have the lower number.
+_MOST_GIB = 1024
+#: The cards by the memory that CUDA reports on Linux, in GiB.  It is less than what the box says:
+#: the driver, and error correction, take a part.  Windows reports up to 0.4 GiB more.
 _CARDS: Mapping[float, str] = {
-    3: "GTX 1060",
-    4: "GTX 1650",
-    6: "GTX 1060, GTX 1660, GTX 1660 Ti, GTX 1660 Super, RTX 2060, RTX 3050",
-    8: "GTX 1070, GTX 1080, RTX 2060 Super, RTX 2070, RTX 2070 Super, RTX 2080, RTX 2080 Super, "
+    2.9: "GTX 1060",
+    3.8: "GTX 1650",
+    5.8: "GTX 1060, GTX 1660, GTX 1660 Ti, GTX 1660 Super, RTX 2060, RTX 3050",
+    7.7: "GTX 1070, GTX 1080, RTX 2060 Super, RTX 2070, RTX 2070 Super, RTX 2080, RTX 2080 Super, "
     "RTX 3050, RTX 3060, RTX 3060 Ti, RTX 3070, RTX 3070 Ti, RTX 4060, RTX 4060 Ti, RTX 5060, "
     "RTX 5060 Ti",
-    10: "RTX 3080",
-    11: "GTX 1080 Ti, RTX 2080 Ti",
-    12: "RTX 2060, RTX 3060, RTX 3080, RTX 3080 Ti, RTX 4070, RTX 4070 Super, RTX 4070 Ti, "
+    9.7: "RTX 3080",
+    10.7: "GTX 1080 Ti, RTX 2080 Ti",
+    11.6: "RTX 2060, RTX 3060, RTX 3080, RTX 3080 Ti, RTX 4070, RTX 4070 Super, RTX 4070 Ti, "
     "RTX 5070",
     14.7: "T4",
-    16: "RTX 4060 Ti, RTX 4070 Ti Super, RTX 4080, RTX 4080 Super, RTX 5060 Ti, RTX 5070 Ti, "
+    15.6: "RTX 4060 Ti, RTX 4070 Ti Super, RTX 4080, RTX 4080 Super, RTX 5060 Ti, RTX 5070 Ti, "
     "RTX 5080, P100, V100",
     22.4: "L4, A10, A10G",
-    24: "RTX 3090, RTX 3090 Ti, RTX 4090",
-    32: "RTX 5090, V100",
-    40: "A100",
-    44.9: "A40, L40, L40S",
-    80: "A100, H100",
-    140: "H200",
+    23.6: "RTX 3090, RTX 3090 Ti, RTX 4090",
+    31.3: "RTX 5090, V100",
+    39.4: "A100",
+    44.4: "A40, L40, L40S",
+    79.1: "A100, H100",
+    139.8: "H200",
 }
 _WITHOUT_BFLOAT16 = ("GTX", "RTX 20", "P100", "V100", "T4")
 
@@ -82,7 +83,10 @@ def parse_size(text: str | int) -> int:
         raise InputError(f"{text!r} is not a size: write 12GiB, 12GB or 12288MiB")
     unit, binary = match[2] or "G", match[3] or not match[2]
     power = 1 + "KMGT".index(unit.upper())
-    return int(float(match[1]) * (1024 if binary else 1000) ** power)
+    nbytes = int(float(match[1]) * (1024 if binary else 1000) ** power)
+    if nbytes > _MOST_GIB * _GIB and not match[2]:
+        raise InputError(f"{text!r} would be GiB: write {text.strip()}MiB")
+    return nbytes
 
 
 def parse_gpu(text: str | int) -> Gpu:
@@ -92,8 +96,8 @@ def parse_gpu(text: str | int) -> Gpu:
         InputError: the text is neither, or cards of this name have different sizes.
 
     Example:
-        >>> parse_gpu("RTX 4090").free == 24 * 2**30
-        True
+        >>> round(parse_gpu("RTX 4090").free / 2**30, 1)
+        23.6
     """
     if isinstance(text, int):
         if text < _FEWEST_BYTES:
@@ -104,6 +108,8 @@ def parse_gpu(text: str | int) -> Gpu:
     names = {_plain(name): name for cards in _CARDS.values() for name in cards.split(", ")}
     name = names.get(_plain(text))
     if name is None:
+        if "laptop" in _plain(text):
+            raise InputError(f"{text!r}: laptop cards have less memory: write 8GiB, for example")
         hint = suggestion(_plain(text), names)
         raise InputError(f"{text!r} is neither a size nor a known card{hint}: write 12GiB or 12GB")
     sizes = [gib for gib, cards in _CARDS.items() if name in cards.split(", ")]
