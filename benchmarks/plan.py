@@ -33,7 +33,7 @@ def measure(config: Any, job: dict[str, Any]) -> dict[str, Any]:
     """What ``plan`` predicts and what the GPU measures, in MiB."""
     import torch
 
-    from gemma4_compat.plan import plan
+    from gemma4_compat.planning import plan
 
     folder = tempfile.mkdtemp()
     config.save_pretrained(folder)

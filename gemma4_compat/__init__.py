@@ -12,6 +12,7 @@ imports none of those libraries.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -32,6 +33,9 @@ from .versions import TORCH as _TORCH
 
 if TYPE_CHECKING:
     from .engine.core import Engine
+    from .inspection import inspect_adapter, inspect_model
+    from .merging import merge
+    from .planning import plan
 
 __all__ = [
     "InputError",
@@ -43,8 +47,12 @@ __all__ = [
     "__version__",
     "disabled",
     "input_device",
+    "inspect_adapter",
+    "inspect_model",
     "install",
     "limit_page_locked",
+    "merge",
+    "plan",
     "status",
     "uninstall",
 ]
@@ -106,9 +114,24 @@ class _FirstImport:
 _first_import = _FirstImport()
 
 
+#: functions that are imported when they are needed first, and their modules
+_LAZY = {
+    "inspect_adapter": "inspection",
+    "inspect_model": "inspection",
+    "merge": "merging",
+    "plan": "planning",
+}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "_engine":
         return _start()
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat.patches import load
-from gemma4_compat.plan import plan
+from gemma4_compat.planning import plan
 from tools.cards import CARDS, cell, row, with_table
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,14 @@ import gemma4_compat
 from tests.support import load_model
 from tests.test_merge import with_tokenizer
 
-MODULES = ("gemma4_compat", "gemma4_compat.plan", "gemma4_compat.inspection", "gemma4_compat.merge")
+MODULES = (
+    "gemma4_compat",
+    "gemma4_compat.planning",
+    "gemma4_compat.inspection",
+    "gemma4_compat.merging",
+)
 #: the functions whose examples read weights
-TINY = {"input_device", "inspect_adapter", "inspect_model", "merge_adapter"}
+TINY = {"input_device", "inspect_adapter", "inspect_model", "merge"}
 
 
 def public_functions():
@@ -34,7 +39,7 @@ def test_functions_are_found():
     assert {
         "status", "install", "uninstall", "disabled", "input_device", "limit_page_locked", "plan",
         "parse_gpu", "parse_size", "scan_targets", "inspect_adapter", "check_device_map",
-        "inspect_model", "merge_adapter",
+        "inspect_model", "merge",
     } == set(FUNCTIONS)  # fmt: skip
 
 

@@ -266,3 +266,17 @@ def torch_rand():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return torch.rand(1).item()
+
+
+def test_what_a_notebook_finds(bare):
+    """``dir()`` shows the public names; the functions of other modules come when they are asked."""
+    code = (
+        "import sys, gemma4_compat\n"
+        "assert dir(gemma4_compat) == sorted(gemma4_compat.__all__), dir(gemma4_compat)\n"
+        "assert not {'gemma4_compat.planning', 'gemma4_compat.inspection'} & set(sys.modules)\n"
+        "for name in ('plan', 'merge', 'inspect_model', 'inspect_adapter'):\n"
+        "    assert getattr(gemma4_compat, name).__name__ == name\n"
+        f"assert not {{*{WITH_TORCH!r}}} & set(sys.modules)"
+    )
+    result = python("-S", "-c", code, path=[bare], drop=["PYTHONPATH"])
+    assert (result.returncode, result.stderr) == (0, "")

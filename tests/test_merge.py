@@ -19,7 +19,7 @@ import torch
 
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError, MergeError
-from gemma4_compat.merge import MergeResult, Parity, merge_adapter
+from gemma4_compat.merging import MergeResult, Parity, merge
 from tests import damage
 from tests.support import assert_same, load_model, logits
 
@@ -106,7 +106,7 @@ def test_kinds_of_adapters(model_dir, options, work, tmp_path):
         tmp_path / "adapter", model_dir, noise,
         target_modules=r".*\.language_model\..*\.mlp\.(up|down)_proj", **options,
     )  # fmt: skip
-    result = merge_adapter(model_dir, adapter, work / "out")
+    result = merge(model_dir, adapter, work / "out")
     assert result.ok
     assert all(row.effect > row.difference for row in result.parity)
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, adapter))
@@ -117,7 +117,7 @@ def test_adapter_that_changes_nothing(model_dir, work, tmp_path):
         tmp_path / "adapter", model_dir, lambda model: None,
         target_modules=r".*\.language_model\..*\.up_proj",
     )  # fmt: skip
-    result = merge_adapter(model_dir, adapter, work / "out")
+    result = merge(model_dir, adapter, work / "out")
     assert any("the adapter changes nothing" in note for note in result.notes)
     assert_same(logits(load_model(work / "out")), logits(load_model(model_dir)))
 
@@ -183,7 +183,7 @@ def test_disagreeing_merge_writes_nothing(model_dir, cancelling_adapter, work, c
 def test_force_replaces(model_dir, language_adapter_dir, work):
     (work / "out").mkdir()
     (work / "out" / "old").write_text("replaced")
-    merge_adapter(model_dir, language_adapter_dir, work / "out", force=True)
+    merge(model_dir, language_adapter_dir, work / "out", force=True)
     assert names(work) == ["out"]
     assert "old" not in names(work / "out")
 
@@ -208,7 +208,7 @@ def test_adapter_that_is_not_finite(model_dir, work, tmp_path):
         tmp_path / "adapter", model_dir, spoil, target_modules=r".*\.language_model\..*\.up_proj"
     )
     with pytest.raises(MergeError, match="not finite"):
-        merge_adapter(model_dir, adapter, work / "out")
+        merge(model_dir, adapter, work / "out")
     assert names(work) == []
 
 
@@ -219,7 +219,7 @@ def test_interrupted(model_dir, language_adapter_dir, work, step):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=interrupt)
+        merge(model_dir, language_adapter_dir, work / "out", progress=interrupt)
     assert names(work) == []
 
 
@@ -271,7 +271,7 @@ def test_unquantised_weights_with_a_quantization_config(
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
-    merge_adapter(base, language_adapter_dir, work / "out")
+    merge(base, language_adapter_dir, work / "out")
     assert "quantization_config" not in json.loads((work / "out" / "config.json").read_text())
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
 
@@ -325,7 +325,7 @@ def refused(base, adapter, out, message, **options):
     """Assert an error of one line before weights are loaded, and no leftovers."""
     before = names(out.parent) if out.parent.is_dir() else None
     with pytest.raises(InputError, match=re.escape(message)) as caught:
-        merge_adapter(base, adapter, out, progress=stop_at_loading, **options)
+        merge(base, adapter, out, progress=stop_at_loading, **options)
     assert "\n" not in str(caught.value)
     assert before is None or names(out.parent) == before
     return str(caught.value)
@@ -454,7 +454,7 @@ def test_base_without_tensors_that_are_never_used(model_dir, language_adapter_di
     kept = {name: t for name, t in tensors.items() if not any(part in name for part in parts)}
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Loading):
-        merge_adapter(base, language_adapter_dir, work / "out", progress=stop_at_loading)
+        merge(base, language_adapter_dir, work / "out", progress=stop_at_loading)
 
 
 MUTATIONS = 40
@@ -498,7 +498,7 @@ def test_mutations(copies, work, seed):
     else:
         damage.with_header(lambda header: mutated(header, chance))(file)
     try:
-        merge_adapter(*copies.values(), work / "out", progress=stop_at_loading)
+        merge(*copies.values(), work / "out", progress=stop_at_loading)
     except Loading:
         pass
     except InputError as error:
@@ -516,7 +516,7 @@ def test_devices(model_dir, language_adapter_dir, work, device):
 
 
 def test_the_cpu_by_its_number(model_dir, language_adapter_dir, work):
-    result = merge_adapter(model_dir, language_adapter_dir, work / "out", device="cpu:0")
+    result = merge(model_dir, language_adapter_dir, work / "out", device="cpu:0")
     assert result.ok
 
 
@@ -556,7 +556,7 @@ def test_out_that_cannot_be_made(model_dir, language_adapter_dir, work):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even from root")
 def test_folder_that_takes_no_files(model_dir, language_adapter_dir):
     with pytest.raises(InputError, match="/proc: cannot be written to: "):
-        merge_adapter(model_dir, language_adapter_dir, "/proc/out", progress=stop_at_loading)
+        merge(model_dir, language_adapter_dir, "/proc/out", progress=stop_at_loading)
 
 
 def test_read_only_folder(model_dir, language_adapter_dir, work):
@@ -585,9 +585,7 @@ def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work
     monkeypatch.chdir(work / "kept")
     for out in ("", ".", "..", str(work), "/"):
         with pytest.raises(InputError, match="is the current folder or a parent of it"):
-            merge_adapter(
-                model_dir, language_adapter_dir, out, force=True, progress=stop_at_loading
-            )
+            merge(model_dir, language_adapter_dir, out, force=True, progress=stop_at_loading)
     assert names(work) == ["kept"]
 
 
@@ -597,7 +595,7 @@ def test_out_that_appears_meanwhile(model_dir, language_adapter_dir, work):
             (work / "out").mkdir()
 
     with pytest.raises(MergeError, match=r"cannot be replaced or created: .*exists already"):
-        merge_adapter(model_dir, language_adapter_dir, work / "out", progress=make)
+        merge(model_dir, language_adapter_dir, work / "out", progress=make)
     assert names(work) == ["out"]
     assert names(work / "out") == []
 

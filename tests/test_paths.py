@@ -10,7 +10,7 @@ import pytest
 
 from gemma4_compat import text
 from gemma4_compat.files import hub
-from gemma4_compat.plan.code import Load
+from gemma4_compat.planning.code import Load
 from tests.support import run_command
 
 WINDOWS = [

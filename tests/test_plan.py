@@ -13,8 +13,8 @@ import torch
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
-from gemma4_compat.plan import Gpu, Plan, gpus, parse_gpu, parse_size, plan
-from gemma4_compat.plan.demand import generating, kv_cache
+from gemma4_compat.planning import Gpu, Plan, gpus, parse_gpu, parse_size, plan
+from gemma4_compat.planning.demand import generating, kv_cache
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
 from tests.support import load_model, run_command

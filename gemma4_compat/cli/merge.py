@@ -34,9 +34,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> Result:
-    from ..merge import merge_adapter
+    from ..merging import merge
 
-    return merge_adapter(
+    return merge(
         options.base,
         options.adapter,
         options.out,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 
 from ..model.meta import QUANTS
-from ..plan import parse_gpu, parse_size, plan
+from ..planning import parse_gpu, parse_size, plan
 from ..result import Result
 from ..versions import WITH_TORCH
 from ._arguments import add_adapter, add_model, add_rank, argument, at_least_one

@@ -15,7 +15,7 @@ from gemma4_compat import InputError
 from gemma4_compat.files import checkpoint as files
 from gemma4_compat.files import hub
 from gemma4_compat.inspection import inspect_adapter
-from gemma4_compat.merge.arguments import locate
+from gemma4_compat.merging.arguments import locate
 from tests.hub_server import serving
 from tests.support import run_command
 

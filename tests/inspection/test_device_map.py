@@ -143,7 +143,7 @@ def test_entries_and_devices_are_the_whole_model(model_dir, quant):
 
 def test_what_plan_says_of_its_own_map(model_dir):
     """The GPU bytes equal those of the plan that made the map."""
-    from gemma4_compat.plan import plan
+    from gemma4_compat.planning import plan
 
     whole = plan(model_dir, 2**35, context=16)
     weights = whole.bytes_of("weights")

@@ -255,12 +255,12 @@ def test_merging(folder):
 
 def test_merge_into_the_unquantised_base(folder, tmp_path):
     """An adapter that was trained over 4-bit experts, merged by the command."""
-    from gemma4_compat.merge import merge_adapter
+    from gemma4_compat.merging import merge
 
     adapted(load(folder)).save_pretrained(tmp_path / "adapter")
     expected = peft.PeftModel.from_pretrained(load(folder, None), tmp_path / "adapter")
     expected = logits(expected.merge_and_unload())
-    merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
+    merge(folder, tmp_path / "adapter", tmp_path / "merged")
     found = load(tmp_path / "merged", None)
     assert torch.equal(logits(found), expected)
     assert not torch.equal(expected, logits(load(folder, None)))

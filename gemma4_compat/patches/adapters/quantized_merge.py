@@ -74,7 +74,7 @@ def _warn(model: Any) -> None:
         "the outputs of the model with the adapter loaded (on a small model, its logits were off "
         "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantisation).  To keep the "
         "outputs, merge into the unquantised checkpoint: run gemma4-compat merge BASE ADAPTER OUT, "
-        "or call gemma4_compat.merge.merge_adapter.",
+        "or call gemma4_compat.merge.",
         len(quantized), " and ".join(sorted(set(quantized))),
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Merge an adapter into an unquantised checkpoint; write it only if it gives the same outputs.
 
-``merge_adapter`` is also the command ``gemma4-compat merge BASE ADAPTER OUT``.
+``merge`` is also the command ``gemma4-compat merge BASE ADAPTER OUT``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
-from . import arguments, merging
+from . import arguments, models
 from .prompts import text_tokens
 from .result import MergeResult, Parity
 from .writing import appearing, copy_companions
 
-__all__ = ["MergeResult", "Parity", "merge_adapter"]
+__all__ = ["MergeResult", "Parity", "merge"]
 
 
-def merge_adapter(
+def merge(
     base: str | os.PathLike[str],
     adapter: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -56,7 +56,7 @@ def merge_adapter(
         MergeError: merging or writing failed, or the merged model differs; ``out`` is unchanged.
 
     Example:
-        >>> result = merge_adapter("gemma-4-E2B-it", "my-lora", "merged")
+        >>> result = merge("gemma-4-E2B-it", "my-lora", "merged")
         >>> print(result.verdict)
         merged into ...merged
     """
@@ -74,14 +74,14 @@ def merge_adapter(
 
     with appearing(target, force) as partial, _quiet():
         progress("checking base and adapter without their weights")
-        merging.rehearse(*folders)
+        models.rehearse(*folders)
         tokens = text_tokens(tokenizers[0]) if tokenizers else {}
-        merged = merging.merged_in_memory(*folders, tokens, device, progress)
+        merged = models.merged_in_memory(*folders, tokens, device, progress)
         result = MergeResult(str(base), str(adapter), target, merged.rows, merged.notes)
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")
-        merging.write(merged, partial, device, progress)
+        models.write(merged, partial, device, progress)
         with failures_of(f"copying the tokenizer to {target.parent} failed", MergeError):
             copy_companions(*folders, partial)
     return result

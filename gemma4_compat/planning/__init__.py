@@ -5,7 +5,7 @@
 """
 
 from .gpus import Gpu, parse_gpu, parse_size
-from .planning import plan
+from .planner import plan
 from .result import Memory, Offload, Plan
 
 __all__ = ["Gpu", "Memory", "Offload", "Plan", "parse_gpu", "parse_size", "plan"]
