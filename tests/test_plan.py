@@ -197,6 +197,8 @@ def test_a_second_gpu_takes_what_the_first_has_no_room_for(e2b_dir):
     head = next(line for line in str(found).splitlines() if "GPU 0" in line)
     assert head.split() == ["GPU", "0", "GPU", "1", "CPU"]
     assert found.verdict == "fits on 2 GPUs of 4.00 GiB and 6.00 GiB"
+    roomy = plan(e2b_dir, ["40GiB", "6GiB"], quant="bf16", context=8192)
+    assert roomy.verdict == "fits on GPU 0 alone, of 2 GPUs of 40.00 GiB and 6.00 GiB"
 
 
 def test_layers_that_fit_on_no_gpu_stream_to_the_first(e2b_dir):
@@ -432,7 +434,7 @@ def test_table_and_code(e2b_dir, roomy, capsys):
     assert max(map(len, lines)) <= 80
     assert str(roomy) == printed.out.rstrip("\n")
     assert any(re.fullmatch(r"loaded +1\.9\d GiB +4\.38 GiB", line) for line in lines)
-    assert "longest context that fits: 131072 tokens" in lines
+    assert "longest context that fits with this device map: 131072 tokens" in lines
     assert roomy.code in printed.out
 
 
@@ -471,3 +473,14 @@ def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
 def test_unknown_quant(model_dir):
     with pytest.raises(InputError, match="quant must be one of nf4, int8, bf16"):
         plan(model_dir, GIB, quant="fp4")
+
+
+def test_a_rank_without_a_new_adapter_is_refused(model_dir, adapter_dir, capsys):
+    for more in ([], ["--train", "--adapter", str(adapter_dir)]):
+        assert main(["plan", str(model_dir), "--gpu", "12GiB", "--rank", "8", *more]) == 2
+        assert "--rank is that of a new adapter" in capsys.readouterr().err
+
+
+def test_another_model_is_said(llama_dir):
+    text = str(plan(llama_dir, "12GiB", context=64))
+    assert "LlamaForCausalLM is no Gemma 4" in text

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..errors import InputError
 from ..model.meta import QUANTS
 from ..planning import parse_gpu, parse_size, plan
 from ..result import Result
@@ -52,6 +53,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     help = "plan a training step: of the adapter, or of LoRA on all linear layers of the decoder"
     parser.add_argument("--train", action="store_true", help=help)
     add_rank(parser)
+    parser.set_defaults(rank=None)
     help = "leave the per-layer embeddings on the GPU if they fit"
     parser.add_argument("--keep-ple", action="store_true", help=help)
 
@@ -64,6 +66,8 @@ def _needs(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _run(options: argparse.Namespace) -> Result:
+    if options.rank is not None and (options.adapter or not options.train):
+        raise InputError("--rank is that of a new adapter: it needs --train, and no --adapter")
     return plan(
         options.model_dir,
         options.gpu,
@@ -71,7 +75,7 @@ def _run(options: argparse.Namespace) -> Result:
         context=options.context,
         adapter=options.adapter,
         train=options.train,
-        rank=options.rank,
+        rank=options.rank or 16,
         reserve=options.reserve,
         ram=options.ram,
         keep_ple=options.keep_ple,

@@ -110,6 +110,9 @@ class Plan(Result):
     def _ram_excess(self) -> int:
         return 0 if self.ram is None else self.cpu - self.ram
 
+    def _cost(self, offload: Offload) -> str:
+        return offload.costs.replace("each token", "each step") if self.train else offload.costs
+
     @property
     def verdict(self) -> str:
         sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
@@ -118,6 +121,8 @@ class Plan(Result):
             return f"does NOT fit on {where}: {size(self._excess())} too much"
         if self._ram_excess() > 0:
             return f"does NOT fit in the CPU's memory: {size(self._ram_excess())} too much"
+        if len(self.gpus) > 1 and set(self.device_map.values()) <= {0, "cpu"}:
+            return f"fits on GPU 0 alone, of {where}"
         return f"fits on {where}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +133,7 @@ class Plan(Result):
         title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
         paragraphs = [title, "\n".join([_table(self), self.verdict, *_advice(self)])]
         if self.ok:
-            rest = [(_label(more), size(more.saves), more.costs) for more in self.further]
+            rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
             paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
         return "\n\n".join(paragraphs)
@@ -159,7 +164,8 @@ def _table(plan: Plan) -> str:
 def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
     if plan.longest_context:
-        yield f"longest context that fits: {plan.longest_context} tokens"
+        # Another map, with more on the CPU, may have room for more.
+        yield f"longest context that fits with this device map: {plan.longest_context} tokens"
     if plan._excess() > 0:
         none = "No --context fits: take a larger --gpu or a smaller model."
         advice = f"--context {plan.longest_context} fits." if plan.longest_context else none
@@ -168,6 +174,10 @@ def _advice(plan: Plan) -> Iterator[str]:
     if not plan.train and plan.context > PREFILL and plan.longest_context:
         yield wrap(
             f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
+        )
+    if not plan.architecture.startswith(("Gemma4", "Gemma3n")):
+        yield wrap(
+            f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
         )
     if plan.dtype == "float16":
         yield wrap(
