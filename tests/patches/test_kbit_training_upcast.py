@@ -291,6 +291,19 @@ def test_what_is_unfrozen_is_trained_as_upstream(folders, name, pristine):
     assert "experts" in name or torch.equal(*weights)
 
 
+def test_in_a_process_group_it_is_said(folders, caplog, monkeypatch, pristine):
+    """DDP may have buckets of the old dtype."""
+    if gemma4_compat.status()[PATCH].state.value != "applied":
+        pytest.skip("upstream casts")
+    model = prepare(load(folders("Gemma4"), None))
+    weight = model.model.embed_tokens_per_layer.weight.requires_grad_(True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for _ in range(2):
+        model(input_ids=torch.arange(3, 9)[None])
+    assert weight.dtype == torch.bfloat16
+    assert caplog.text.count("are trained in torch.bfloat16") == 1
+
+
 def test_said_once(folders, caplog, pristine):
     model = load(folders("Gemma4"))
     with caplog.at_level(logging.INFO, logger="gemma4_compat.patches"):

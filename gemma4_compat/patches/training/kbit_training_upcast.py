@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -132,9 +133,24 @@ def _attach(module: Any, hook: Any) -> None:
 
 def _in_float32(module: Any, args: Any) -> None:
     """Cast what was unfrozen since, in place: an optimizer may have the parameter."""
+    import torch
+
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad and parameter.itemsize == 2 and not parameter.is_meta:
-            parameter.data = parameter.data.float()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                _warn_once(str(parameter.dtype))  # DDP and FSDP have buffers of this dtype
+            else:
+                parameter.data = parameter.data.float()
+
+
+@cache
+def _warn_once(dtype: str) -> None:
+    logger.warning(
+        "The per-layer embeddings or experts are trained in %s: prepare_model_for_kbit_training "
+        "left them in half precision to save memory.  To train them in float32, cast these modules "
+        "with float() before you wrap the model, or set GEMMA4_COMPAT_KBIT_TRAINING_UPCAST=0.",
+        dtype,
+    )
 
 
 def _rows_under_autocast(module: Any, args: Any, output: Any) -> Any:
