@@ -19,7 +19,8 @@ def run(program: list[str], *, as_module: bool) -> int:
     """Replace this process by the program; on Windows, wait for it and return its exit code."""
     command = [sys.executable, "-m", *program] if as_module else _command(*program)
     if not command:
-        _say(f"{program[0]} is neither a file nor a program on PATH")
+        hint = ": pip install trl" if program[0] == "trl" else ""
+        _say(f"{program[0]} is neither a file nor a program on PATH{hint}")
         return 2
     if not _patch_children():
         return 2

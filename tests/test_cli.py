@@ -203,7 +203,7 @@ WRONG = [
     ("merge BROKEN ADAPTER OUT", "BROKEN/config.json: not JSON"),
     ("merge MODEL ADAPTER BROKEN", "BROKEN: exists already (--force replaces it)"),
     ("demo --keep MODEL", "MODEL is not an empty folder"),
-    ("run", "run: name a script or program, or a module after -m"),
+    ("run", "name a script or program, or a module after -m"),
     ("run --no-such-option script.py", "unrecognized arguments: --no-such-option"),
     ("--no-such-option", "the following arguments are required: COMMAND"),
 ]

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # while the Hub is asked for an argument
         parser.exit(130, f"gemma4-compat {argv[0]}: interrupted\n")
     if options.command == run.COMMAND.name and not program:
-        parser.error("run: name a script or program, or a module after -m")
+        parser.exit(2, "gemma4-compat run: name a script or program, or a module after -m\n")
     try:
         code: int = options.execute(options)
         sys.stdout.flush()
