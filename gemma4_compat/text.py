@@ -44,9 +44,10 @@ def table(
 ) -> str:
     """Rows in columns, two spaces apart.
 
-    If a row is too wide, its last cell is wrapped; if that is not enough, its first cell is
-    shortened in the middle.  A no-break space in the last cell keeps two words on one line, and is
-    printed as a space.  ``right`` are the columns that are aligned to the right.
+    If a row is too wide, its last cell is wrapped, and its first cell, too, if that is not enough.
+    Words are not broken: names can be copied.  If the first column has a longer word, the last cell
+    is printed below the others.  A no-break space in the last cell keeps two words on one line, and
+    is printed as a space.  ``right`` are the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
@@ -54,25 +55,33 @@ def table(
     most = shutil.get_terminal_size().columns
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
-    last = min(widths[-1], max(most - others - widths[0], 24)) if len(widths) > 1 else 0
-    widths[0] = min(widths[0], max(most - others - last, 16))
-    if len(widths) > 1:
-        widths[-1] = last
+    if len(widths) == 1:
+        return "\n".join(f"{indent}{line[0]}" for line in lines)
+    widths[-1] = min(widths[-1], max(most - others - widths[0], 24))
+    longest = max(len(word) for line in lines for word in line[0].split() or [""])
+    room = max(most - others - widths[-1], 16)
+    below = longest > room and len(widths) - 1 not in right
+    widths[0] = min(widths[0], max(longest, room))
     printed = []
     for line in lines:
-        line[0] = shortened(line[0], widths[0])
-        cells = [
-            f"{cell:>{width}}" if number in right else f"{cell:<{width}}"
-            for number, (cell, width) in enumerate(zip(line[:-1], widths[:-1], strict=True))
-        ]
-        head_of_line = indent + "".join(f"{cell}  " for cell in cells)
-        wrapped = textwrap.wrap(line[-1], max(last, 1)) if len(widths) > 1 else [line[-1]]
-        for part in wrapped or [""]:
-            if len(widths) - 1 in right:
-                part = f"{part:>{widths[-1]}}"
-            printed.append(f"{head_of_line}{part}".rstrip().replace("\xa0", " "))
-            head_of_line = " " * len(head_of_line)
-    return "\n".join(printed)
+        first, last = (
+            textwrap.wrap(cell, width, break_long_words=False) or [""]
+            for cell, width in ((line[0], widths[0]), (line[-1], max(widths[-1], 1)))
+        )
+        if below:
+            last = [""]
+        for number in range(max(len(first), len(last))):
+            cells = [first[number] if number < len(first) else ""]
+            cells += line[1:-1] if number == 0 else [""] * (len(line) - 2)
+            cells.append(last[number] if number < len(last) else "")
+            aligned = (
+                f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
+                for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            )
+            printed.append(indent + "  ".join(aligned))
+        if below and line[-1]:
+            printed.append(wrap(line[-1], f"{indent}    "))
+    return "\n".join(each.rstrip().replace("\xa0", " ") for each in printed)
 
 
 def shortened(text: str, width: int) -> str:

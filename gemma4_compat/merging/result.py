@@ -87,7 +87,7 @@ _LEGEND = (
 def _cells(row: Parity) -> tuple[str, ...]:
     undecided = f" ({row.undecided} undecided)" if row.undecided else ""
     return (
-        shortened(" ".join(row.prompt.split()), 36),
+        shortened(" ".join(row.prompt.split()), 20),
         _percent(row.effect),
         _percent(row.difference),
         _percent(row.tolerance),
