@@ -104,7 +104,7 @@ def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path)
     for arguments in (
         ["plan", str(model_dir), "--gpu", "12GiB"],
         ["map", str(model_dir), "--map", device_map],
-        ["scan", str(model_dir), "q_proj"],
+        ["scan", str(model_dir), "--targets", "q_proj"],
         ["adapter", str(adapter_dir), "--model", str(model_dir)],
         ["merge", str(model_dir), str(adapter_dir), str(tmp_path / "merged")],
         ["demo"],
@@ -119,7 +119,7 @@ def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path)
     expected = {
         "missing": f"pip install {library}",
         "too old": f'pip install -U "{library}>={FLOORS.get(library)}"',
-        "broken": "cannot import ",
+        "broken": "libsomething.so",
     }[how]
     assert "demo" in texts
     assert all(expected in text for text in texts.values()), texts

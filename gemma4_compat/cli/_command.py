@@ -22,6 +22,9 @@ from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ..versions import FLOORS
 
+#: what a command needs that imports PEFT
+PEFT = ("torch", "transformers", "accelerate", "peft")
+
 
 @dataclass(frozen=True)
 class Command:

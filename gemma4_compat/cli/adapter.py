@@ -15,7 +15,7 @@ import argparse
 
 from ..result import Result
 from ._arguments import add_adapter, add_model
-from ._command import Command
+from ._command import PEFT, Command
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,6 @@ COMMAND = Command(
     name="adapter",
     description=__doc__,
     arguments=_arguments,
-    needs=lambda options: () if options.model is None else ("torch", "transformers", "peft"),
+    needs=lambda options: () if options.model is None else PEFT,
     run=_run,
 )

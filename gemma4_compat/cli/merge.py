@@ -21,7 +21,7 @@ import argparse
 import sys
 
 from ..result import Result
-from ._command import Command
+from ._command import PEFT, Command
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ COMMAND = Command(
     name="merge",
     description=__doc__,
     arguments=_arguments,
-    needs=lambda options: ("torch", "transformers", "peft"),
+    needs=lambda options: PEFT,
     run=_run,
     stopped="; nothing was written",
 )

@@ -16,7 +16,7 @@ import re
 
 from ..result import Result
 from ._arguments import add_model, add_rank, argument
-from ._command import Command
+from ._command import PEFT, Command
 
 
 def _targets(text: str) -> str | tuple[str, ...]:
@@ -47,6 +47,6 @@ COMMAND = Command(
     name="scan",
     description=__doc__,
     arguments=_arguments,
-    needs=lambda options: ("torch", "transformers", "peft"),
+    needs=lambda options: PEFT,
     run=_run,
 )

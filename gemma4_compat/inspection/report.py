@@ -133,7 +133,7 @@ def build_report(
         try:
             return _as_data(clean(function(*arguments)))
         except Exception as error:
-            if patches.ok:
+            if patches.ok and not isinstance(error, ImportError):
                 raise
             # Whoever has libraries that do not work needs a report most.
             return {"text": clean(f"{type(error).__name__}: {error}")}
