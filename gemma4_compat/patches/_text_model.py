@@ -10,22 +10,25 @@ import re
 from dataclasses import replace
 from typing import Any
 
+_TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 _MULTIMODAL = "model.language_model."
 _TEXT = "model."
 
 
 def is_text_model(model: Any) -> bool:
     """Whether this is Gemma 4's text model, loaded without the multimodal model."""
-    return getattr(model.config, "model_type", None) in ("gemma4_text", "gemma4_unified_text")
+    # A multimodal config that is read from a text model's file has the type of the file.
+    is_text = getattr(model.config, "model_type", None) in _TEXT_TYPES
+    return is_text and not hasattr(model.config, "text_config")
 
 
 def is_gemma4(model: Any) -> bool:
     """Whether this is Gemma 4's text model or multimodal model, with its head."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     inner = getattr(model, "model", None)
-    if model_type in ("gemma4", "gemma4_unified"):
-        return hasattr(inner, "language_model")
-    return model_type is not None and inner is not None and is_text_model(model)
+    if model_type not in ("gemma4", "gemma4_unified", *_TEXT_TYPES):
+        return False
+    return inner is not None if is_text_model(model) else hasattr(inner, "language_model")
 
 
 def name_here(model: Any, name: str) -> str:

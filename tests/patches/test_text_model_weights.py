@@ -256,8 +256,9 @@ def test_a_text_checkpoint_without_a_config_is_refused(model_dir, tmp_path):
 
     text_model(model_dir).save_pretrained(tmp_path)
     text = Gemma4TextConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ValueError, match="Load it with Gemma4ForCausalLM or AutoModelForCausalLM"):
-        load_whole(tmp_path, Gemma4Config(text_config=text))
+    for config in (Gemma4Config(text_config=text), None):
+        with pytest.raises(ValueError, match="Load it with Gemma4ForCausalLM or AutoModelFor"):
+            load_whole(tmp_path, config)
 
 
 def test_a_multimodal_checkpoint_is_as_ever(model_dir):
