@@ -112,8 +112,10 @@ def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path)
         ran = run(*arguments)
         assert "Traceback" not in ran.stderr, ran.stderr
         if ran.returncode == 2:
-            said = [line for line in ran.stderr.splitlines() if line.startswith("gemma4-compat ")]
-            [texts[arguments[0]]] = said
+            assert (
+                ran.stderr.count("\ngemma4-compat ") + ran.stderr.startswith("gemma4-compat ") == 1
+            )
+            texts[arguments[0]] = ran.stderr
         else:
             assert ran.returncode in (0, 1)
     expected = {

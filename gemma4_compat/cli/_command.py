@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from ..engine.gate import installed_version, too_old
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
-from ..versions import FLOORS
+from ..versions import FLOORS, WITH_TORCH
 
 #: what a command needs that imports PEFT
 PEFT = ("torch", "transformers", "accelerate", "peft")
@@ -69,7 +69,7 @@ class Command:
                     result = self.run(options)
                 except Exception as error:
                     if not isinstance(error, InputError) and not _is_interrupted(error):
-                        _check_imports(needs)
+                        _check_imports()
                     raise
         except (InputError, KeyboardInterrupt) as error:
             if _is_interrupted(error):
@@ -111,11 +111,14 @@ def _check_versions(libraries: Sequence[str]) -> None:
         raise InputError(f"{'; '.join(old.values())}: pip install -U {newer}")
 
 
-def _check_imports(libraries: Sequence[str]) -> None:
-    """Raise `InputError` if one of the libraries cannot be imported."""
-    for name in libraries:
+def _check_imports() -> None:
+    """Raise `InputError` if an installed library cannot be imported."""
+    for name in WITH_TORCH:
         try:
+            installed_version(name)
             importlib.import_module(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
         except Exception as error:
             text = f"cannot import {name}: {type(error).__name__}: {error}"
             raise InputError(text) from error

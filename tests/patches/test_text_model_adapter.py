@@ -386,8 +386,12 @@ def test_a_second_adapter_on_the_same_layers(
 
 def test_an_adapter_is_loaded_after_the_last_one_was_deleted(model_dir, adapter_dir):
     """PEFT asks the active adapter for its config, which is gone."""
+    import peft
+    from packaging.version import Version
     from peft import PeftModel
 
+    if Version(peft.__version__) < Version("0.19"):
+        pytest.skip("PEFT 0.18 gives other logits here, also without the patches")
     model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir).eval()
     expected = logits(model)
     model.delete_adapter("default")
