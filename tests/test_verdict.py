@@ -18,12 +18,6 @@ from gemma4_compat.versions import FLOORS, REQUIRED, WITH_TORCH
 from tests.support import run_process
 
 BROKEN = "libsomething.so: cannot open shared object file"
-#: library -> the libraries that import it
-NEEDED_BY = {
-    "torch": {"transformers", "accelerate", "peft", "bitsandbytes"},
-    "transformers": {"peft"},
-    "accelerate": {"peft"},
-}
 CASES = [(library, how) for how in ("missing", "too old", "broken") for library in WITH_TORCH]
 CASES.remove(("torch", "too old"))  # it has no oldest version
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..engine.gate import installed_version, too_old
+from ..engine.gate import installed_version, too_old, upgrade
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ..versions import FLOORS, WITH_TORCH
@@ -107,8 +107,8 @@ def _check_versions(libraries: Sequence[str]) -> None:
     if missing:
         raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
     if old := too_old({name: FLOORS[name] for name in libraries if name in FLOORS}):
-        newer = " ".join(f'"{name}>={FLOORS[name]}"' for name in old)
-        raise InputError(f"{'; '.join(old.values())}: pip install -U {newer}")
+        newer = upgrade({name: FLOORS[name] for name in old})
+        raise InputError(f"{'; '.join(old.values())}: {newer}")
 
 
 def _check_imports() -> None:

@@ -248,7 +248,7 @@ class Engine:
         if self._undecided:
             self._undecided = False
             for name, text in gate.too_old(self._floors).items():
-                self._logger.warning("%s: %s", text, _upgrade({name: self._floors[name]}))
+                self._logger.warning("%s: %s", text, gate.upgrade({name: self._floors[name]}))
             for record in self._records.values():
                 self._arm(record)
 
@@ -495,7 +495,7 @@ class Engine:
             )
         advice = [f"{name} cannot be imported: {text}" for name, text in self._broken.items()]
         if old:
-            advice.append(_upgrade({name: self._floors[name] for name in old}))
+            advice.append(gate.upgrade({name: self._floors[name] for name in old}))
         if absent := [name for name, version in libraries.items() if version is None]:
             advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
         if held:
@@ -505,8 +505,7 @@ class Engine:
             "decides whether it is applied"
             for release in gate.later(libraries, self._newest)
         ]
-        notes = [*self._about.notes(), *untested]
-        return Status(entries, libraries, problems, advice, notes, self._about)
+        return Status(entries, libraries, problems, advice, untested, self._about)
 
     def _after_fork(self, child: bool = False) -> None:
         try:
@@ -528,10 +527,6 @@ def _state_of(record: _Record) -> str:
         return str(record.state)
     by = "uninstall()" if record.reason == "uninstalled" else record.reason
     return f"disabled by {by}"
-
-
-def _upgrade(floors: Mapping[str, str]) -> str:
-    return "pip install -U " + " ".join(f'"{name}>={floor}"' for name, floor in floors.items())
 
 
 def _installed(name: str) -> tuple[str, str | None]:

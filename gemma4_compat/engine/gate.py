@@ -98,6 +98,11 @@ def too_old(floors: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def upgrade(floors: Mapping[str, str]) -> str:
+    """The command that installs these versions or newer ones."""
+    return "pip install -U " + " ".join(f'"{name}>={floor}"' for name, floor in floors.items())
+
+
 def holds(requirement: str) -> bool:
     """Whether one requirement is met.  An unknown or pre-release version meets it."""
     from packaging.requirements import Requirement

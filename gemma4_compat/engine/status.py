@@ -116,7 +116,12 @@ class Status(Result):
     ) -> None:
         self._entries, self._about = tuple(entries), about or About()
         self.libraries, self.problems = dict(libraries or {}), tuple(problems)
-        self.advice, self.notes, self.every = tuple(advice), tuple(notes), False
+        self.advice, self._notes, self.every = tuple(advice), tuple(notes), False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        # Asked when they are read: `install` and `disabled` return a status, too.
+        return (*self._about.notes(), *self._notes)
 
     def __getitem__(self, key: int | str) -> PatchStatus:
         if isinstance(key, str):

@@ -274,7 +274,6 @@ def test_trained_copies_are_as_upstream(folders, name, pristine):
 @pytest.mark.parametrize("name", ["embed_tokens_per_layer.weight", "layers.1.experts.down_proj"])
 def test_what_is_unfrozen_is_trained_as_upstream(folders, name, pristine):
     """An update of 1e-5 is lost in bfloat16; the optimizer is made before the first forward."""
-
     family = "Gemma4 experts" if "experts" in name else "Gemma4"
     weights, changed = [], []
     for prepared in (prepare, prepared_as_upstream):

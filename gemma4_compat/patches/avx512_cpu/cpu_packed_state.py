@@ -79,11 +79,11 @@ def convert_weight_packed_for_cpu_inverse(
     original: Any, packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any
 ) -> Any:
     before, packed = vars(quant_state).pop(_UNPACKED, (None, None))
-    unchanged = packed is None or packed == _checksums(quant_state)
+    unchanged = before is not None and packed == _checksums(quant_state)
     qweight, quant_state = original(packed_weight, quant_state, *args, **kwargs)
     if before is None:
         _warn_approximate()
-    if before is not None and unchanged:
+    if unchanged:
         vars(quant_state).clear()
         vars(quant_state).update(before)
     elif not quant_state.nested:  # bitsandbytes leaves absmax in the order of the repacked weight
