@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from gemma4_compat.engine import Patch, gate
 from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.gate import Outcome
-from gemma4_compat.engine.status import State, Status
+from gemma4_compat.engine.status import About, State, Status
 from gemma4_compat.engine.switches import Switches, read
 
 from .conftest import ALWAYS, snapshot, tagging
@@ -470,6 +470,16 @@ def check_with_another(engine, module, targets, requires, stranger):
 
 
 # -- the status -----------------------------------------------------------------------------------
+
+
+def test_notes_are_asked_when_they_are_read():
+    """They may look for a GPU; ``install`` and ``disabled`` return a status, too."""
+    asked = []
+    about = About(notes=lambda: asked.append(1) or ["a note"])
+    status = Engine([], Switches("NOTES"), logging.getLogger("s"), about=about).install()
+    assert (status.ok, status.verdict, asked) == (True, "all well: no patches", [])
+    assert str(status).endswith("a note")
+    assert asked
 
 
 def test_status_is_typed_printable_and_json():
