@@ -241,13 +241,13 @@ def run_process(command, pythonpath, cwd=None, **variables):
     )
 
 
-def with_layers_on_the_cpu(model, layers=range(1, 5)):
+def with_layers_on_the_cpu(model, layers=range(1, 5), device=0):
     """A model on the GPU with these decoder layers dispatched to the CPU."""
     from accelerate import dispatch_model
 
     return dispatch_model(
         model,
-        {"": 0, **{f"model.language_model.layers.{i}": "cpu" for i in layers}},
-        main_device=0,
+        {"": device, **{f"model.language_model.layers.{i}": "cpu" for i in layers}},
+        main_device=device,
         skip_keys=model._skip_keys_device_placement,
     )

@@ -80,10 +80,8 @@ MAY_RAISE = (
 #: Levels that may be lower after a failure.
 MAY_SHRINK = ("on GPUs", "copies")
 
-#: Functions in which a failure is known to leave something behind -> what it does.
-KNOWN = {
-    "runtime/capture/graph.py:replay": "a copy that fails after the replay; it allocates nothing",
-}
+#: Functions whose calls need no memory, so that they do not fail.
+CANNOT_FAIL = ("runtime/capture/graph.py:_copy",)
 
 
 # -- where to fail --------------------------------------------------------------------------------
@@ -184,9 +182,8 @@ class Trace:
             if file in INTERRUPTED and line not in source.tries:
                 yield from (Point(file, line, nth) for nth in sorted({1, count}))
             if error := source.calls.get(line):
-                yield from (
-                    Point(file, line, nth, error) for nth in sorted({1, min(2, count), count})
-                )
+                failures = [Point(file, line, n, error) for n in sorted({1, min(2, count), count})]
+                yield from (each for each in failures if each.function not in CANNOT_FAIL)
 
     def __enter__(self):
         sys.settrace(self.called)
@@ -291,6 +288,9 @@ def onloaded(stage, model):
 
 
 def decoded(stage, model):
+    kept = vars(model).get("_cache")  # of transformers < 5.7
+    if kept is not None and not all(layer.is_initialized for layer in kept.layers):
+        del model._cache  # after an interrupt in its first forward, ``generate`` cannot use it
     output = model.generate(
         input_ids=stage.ids[:, :4],
         attention_mask=torch.ones_like(stage.ids[:, :4]),
@@ -309,6 +309,11 @@ def trained(stage, model):
     model.zero_grad()
     model(input_ids=stage.ids, labels=stage.ids, use_cache=False).loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def forward_only(stage, model):
+    """A training step without its backward, after which transformers < 5.7 keeps tensors."""
+    model(input_ids=stage.ids, use_cache=False)
 
 
 def saved(stage, model):
@@ -426,13 +431,13 @@ def levels(subject=None):
     }
 
 
-def changed(expected, subject=None):
+def changed(expected, subject=None, ignored=()):
     """Which levels are others, also without the objects that nothing refers to."""
     if levels(subject) == expected:
         return None
     gc.collect()
     found = levels(subject)
-    wrong = [key for key in expected if found[key] != expected[key]]
+    wrong = [key for key in expected if found[key] != expected[key] and key not in ignored]
     wrong = [key for key in wrong if key not in MAY_SHRINK or found[key] > expected[key]]
     return "; ".join(f"{key}: {found[key]} instead of {expected[key]}" for key in wrong) or None
 
@@ -459,7 +464,11 @@ class Check:
             self.expected = self.act(subject)
         (self.then, _), (_, self.functions) = self.later(subject), self.later(subject)
         gc.collect()
-        self.after = levels(subject)
+        self.after, self.ignored = levels(subject), set()
+        if scene.act is trained:
+            forward_only(stage, subject)
+            if allocated() > self.after["on GPUs"]:
+                self.ignored.add("on GPUs")
         del subject
         gc.collect()
         self.idle = levels()
@@ -482,7 +491,7 @@ class Check:
             self.kept = subject
             return None
         del subject
-        problem = problem or changed(self.idle)
+        problem = problem or changed(self.idle, ignored=self.ignored)
         if problem is not None:  # the next points begin without what is left over
             for counted in (page_locked._counted, registered, objects._replaced):
                 counted.clear()
@@ -501,7 +510,7 @@ class Check:
             return f"the next run raises {type(error).__name__}: {str(error)[:150]}"
         if not is_same(then, self.then):
             problems.append(f"the next run differs: {difference(then, self.then)}")
-        problems.append(changed(self.after, subject))
+        problems.append(changed(self.after, subject, self.ignored))
         other = {name for _, name in functions ^ self.functions}
         self.slower = bool(other)
         if not point.interrupts:  # without memory, layers are copied alone from then on ...
@@ -571,8 +580,7 @@ def stage(tmp_path_factory, request):
 
 
 def assert_none(problems):
-    unknown = [f"{point}: {why}" for point, why in problems if point.function not in KNOWN]
-    assert not unknown, "\n".join(unknown[:20])
+    assert not problems, "\n".join(f"{point}: {why}" for point, why in problems[:20])
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -626,7 +634,7 @@ def main():
             spent = f"{time.monotonic() - begun:.0f} s"
             print(f"{name}: {len(points)} points, {len(problems)} differences; {spent}", flush=True)
             for point, why in problems:
-                print(f"    {point}: {why} {KNOWN.get(point.function, '')}", flush=True)
+                print(f"    {point}: {why}", flush=True)
     print(f"{len(names)} scenes, {len(all_lines)} lines, {len(sites)} call sites, {dict(total)}")
 
 

@@ -760,6 +760,13 @@ def test_streamed_weights_that_change(model_dir):
 
 
 @pytest.mark.cuda
+def test_an_execution_device_without_index(model_dir):
+    """Offloaded layers run on "cuda", the others on "cuda:0"."""
+    model = support.with_layers_on_the_cpu(load_model(model_dir, "nf4", {"": 0}), device="cuda")
+    check(model, prompt(model))
+
+
+@pytest.mark.cuda
 def test_memory_of_streamed_layers_is_freed(model_dir):
     gc.collect()
     before = page_locked.locked()

@@ -121,13 +121,22 @@ def _device_of_a_step(modules: dict[str, Any]) -> Any:
                 why = why_not_streamed(hook, module)
                 if why is not None:
                     raise NotCaptured(f"{name} is offloaded, and {why}")
-                devices.add(execution_device(module))
+                devices.add(_with_index(execution_device(module)))
         elif getattr(in_place_of(hook), "nbytes", None) is None:
             raise NotCaptured(f"the CPU looks up the rows of {name}")
     if len(devices) != 1 or next(iter(devices)).type not in CAPTURED_ON:
         named = " and ".join(sorted(map(str, devices)))
         raise NotCaptured(f"its decoder is on {named}, not on one GPU")
     return devices.pop()
+
+
+def _with_index(device: Any) -> Any:
+    """The same device; accelerate may keep it as ``"cuda"``, which is the current GPU."""
+    import torch
+
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:

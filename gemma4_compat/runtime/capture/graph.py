@@ -89,12 +89,17 @@ class Step:
             for own, new in zip(self.inputs, new_inputs, strict=True):
                 own.copy_(new, non_blocking=True)
             self.graph.replay()
-            for name, copy in copies.items():
-                if copy is not None:
-                    copy.copy_(self.output[name])
+            _copy(self.output, copies)
         for layer in counting_layers(cache):
             layer.cumulative_length_int += 1
         return output
+
+
+def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
+    """Copy on the device, which needs no memory."""
+    for name, copy in copies.items():
+        if copy is not None:
+            copy.copy_(tensors[name])
 
 
 def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache: Any) -> Any:
