@@ -41,6 +41,7 @@ def sample(device: Any) -> dict[str, float]:
     import psutil
     import torch
 
+    from gemma4_compat.runtime.capture import decoding
     from gemma4_compat.runtime.host import page_locked
 
     gc.collect()
@@ -64,6 +65,7 @@ def sample(device: Any) -> dict[str, float]:
         "page-locked KiB": page_locked.locked() / 2**10,
         "GPU KiB": torch.cuda.memory_allocated() / 2**10 if device.type == "cuda" else 0,
         "resident MiB": process.memory_info().rss / 2**20,
+        "graphs": sum(len(memory.steps) for each in decoding._all for memory in each.memories),
         "hooks": hooks,
         "threads": threading.active_count(),
         "descriptors": process.num_fds() if hasattr(process, "num_fds") else process.num_handles(),

@@ -118,7 +118,12 @@ def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
         state_dict[name] = value(name)
     for name, source in getattr(model, "all_tied_weights_keys", {}).items():
         pair = {name, source}
-        if pair & on_meta and pair <= state_dict.keys() and torch.equal(value(name), value(source)):
+        # After an interrupt in its forward, an offloaded parameter is not on meta.
+        if (
+            pair <= state_dict.keys()
+            and any(each in on_meta or offloaded_value(model, each) is not None for each in pair)
+            and torch.equal(value(name), value(source))
+        ):
             del state_dict[name]
     return state_dict
 
