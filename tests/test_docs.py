@@ -247,6 +247,27 @@ def test_a_cell_of_the_table(e4b_dir):
     assert cell(plan(e4b_dir, "12GB")) == line.split("|")[4].strip()
 
 
+def measured_plans():
+    """The figures of benchmarks/PLAN.md that were measured for whole models."""
+    for line in text_of("benchmarks/PLAN.md").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in ("e2b", "e4b"):
+            quant, _, trains = cells[1].partition(", ")
+            yield cells[0], quant, bool(trains), int(cells[2]), int(cells[6])
+
+
+@pytest.mark.parametrize(("shape", "quant", "train", "tokens", "measured"), list(measured_plans()))
+def test_the_plans_agree_with_what_was_measured(
+    shape, quant, train, tokens, measured, e2b_dir, e4b_dir
+):
+    """The table of cards is what ``plan`` says; here ``plan`` is compared with an H200."""
+    pytest.importorskip("bitsandbytes")
+    folder = {"e2b": e2b_dir, "e4b": e4b_dir}[shape]
+    found = plan(folder, "130GB", quant=quant, context=tokens, train=train)
+    predicted = found.needed[0] - found.bytes_of("outside")
+    assert predicted / 2**20 == pytest.approx(measured, rel=0.02)
+
+
 def test_a_new_table_replaces_the_old_one():
     found = with_table("a\n<!-- cards -->\nold\n<!-- /cards -->\nb\n", "new \\1")
     assert found == "a\n<!-- cards -->\nnew \\1\n<!-- /cards -->\nb\n"

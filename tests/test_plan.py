@@ -201,6 +201,16 @@ def test_a_second_gpu_takes_what_the_first_has_no_room_for(e2b_dir):
     assert roomy.verdict == "fits on GPU 0 alone, of 2 GPUs of 40.00 GiB and 6.00 GiB"
 
 
+@pytest.mark.parametrize("gpus", [["4GiB", "6GiB"], ["3GiB", "4GiB", "3GiB"]])
+def test_as_much_is_left_free_on_each_gpu(e2b_dir, gpus):
+    found = plan(e2b_dir, gpus, quant="bf16", context=8192)
+    assert on("cpu", found) == [PLE]
+    left = [gpu.free - needed for gpu, needed in zip(found.gpus, found.needed, strict=True)]
+    layer = max(more.saves for more in found.further if more.part == "decoder layers")
+    assert min(left) >= 0
+    assert max(left) - min(left) < 2 * layer + 64 * 2**20
+
+
 def test_layers_that_fit_on_no_gpu_stream_to_the_first(e2b_dir):
     found = plan(e2b_dir, ["3GiB", "2GiB"], quant="bf16", context=2048)
     assert found.ok

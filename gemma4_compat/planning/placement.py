@@ -14,6 +14,8 @@ from .gpus import Gpu
 
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
 _STREAMED_LAYERS = 3
+#: Several GPUs are filled so evenly, in bytes.
+_EVEN = 32 * 2**20
 
 
 @dataclass
@@ -43,11 +45,15 @@ class Unit:
 
 @dataclass
 class Placement:
-    """The units of a model on these GPUs, and the memory that a job needs there."""
+    """The units of a model on these GPUs, and the memory that a job needs there.
+
+    ``spare`` bytes of each GPU are to stay free.
+    """
 
     units: Sequence[Unit]
     gpus: Sequence[Gpu]
     job: Job
+    spare: int = 0
 
     def on(self, gpu: int) -> list[Unit]:
         """The units that compute on a GPU."""
@@ -92,7 +98,10 @@ class Placement:
         return self.weights(gpu) + adapter + besides + self.gpus[gpu].outside
 
     def fits(self, demand: Demand) -> bool:
-        return all(self.needed(demand, number) <= gpu.free for number, gpu in enumerate(self.gpus))
+        return all(self.fits_on(demand, gpu) for gpu in range(len(self.gpus)))
+
+    def fits_on(self, demand: Demand, gpu: int) -> bool:
+        return self.needed(demand, gpu) + self.spare <= self.gpus[gpu].free
 
     def _streamed(self) -> int:
         """The GPU memory of offloaded weights during a forward: three layers, or one tensor."""
@@ -107,8 +116,28 @@ def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Pl
 
     Per-layer embeddings go to the CPU in any case, unless ``keep_ple`` is true.  Then vision, audio
     and the decoder layers from the last one on are moved away from GPU 0: to the first other GPU
-    that has room, else to the CPU.
+    that has room, else to the CPU.  If several GPUs are needed, as much is left free on each.
     """
+    _fill(placement, demand, keep_ple)
+    if placement.fits(demand) and any(unit.gpu for unit in placement.units):
+        offloaded = placement.offloaded()
+        low, high = 0, max(gpu.free for gpu in placement.gpus)
+        while high - low > _EVEN:
+            placement.spare = (low + high) // 2
+            _fill(placement, demand, keep_ple)
+            if placement.fits(demand) and placement.offloaded() == offloaded:
+                low = placement.spare
+            else:
+                high = placement.spare
+        placement.spare = low
+        _fill(placement, demand, keep_ple)
+        placement.spare = 0
+    return placement
+
+
+def _fill(placement: Placement, demand: Demand, keep_ple: bool) -> None:
+    for unit in placement.units:
+        unit.device = 0
     first = 1  # Layers that follow each other stay together.
     for unit in (unit for unit in placement.units if unit.modules):
         if unit.part == parts.PLE and not keep_ple:
@@ -120,14 +149,13 @@ def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Pl
         else:
             _move(placement, unit, demand, first)
             first = unit.gpu or len(placement.gpus)
-    return placement
 
 
 def _move(placement: Placement, unit: Unit, demand: Demand, first: int) -> None:
     """Move a unit to the first GPU from ``first`` on that has room, else to the CPU."""
     for gpu in range(first, len(placement.gpus)):
         unit.device = gpu
-        if placement.needed(demand, gpu) <= placement.gpus[gpu].free:
+        if placement.fits_on(demand, gpu):
             return
     unit.device = "cpu"
 
