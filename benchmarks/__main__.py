@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one case")
-    parser.add_argument("--report", type=Path, metavar="OUT", help="only write tables and plot")
+    parser.add_argument("--report", type=Path, metavar="OUT", help="only write the tables")
     args = parser.parse_args()
     args.out, args.cache = args.out.resolve(), args.cache.resolve()
     if not args.report:

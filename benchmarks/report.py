@@ -1,9 +1,8 @@
-"""Write the Markdown tables and the plot from the JSON lines; no library is needed."""
+"""Write the Markdown tables from the JSON lines; no library is needed."""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -207,8 +206,6 @@ def markdown(results: Results) -> str:
     header = ["figure", "unpatched", "patched", "bar", "met"]
     measured = [row for row in rows(results) if row.patched is not None or row.unpatched]
     lines += _table(header, [row.cells(bars) for row in measured])
-    if device:
-        lines += ["![VRAM against decode speed](plot.svg)", ""]
     lines += ["Captured decode steps: [DECODING.md](DECODING.md).", ""]
     lines += ["Decoder layers on the CPU: [STREAMING.md](STREAMING.md).", ""]
     lines += ["## Every case", "", "Median (least to most).", ""]
@@ -229,70 +226,7 @@ def markdown(results: Results) -> str:
     return "\n".join(lines)
 
 
-def plot(results: Results) -> str | None:
-    """An SVG of peak VRAM and decode speed; ``None`` without figures from a GPU."""
-    points: dict[tuple[str, bool], tuple[float, float]] = {}
-    for name, case in CASES.items():
-        prefix = "adapter decode" if case.adapter else "decode"
-        for patched in (False, True):
-            speed = results.value(name, patched, f"{prefix} tok/s")
-            memory = results.value(name, patched, f"{prefix} peak GiB")
-            if speed and memory:
-                points[name, patched] = (speed, memory)
-    if not points:
-        return None
-    low = math.log10(min(speed for speed, _ in points.values()) * 0.7)
-    high = math.log10(max(speed for speed, _ in points.values()) * 1.4)
-    top = 1.15 * max(memory for _, memory in points.values())
-
-    def place(speed: float, memory: float) -> tuple[float, float]:
-        return 60 + 480 * (math.log10(speed) - low) / (high - low), 380 - 340 * memory / top
-
-    out = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="800" height="440" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="800" height="440" fill="white"/>',
-        '<path d="M60 40V380H540" fill="none" stroke="black"/>',
-        '<text x="300" y="425" text-anchor="middle">decode speed (tokens/s, log scale)</text>',
-        '<text x="60" y="24">peak VRAM while decoding (GiB)</text>',
-    ]
-    for tick in (m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)):
-        if low <= math.log10(tick) <= high:
-            x, _ = place(tick, 0)
-            out.append(f'<path d="M{x:.0f} 380v5" stroke="black"/>')
-            out.append(f'<text x="{x:.0f}" y="400" text-anchor="middle">{tick:g}</text>')
-    for tick in range(0, math.ceil(top), 2 if top > 8 else 1):
-        _, y = place(1, tick)
-        out.append(f'<path d="M55 {y:.0f}H540" stroke="#ddd"/>')
-        out.append(f'<text x="50" y="{y + 4:.0f}" text-anchor="end">{tick}</text>')
-    colours = ["#222222", "#1b7837", "#2166ac", "#b2182b", "#e08214", "#762a83"]
-    for number, (name, case) in enumerate(CASES.items()):
-        colour = colours[number]
-        both = [place(*points[name, p]) for p in (False, True) if (name, p) in points]
-        if len(both) == 2:
-            (x0, y0), (x1, y1) = both
-            out.append(
-                f'<path d="M{x0:.0f} {y0:.0f}L{x1:.0f} {y1:.0f}" stroke="{colour}" '
-                'stroke-dasharray="3 3"/>'
-            )
-        for patched, fill in ((False, "white"), (True, colour)):
-            if (name, patched) in points:
-                x, y = place(*points[name, patched])
-                out.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="6" fill="{fill}" ')
-                out[-1] += f'stroke="{colour}" stroke-width="2"/>'
-        y = 60 + 22 * number
-        out.append(f'<circle cx="560" cy="{y}" r="6" fill="{colour}"/>')
-        adapter = " + adapter" if case.adapter else ""
-        out.append(f'<text x="574" y="{y + 4}">{case.title}{adapter}</text>')
-    out.append('<text x="554" y="210">hollow: unpatched, filled: patched</text>')
-    return "\n".join([*out, "</svg>", ""])
-
-
 def write(folder: Path) -> Path:
-    """Write ``RESULTS.md`` and ``plot.svg`` from ``cases.jsonl``; return the first one's path."""
-    results = Results(folder / "cases.jsonl")
-    drawing = plot(results)
-    if drawing:
-        (folder / "plot.svg").write_text(drawing)
-    (folder / "RESULTS.md").write_text(markdown(results))
+    """Write ``RESULTS.md`` from ``cases.jsonl``; return its path."""
+    (folder / "RESULTS.md").write_text(markdown(Results(folder / "cases.jsonl")))
     return folder / "RESULTS.md"
