@@ -24,6 +24,7 @@ from ._version import __version__
 from .engine.status import PatchStatus, State, Status
 from .errors import InputError, MergeError, PatchError
 from .machine.host_memory import limit_page_locked
+from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
 from .versions import FLOORS as _FLOORS
 from .versions import LIBRARIES as _LIBRARIES
@@ -84,9 +85,8 @@ def _start() -> Engine:
             read = switches.read(
                 "GEMMA4_COMPAT", names, logger, None, patches.groups(), patches.GONE
             )
-            about = status.About(
-                f"gemma4-compat {__version__}", _HINTS, torch_build.notes, _REQUIRED
-            )
+            title, older = f"gemma4-compat {__version__}", _dispatched_now()
+            about = status.About(title, _HINTS, torch_build.notes, older, _REQUIRED)
             newest = {"torch": _TORCH, **_NEWEST}
             _started = core.Engine(found, read, logger, _FLOORS, newest, about)
             _started.start()

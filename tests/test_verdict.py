@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,28 @@ def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path)
     for heading in ("### System", "### Patches of gemma4_compat", "### Model", "### Adapter"):
         assert heading in ran.stdout
     assert library in ran.stdout
+
+
+def test_a_model_that_was_dispatched_before_the_import():
+    code = """
+        import json, torch, transformers
+        from accelerate import dispatch_model
+
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = dispatch_model(model, {"0": "cpu", "1": "cpu"}, main_device="cpu", force_hooks=True)
+        import gemma4_compat
+
+        found = gemma4_compat.status()
+        del model
+        later = gemma4_compat.status()
+        print(json.dumps([found.ok, found.problems, later.problems]))
+    """
+    ok, problems, later = json.loads(
+        run_process(
+            [sys.executable, "-c", textwrap.dedent(code)], [str(Path(__file__).parent.parent)]
+        ).stdout.splitlines()[-1]
+    )
+    assert not ok
+    [text] = set(problems) - set(later)
+    why = "dispatched before this package was imported, without its patches"
+    assert text == f"{why}: Sequential; load it again"

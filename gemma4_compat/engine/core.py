@@ -493,6 +493,8 @@ class Engine:
                 f"{held} reference(s) to functions of the libraries are older than the patches and "
                 "keep the bug"
             )
+        if any(entry.state is State.APPLIED for entry in entries):
+            problems += self._about.problems()
         advice = [f"{name} cannot be imported: {text}" for name, text in self._broken.items()]
         if old:
             advice.append(gate.upgrade({name: self._floors[name] for name in old}))

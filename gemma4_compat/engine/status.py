@@ -84,13 +84,15 @@ class About:
     """What a status says of the package and its libraries, besides the patches.
 
     ``title`` is its first line.  ``hints`` are the paragraphs before the patches: one if they are
-    those that need attention, one if they are all.  ``notes`` returns what else is worth knowing.
-    ``required`` are the libraries without which nothing works.
+    those that need attention, one if they are all.  ``notes`` returns what else is worth knowing,
+    and ``problems`` what makes the verdict bad.  ``required`` are the libraries without which
+    nothing works.
     """
 
     title: str = ""
     hints: tuple[str, str] = ("", "")
     notes: Callable[[], Iterable[str]] = tuple
+    problems: Callable[[], Iterable[str]] = tuple
     required: Sequence[str] = ()
 
 

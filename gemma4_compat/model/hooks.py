@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .device_maps import above
@@ -19,6 +22,25 @@ def hooks_of(module: Any) -> tuple[Any, ...]:
     """
     hook = vars(module).get("_hf_hook")
     return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+
+
+def dispatched_now() -> Callable[[], list[str]]:
+    """A function that says which of the models that have hooks now are still in use."""
+    models: weakref.WeakSet[Any] = weakref.WeakSet()
+    if "accelerate.hooks" in sys.modules and "torch.nn" in sys.modules:
+        kind = sys.modules["torch.nn"].Module
+        found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+        mapped = [each for each in found if "hf_device_map" in vars(each)]
+        models.update(each for each in mapped if any(map(hooks_of, each.modules())))
+
+    def older() -> list[str]:
+        if models:
+            gc.collect()  # a model and its hooks refer to each other
+        names = ", ".join(sorted(type(model).__name__ for model in models))
+        text = f"dispatched before this package was imported, without its patches: {names}; load"
+        return [f"{text} {'it' if len(models) == 1 else 'them'} again"] if names else []
+
+    return older
 
 
 def offload_hook(module: Any) -> Any | None:
