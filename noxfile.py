@@ -127,6 +127,16 @@ def properties(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/engine/test_properties.py", *session.posargs)
 
 
+@nox.session
+def wrapt(session: nox.Session) -> None:
+    """Test imports and the engine on the oldest, an older and the newest wrapt."""
+    session.install(TORCH, *STACKS["newest"], *TEST_TOOLS, "packaging")
+    session.env["PYTHONPATH"] = "."
+    for version in ("1.15.0", "1.17.*", "2.*"):
+        session.install(f"wrapt=={version}")
+        session.run("pytest", *WORKERS, "tests/test_import.py", "tests/engine")
+
+
 @nox.session(venv_backend="none")
 def new(session: nox.Session) -> None:
     """Start a new patch: ``-- NAME [TOPIC]`` copies the templates of patch and test."""
