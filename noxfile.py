@@ -48,8 +48,8 @@ PARTS = {
 }
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
-#: the files that tools/catalog.py writes
-GENERATED = ("patches.md", "docs/errors.md", "README.md")
+#: the files and folders that tools/catalog.py writes
+GENERATED = ("patches.md", "docs/errors.md", "docs/errors", "README.md")
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests
 UPSTREAM_TOOLS = (
@@ -207,7 +207,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Regenerate patches.md, docs/errors.md, and the README's table of versions."""
+    """Regenerate patches.md, docs/errors.md, docs/errors/, and the README's table of versions."""
     session.install(".")
     session.run("python", "tools/catalog.py", *GENERATED)
 
