@@ -48,8 +48,8 @@ PARTS = {
 }
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
-#: the files that tools/catalog.py writes
-GENERATED = ("patches.md", "docs/errors.md", "README.md")
+#: the files and folders that tools/catalog.py writes
+GENERATED = ("patches.md", "docs/errors.md", "docs/errors", "README.md")
 TEST_TOOLS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests
 UPSTREAM_TOOLS = (
@@ -127,6 +127,16 @@ def properties(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/engine/test_properties.py", *session.posargs)
 
 
+@nox.session
+def wrapt(session: nox.Session) -> None:
+    """Test imports and the engine on the oldest, an older and the newest wrapt."""
+    session.install(TORCH, *STACKS["newest"], *TEST_TOOLS, "packaging")
+    session.env["PYTHONPATH"] = "."
+    for version in ("1.15.0", "1.17.*", "2.*"):
+        session.install(f"wrapt=={version}")
+        session.run("pytest", *WORKERS, "tests/test_import.py", "tests/engine")
+
+
 @nox.session(venv_backend="none")
 def new(session: nox.Session) -> None:
     """Start a new patch: ``-- NAME [TOPIC]`` copies the templates of patch and test."""
@@ -197,7 +207,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Regenerate patches.md, docs/errors.md, and the README's table of versions."""
+    """Regenerate patches.md, docs/errors.md, docs/errors/, and the README's table of versions."""
     session.install(".")
     session.run("python", "tools/catalog.py", *GENERATED)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat.patches import load
-from tools.catalog import not_patched, render, render_errors, titles, with_releases
+from tools.catalog import not_patched, pages, render, render_errors, titles, with_releases
 from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
@@ -29,12 +29,22 @@ def test_documentation_is_up_to_date(file):
     assert stored == due[file], "run: nox -s docs"
 
 
+def test_pages_of_errors_are_up_to_date():
+    folder = ROOT / "docs" / "errors"
+    stored = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
+    assert stored == pages(MEASURED), "run: nox -s docs"
+    for link in re.findall(r"\((errors/.*?)\)", render_errors()):
+        assert (ROOT / "docs" / link).exists()
+
+
 def test_the_page_of_errors_lists_every_patch_once_under_its_topic():
     listed = {}
     for line in (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             names = listed.setdefault(line[3:], [])
-        elif row := re.match(r"\|.*\| \[`(\w+)`\]\(\.\./patches\.md#\1\) \|$", line):
+        elif row := re.match(
+            r"\|.*\| \[`(\w+)`\]\((?:\.\./patches\.md#\1|errors/\1\.md)\) \|$", line
+        ):
             names.append(row[1])
     assert listed.pop("Errors that are no bugs") == []
     assert listed == titles()

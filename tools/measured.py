@@ -80,6 +80,12 @@ class Measured:
         measured = self.by_patch.get(patch, ())
         return _joined(each.without for each in measured if newest <= each.stack.items())
 
+    def states(self, stack: dict[str, str]) -> list[str]:
+        """The state of each patch that was measured on this stack without a GPU."""
+        wanted = {**stack, "device": "cpu"}.items()
+        on = ([e.state for e in es if wanted <= e.stack.items()] for es in self.by_patch.values())
+        return [states[-1] for states in on if states]
+
     def axis(self, patch: str, library: str) -> dict[str, str]:
         """The verdict for each release of one library; the others are the users' or the newest."""
         verdicts: dict[str, list[str]] = {}
