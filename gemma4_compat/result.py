@@ -11,7 +11,7 @@ class Result(ABC):
     """A result to print, to read in a program, or to show in a notebook.
 
     ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
-    else with 1.  IPython and notebooks show the same text.
+    else with 1.  IPython shows the same text, and a notebook its tables as tables.
     """
 
     @property
@@ -45,3 +45,8 @@ class Result(ABC):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        from .html import page
+
+        return page(self)

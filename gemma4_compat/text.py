@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextvars import ContextVar
+
+#: a table: its text, its rows, its head, and the columns that are aligned to the right
+Table = tuple[str, Sequence[Sequence[object]], Sequence[str], Collection[int]]
+#: a list to which `table` adds each table that it returns; with it, nothing is wrapped
+recorded: ContextVar[list[Table] | None] = ContextVar("recorded", default=None)
 
 
 def size(number: int) -> str:
@@ -45,14 +53,14 @@ def table(
     """Rows in columns, two spaces apart.
 
     If a row is too wide, its last cell is wrapped, and its first cell, too, if that is not enough.
-    Words are not broken: names can be copied.  If the first column has a longer word, the last cell
-    is printed below the others.  A no-break space in the last cell keeps two words on one line, and
+    Words are not broken: names can be copied.  If that is not enough either, the last cell is
+    printed below the others.  A no-break space in the last cell keeps two words on one line, and
     is printed as a space.  ``right`` are the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
     if not lines:
         return ""
-    most = shutil.get_terminal_size().columns
+    most = _columns()
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
     if len(widths) == 1:
@@ -60,8 +68,8 @@ def table(
     widths[-1] = min(widths[-1], max(most - others - widths[0], 24))
     longest = max(len(word) for line in lines for word in line[0].split() or [""])
     room = max(most - others - widths[-1], 16)
-    below = longest > room and len(widths) - 1 not in right
     widths[0] = min(widths[0], max(longest, room))
+    below = others + widths[0] + widths[-1] > most and len(widths) - 1 not in right
     printed = []
     for line in lines:
         first, last = (
@@ -81,7 +89,10 @@ def table(
             printed.append(indent + "  ".join(aligned))
         if below and line[-1]:
             printed.append(wrap(line[-1], f"{indent}    "))
-    return "\n".join(each.rstrip().replace("\xa0", " ") for each in printed)
+    text = "\n".join(each.rstrip().replace("\xa0", " ") for each in printed)
+    if (tables := recorded.get()) is not None:
+        tables.append((text, rows, head, right))
+    return text
 
 
 def shortened(text: str, width: int) -> str:
@@ -99,9 +110,18 @@ def wrap(text: str, indent: str = "", first: str | None = None, *, breaks: bool 
     """
     return textwrap.fill(
         text,
-        shutil.get_terminal_size().columns,
+        _columns(),
         initial_indent=indent if first is None else first,
         subsequent_indent=indent,
         break_long_words=breaks,
         break_on_hyphens=False,
     )
+
+
+def words(text: str) -> str:
+    """A regular expression for a text that may be wrapped."""
+    return r"\s+".join(map(re.escape, text.split()))
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns if recorded.get() is None else sys.maxsize

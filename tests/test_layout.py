@@ -27,7 +27,7 @@ NO_WORD = "It knows nothing of Gemma."
 
 #: The rooms, from the ground floor up.
 FLOORS = (
-    ("errors", "versions", "_version", "objects", "engine", "text", "result"),
+    ("errors", "versions", "_version", "objects", "engine", "text", "html", "result"),
     ("files", "machine"),
     ("model",),
     ("runtime",),

@@ -11,7 +11,7 @@ import sys
 
 from .. import __version__
 from . import adapter, demo, device_map, merge, plan, report, run, scan, status
-from ._command import Command, Parser
+from ._command import Command, Help, Parser
 
 COMMANDS: tuple[Command, ...] = tuple(
     module.COMMAND for module in (status, run, plan, device_map, scan, adapter, report, merge, demo)
@@ -57,7 +57,7 @@ def _parser() -> Parser:
         prog="gemma4-compat",
         description="Run and fine-tune Gemma 4 on small GPUs, without the known errors.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -7,11 +7,13 @@ import contextlib
 import importlib
 import importlib.metadata
 import io
+import itertools
 import json
 import logging
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 from ..engine.gate import installed_version, too_old, upgrade
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
+from ..text import words
 from ..versions import FLOORS, WITH_TORCH
 
 #: what a command needs that imports PEFT
@@ -51,7 +54,7 @@ class Command:
             help=(self.description or "").partition("\n")[0],
             description=self.description,
             usage=self.usage,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         self.arguments(parser)
         if self.json:
@@ -146,6 +149,32 @@ def _quiet_libraries() -> Iterator[None]:
             os.environ["TRANSFORMERS_VERBOSITY"] = verbosity
 
 
+class Help(argparse.HelpFormatter):
+    """Wraps at the width of the terminal, and leaves indented lines as they are, and long words.
+
+    A comment beside a command is printed below it if the line is too long.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        text = " ".join(text.split())
+        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for raw, block in itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " ")):
+            if not raw:
+                lines += self._split_lines(" ".join(block), width)
+                continue
+            for line in block:
+                command, *comment = re.split(r"(?<=\S) {3,}", line)
+                if len(line) <= width or not comment:
+                    lines.append(line)
+                else:
+                    more = self._split_lines(comment[0], width - 6)
+                    lines += [command, *(f"{'':6}{each}" for each in more)]
+        return "\n".join(f"{indent}{line}" for line in lines)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that prints an error in the arguments as one line."""
 
@@ -165,5 +194,5 @@ def _print(result: Result, options: argparse.Namespace) -> None:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if result.verdict and sys.stdout.isatty() and not plain:
         green_or_red = 32 if result.ok else 31
-        text = text.replace(result.verdict, f"\033[{green_or_red}m{result.verdict}\033[0m", 1)
+        text = re.sub(words(result.verdict), rf"\033[{green_or_red}m\g<0>\033[0m", text, count=1)
     print(text)

@@ -38,7 +38,7 @@ COMMAND = _Run(
     name="run",
     description=__doc__,
     arguments=_arguments,
-    usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
+    usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE}\n       [ARG ...]",
     json=False,
 )
 

@@ -390,7 +390,7 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
 
 
 def _fit_lines(found: AdapterInspection) -> Iterator[str]:
-    yield f"in {short_name(str(found.model))} ({found.architecture})".replace("  (", " (")
+    yield text.wrap(f"in {short_name(str(found.model))} ({found.architecture})")
     needs = with_patches(found.needs).removeprefix(", ") if found.loads else ""
     rows = [("loads", text.plural(found.loads, "tensor"), needs)]
     for group in found.groups:
@@ -400,4 +400,4 @@ def _fit_lines(found: AdapterInspection) -> Iterator[str]:
         if not group.harmless:
             example = group.example.removeprefix(_PREFIX).replace(".weight", "")
             yield text.wrap(f"{group.kind}, such as {example}", " " * 4, "  ")
-    yield found.verdict
+    yield text.wrap(found.verdict)

@@ -60,7 +60,7 @@ class DeviceMapCheck(Result):
         return {**asdict(self), "ok": self.ok}
 
     def _lines(self) -> Iterator[str]:
-        yield f"{short_name(self.model)} ({self.architecture})"
+        yield wrap(f"{short_name(self.model)} ({self.architecture})")
         yield ""
         quants = list(self.saves)
         rest = '"" (the rest)' if len(self.entries) > 1 else '""'
@@ -78,7 +78,7 @@ class DeviceMapCheck(Result):
         messages = [wrap(text, " " * 9, f"{kind:<9}") for kind, text in _messages(self)]
         if messages:
             yield from (*messages, "")
-        yield self.verdict
+        yield wrap(self.verdict)
 
 
 def check_device_map(model: Location, device_map: Mapping[str, Any]) -> DeviceMapCheck:

@@ -61,7 +61,7 @@ class ModelInspection(Result):
         return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
 
     def _lines(self) -> Iterator[str]:
-        yield self.base if self.model == self.base else f"{self.base} in {self.model}"
+        yield wrap(self.base if self.model == self.base else f"{self.base} in {self.model}")
         yield self.quantisation or "not quantised"
         if self.input_device is not None:
             yield f"inputs go to {self.input_device}"
@@ -75,7 +75,7 @@ class ModelInspection(Result):
         yield ""
         for kind, text in _messages(self):
             yield wrap(text, " " * 9, f"{kind:<9}")
-        yield self.verdict
+        yield wrap(self.verdict)
 
     __repr__ = Result.__str__
 

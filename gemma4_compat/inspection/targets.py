@@ -92,7 +92,7 @@ class TargetScan(Result):
         return {**asdict(self), "count": self.count, "ok": self.ok}
 
     def _lines(self) -> Iterator[str]:
-        yield f"{short_name(self.model)} ({self.architecture})".strip()
+        yield text.wrap(f"{short_name(self.model)} ({self.architecture})".strip())
         targets = self.targets if isinstance(self.targets, str) else text.some(self.targets)
         yield text.wrap(targets, " " * 9, "targets: ", breaks=True)
         yield ""
@@ -117,7 +117,7 @@ class TargetScan(Result):
             )
         for note in self.notes:
             yield text.wrap(note, " " * 6, "note: ")
-        yield self.verdict
+        yield text.wrap(self.verdict)
 
 
 def scan_targets(

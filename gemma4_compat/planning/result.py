@@ -131,7 +131,7 @@ class Plan(Result):
     def __str__(self) -> str:
         job = ", training" if self.train else ""
         title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
-        paragraphs = [title, "\n".join([_table(self), self.verdict, *_advice(self)])]
+        paragraphs = [wrap(title), "\n".join([_table(self), wrap(self.verdict), *_advice(self)])]
         if self.ok:
             rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
@@ -165,7 +165,8 @@ def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
     if plan.longest_context:
         # Another map, with more on the CPU, may have room for more.
-        yield f"longest context that fits with this device map: {plan.longest_context} tokens"
+        longest = f"{plan.longest_context} tokens"
+        yield wrap(f"longest context that fits with this device map: {longest}")
     if plan._excess() > 0:
         none = "No --context fits: take a larger --gpu or a smaller model."
         advice = f"--context {plan.longest_context} fits." if plan.longest_context else none
