@@ -235,6 +235,31 @@ def test_output_replaces_what_a_block_shows(monkeypatch, tmp_path):
     assert blocks.page(f"{run}\n{old}", tmp_path, check=True) != f"{run}\n{old}"
 
 
+@pytest.mark.parametrize(
+    ("build", "note"),
+    [
+        (
+            "+cpu",
+            "torch 2.13.0+cpu is a CPU-only build and uses no GPU; for an NVIDIA GPU: pip\nx\n\n",
+        ),
+        ("+cu130", "torch 2.13.0+cu130 is built for CUDA 13.0 and sees no GPU: nvidia-smi\nx\n\n"),
+        ("", ""),
+    ],
+)
+def test_output_does_not_depend_on_the_build_of_torch(monkeypatch, tmp_path, build, note):
+    from tools import blocks
+
+    def status(arguments):
+        print(f"torch         2.13.0{build}\npeft          0.21.2\n\n{note}hint in {tmp_path}/x")
+        return len(arguments) - 1
+
+    monkeypatch.setattr(blocks.cli, "main", status)
+    due = "torch         2.13.0\npeft          0.21.2\n\nhint in .../x\n"
+    assert blocks.output("$ gemma4-compat status\n", tmp_path) == due
+    with pytest.raises(SystemExit, match="exit code 2"):
+        blocks.output("$ gemma4-compat a b c\n", tmp_path)
+
+
 # -- text -----------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gemma4_compat  # noqa: F401  (first: before the libraries that it patches)
@@ -100,6 +99,7 @@ def prose(text: str, mark: str | None) -> str:
 
 
 def main(argv: list[str]) -> int:
+    os.environ |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     check, stale = "--check" in argv, False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
