@@ -207,9 +207,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Regenerate patches.md, docs/errors.md, docs/errors/, and the README's table of versions."""
-    session.install(".")
+    """Regenerate patches.md, docs/errors.md, docs/errors/, the README's table, and printed output.
+
+    What commands print is written into ``docs/``, from the newest libraries.
+    """
+    session.install(TORCH, *STACKS["newest"], ".")
     session.run("python", "tools/catalog.py", *GENERATED)
+    pages = sorted(map(str, ROOT.glob("docs/*.md")))
+    session.run("python", "tools/blocks.py", "README.md", "CONTRIBUTING.md", *pages)
 
 
 @nox.session

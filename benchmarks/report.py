@@ -9,7 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.stamps import stamp
+
 from .cases import CASES
+
+#: what the figures depend on
+FILES = (
+    "gemma4_compat/runtime/host gemma4_compat/patches/_offload.py "
+    "gemma4_compat/patches/offloading/host_embedding.py "
+    "gemma4_compat/patches/offloading/offload_streaming.py "
+    "gemma4_compat/patches/offloading/split_model_overhead.py "
+    "gemma4_compat/patches/offloading/quant_state_offload.py "
+    "gemma4_compat/patches/adapters/peft_redispatch.py "
+    "benchmarks/__main__.py benchmarks/cases.py benchmarks/checkpoint.py benchmarks/measure.py"
+)
 
 
 class Results:
@@ -203,6 +216,7 @@ def markdown(results: Results) -> str:
     if bandwidth:
         lines += [f"A copy from pinned host memory reaches {bandwidth:.1f} GB/s.", ""]
     bars = shape == "e2b" and bool(device)
+    lines += [stamp(FILES), ""]
     header = ["figure", "unpatched", "patched", "bar", "met"]
     measured = [row for row in rows(results) if row.patched is not None or row.unpatched]
     lines += _table(header, [row.cells(bars) for row in measured])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
+from gemma4_compat import versions
 from gemma4_compat.patches import load
 from gemma4_compat.planning import plan
+from tests.support import run_process
 from tools.cards import CARDS, cell, row, with_table
 
 ROOT = Path(__file__).parents[1]
@@ -193,6 +197,70 @@ def test_commands_are_valid(line, files, monkeypatch):
     assert bool(started) == (options.command == "run")
 
 
+def is_newest():
+    """Whether the installed libraries are those of the printed output."""
+    wanted = {"torch": versions.TORCH, **versions.NEWEST}
+    try:
+        return all(version(name).partition("+")[0] == each for name, each in wanted.items())
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not is_newest(), reason="the documents show the newest libraries")
+@pytest.mark.skipif(sys.platform != "linux", reason="the documents show the output on Linux")
+def test_what_the_commands_print():
+    """All in one process of their own: a status depends on what else a process has done."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+    command = [sys.executable, ROOT / "tools" / "blocks.py", "--check", *pages]
+    found = run_process(command, [str(ROOT)])
+    assert found.returncode == 0, f"run: nox -s docs\n{found.stdout}{found.stderr}"
+
+
+def test_output_replaces_what_a_block_shows(monkeypatch, tmp_path):
+    """Only blocks whose command is known, and which no comment leaves alone, are written."""
+    from tools import blocks
+
+    monkeypatch.setattr(blocks, "output", lambda commands, folder: f"new {commands}")
+    run, old = "```console\n$ a\n```\n", "```text\nold 1\n```\n"
+    new = old.replace("old 1", "new $ a")
+    assert blocks.page(f"{run}\n{old}", tmp_path) == f"{run}\n{new}"
+    for mark, shown in (("run", new), ("not run", old)):
+        between = f"\nMore.\n\n<!-- {mark}: why -->\n"
+        assert blocks.page(run + between + old, tmp_path) == run + between + shown
+    for unmarked in (old, f"{run}\nMore.\n\n{old}", f"{run}\n  ```text\n  old\n  ```\n"):
+        with pytest.raises(SystemExit, match=r"line \d+: nothing says which commands"):
+            blocks.page(unmarked, tmp_path)
+    monkeypatch.setattr(blocks, "output", lambda commands, folder: "old 2\n")
+    marked = f"{run}\n<!-- run: why -->\n{old}"
+    assert blocks.page(marked, tmp_path, check=True) == marked
+    assert blocks.page(f"{run}\n{old}", tmp_path, check=True) != f"{run}\n{old}"
+
+
+@pytest.mark.parametrize(
+    ("build", "note"),
+    [
+        (
+            "+cpu",
+            "torch 2.13.0+cpu is a CPU-only build and uses no GPU; for an NVIDIA GPU: pip\nx\n\n",
+        ),
+        ("+cu130", "torch 2.13.0+cu130 is built for CUDA 13.0 and sees no GPU: nvidia-smi\nx\n\n"),
+        ("", ""),
+    ],
+)
+def test_output_does_not_depend_on_the_build_of_torch(monkeypatch, tmp_path, build, note):
+    from tools import blocks
+
+    def status(arguments):
+        print(f"torch         2.13.0{build}\npeft          0.21.2\n\n{note}hint in {tmp_path}/x")
+        return len(arguments) - 1
+
+    monkeypatch.setattr(blocks.cli, "main", status)
+    due = "torch         2.13.0\npeft          0.21.2\n\nhint in .../x\n"
+    assert blocks.output("$ gemma4-compat status\n", tmp_path) == due
+    with pytest.raises(SystemExit, match="exit code 2"):
+        blocks.output("$ gemma4-compat a b c\n", tmp_path)
+
+
 # -- text -----------------------------------------------------------------------------------------
 
 
@@ -204,6 +272,22 @@ def test_every_page_is_checked():
     }
     assert languages == {"console", "diff", "python", "text"}
     assert len(text_of("README.md").splitlines()) <= 220
+
+
+def test_the_speeds_of_the_recipes_are_those_of_the_benchmarks():
+    """Both figures of each row are in one row of a table there."""
+    measured = [
+        set(re.findall(r"[\d.]+", line))
+        for page in ("DECODING", "STREAMING")
+        for line in text_of(f"benchmarks/{page}.md").splitlines()
+        if line.startswith("|")
+    ]
+    table = text_of("docs/recipes.md").partition('| `"static"` |')[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| .+ \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", table, re.MULTILINE)
+    assert len(rows) == 4
+    assert all(any({*row} <= figures for figures in measured) for row in rows)
+    [factor] = re.findall(r"row (\S+) times\s+as\s+fast", text_of("docs/recipes.md"))
+    assert any({factor} <= figures for figures in measured)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/errors.md"])

@@ -12,7 +12,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat.patches import load
-from tools import release
+from tools import release, stamps
 
 ROOT = Path(__file__).parents[1]
 DATED = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\nMore.\n\n## 0.1.0 (2026-11-20)\n\nFirst.\n"
@@ -138,3 +138,73 @@ def test_wheels_that_differ(tmp_path):
     assert release.differences(one, write_wheel(tmp_path / "3.whl", ["a.py"])) == ["b.py differs"]
     other = write_wheel(tmp_path / "4.whl", ["a.py", "b.py"], "x = 1")
     assert release.differences(one, other) == ["a.py differs", "b.py differs"]
+
+
+# -- measured tables ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A checkout with a page of two tables, measured with the code as it is; changes a file."""
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "a.py").write_text('"""Old."""\n\n\ndef f():\n    return "x"  # old\n')
+    (tmp_path / "runtime" / "b.cu").write_text("int a;  // old\n")
+    (tmp_path / "c.py").write_text("C = 1\n")
+    stamped = [stamps.stamp(names, tmp_path) for names in ("runtime", "c.py")]
+    rows = "\n\n| a |\n|---|\n| 1 |\n\n"
+    (tmp_path / "X.md").write_text(rows.join([*stamped, ""]))
+
+    def change(name, old, new):
+        file = tmp_path / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+        return stamps.stale("X.md", tmp_path)
+
+    return change
+
+
+def test_remarks_do_not_make_a_table_stale(measured):
+    assert measured("runtime/a.py", '"""Old."""', '"""New.\n\nMore.\n"""') == []
+    assert measured("runtime/a.py", "# old", "# new") == []
+    assert measured("runtime/a.py", "def f():\n", 'def f():\n    """New."""\n') == []
+    assert measured("runtime/b.cu", "// old", "/* new */ // new") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("runtime/a.py", '"x"', '"y"'), 3),
+        (("runtime/b.cu", "int a", "int b"), 3),
+        (("c.py", "C = 1", "C = 2"), 9),
+    ],
+)
+def test_a_table_whose_code_has_changed(measured, change, line):
+    assert measured(*change) == [
+        f"X.md:{line}: measure this table again, its code has changed since"
+    ]
+
+
+def test_a_table_without_files(measured):
+    assert measured("X.md", "files: c.py", "files: d.py") == [
+        "X.md:9: the table depends on d.py, which is gone"
+    ]
+    [first, _] = measured("X.md", "<!-- files: runtime", "<!-- names: runtime")
+    assert first == "X.md:3: no comment above this table names its files"
+
+
+def test_every_table_of_the_benchmarks_names_its_files():
+    pages = sorted(path.name for path in ROOT.glob("benchmarks/*.md"))
+    found = [each for page in pages for each in stamps.stale(f"benchmarks/{page}")]
+    assert not [each for each in found if "measure this table again" not in each]
+
+
+def test_a_stamp_is_renewed(tmp_path):
+    page = tmp_path / "X.md"
+    page.write_text(
+        "<!-- files: noxfile.py sha256: 1 -->\n\n<!-- files: noxfile.py sha256: 2 -->\n"
+    )
+    stamps.main(str(page), "3")
+    assert page.read_text().splitlines()[::2] == [
+        "<!-- files: noxfile.py sha256: 1 -->",
+        stamps.stamp("noxfile.py"),
+    ]

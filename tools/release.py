@@ -9,6 +9,7 @@ built from the checkout.
   "unreleased"; all entries below have a date.
 - The sdist holds every file that git tracks and nothing else; the wheel holds only the package.
 - Both wheels have the same files with the same content.
+- The tables in benchmarks/*.md were measured with the code of the checkout (tools/stamps.py).
 
 With VERSION, the files are to be published as that release: the package has that version, its entry
 has a date, and everything is committed.
@@ -27,6 +28,10 @@ from datetime import date
 from pathlib import Path
 
 from packaging.version import Version
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools import stamps
 
 ROOT = Path(__file__).parents[1]
 UNRELEASED = "unreleased"
@@ -124,6 +129,8 @@ def main(dist: str, direct: str, release: str | None = None) -> int:
     problems += [f"{source.name}: {each}" for each in sdist(source, tracked)]
     problems += [f"{built.name}: {each}" for each in wheel(built, tracked, version)]
     problems += [f"built from the checkout: {each}" for each in differences(built, other)]
+    for page in sorted((ROOT / "benchmarks").glob("*.md")):
+        problems += stamps.stale(f"benchmarks/{page.name}")
     if release is not None:
         problems += [f"not committed: {each[3:]}" for each in _git("status", "--porcelain")]
     for problem in problems:
