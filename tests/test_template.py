@@ -22,7 +22,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "not_patched.toml"):
         shutil.copy(ROOT / name, folder)
-    for name in ("gemma4_compat", "tests", "tools"):
+    for name in ("benchmarks", "gemma4_compat", "tests", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (folder / "gemma4_compat" / "patches").glob("*/[a-z]*.py"):
         file.unlink()
