@@ -1,8 +1,16 @@
-"""The layers of the cache that `generate` makes."""
+"""The cache that `generate` makes: its layers, and its name among the inputs of a model."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def cache_name() -> str:
+    """The name of a cache among a model's inputs and outputs: ``cache`` since transformers 5.24."""
+    from transformers.generation import utils
+
+    names = getattr(utils, "ALL_CACHE_NAMES", ())
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def shares_nothing(config: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .caches import with_all_layers
+from .caches import cache_name, with_all_layers
 from .parts import decoder_layers, shared_layers
 from .sizes import kv_shapes, on_cuda
 
@@ -271,7 +271,7 @@ def forward_peak(model: Any, tokens: int, past: int, *, static: bool = False) ->
         _fill(cache, shapes, past, tokens)
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         memory.peak = memory.allocated
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
         del output
     return memory.peak - memory.allocated
 

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.caches import cache_name
 from ...model.hooks import input_device
 from ...objects import shadowed
 from .._image_blocks import block_ids
@@ -58,7 +59,7 @@ def _probe(model_class: Any, kind: str) -> Finding:
             pass  # the method under test needs no modules
 
         def __call__(self, **inputs: Any) -> Any:
-            return ModelOutput(past_key_values=cache)
+            return ModelOutput(**{name: cache})
 
         def _valid_auto_compile_criteria(self, *args: Any) -> bool:
             return False
@@ -67,8 +68,12 @@ def _probe(model_class: Any, kind: str) -> Finding:
             passed.append(inputs.get("is_first_iteration", False))
             return {}
 
-    cache, tokens = DynamicCache(), torch.ones((1, 2), dtype=torch.long, device="cpu")
-    inputs = {_INPUTS[kind]: tokens, "attention_mask": tokens, "past_key_values": cache}
+    name, cache, tokens = (
+        cache_name(),
+        DynamicCache(),
+        torch.ones((1, 2), dtype=torch.long, device="cpu"),
+    )
+    inputs = {_INPUTS[kind]: tokens, "attention_mask": tokens, name: cache}
     try:
         Model()._prefill(tokens, GenerationConfig(prefill_chunk_size=1), inputs)
     except ValueError as refused:
@@ -107,7 +112,7 @@ def _prefill_of(kinds: tuple[str, ...], module: str, name: str) -> Any:
             is_first_iteration: bool = True,
         ) -> Any:
             given = (input_ids, generation_config, model_kwargs, is_first_iteration)
-            size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+            size, cache = generation_config.prefill_chunk_size, model_kwargs.get(cache_name())
             found = [kind for kind in _INPUTS if _has(model_kwargs, kind)]
             in_chunks = is_first_iteration and size is not None and cache is not None
             if not found or not in_chunks or model_kwargs.get("inputs_embeds") is not None:
@@ -222,7 +227,7 @@ def _in_chunks(
             inputs["mm_encoder_outputs"] = given or None
         with shadowed(owner, **methods):
             outputs = prefill(model, chunk, generation_config, inputs, True)
-        inputs["past_key_values"] = outputs.past_key_values
+        inputs[cache_name()] = outputs[cache_name()]
     return outputs
 
 

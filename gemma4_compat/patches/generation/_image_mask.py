@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.caches import cache_name
 
 
 def mend(patch: Patch, module: str, name: str) -> None:
@@ -40,10 +41,10 @@ def _probe(model_class: Any) -> Finding:
     all_tokens = torch.ones((1, 4), dtype=torch.long, device="cpu")
     inputs = model.prepare_inputs_for_generation(
         all_tokens[:, 2:],
-        past_key_values=StaticCache(config=model.config, max_cache_len=4),
         attention_mask=all_tokens,
         mm_token_type_ids=all_tokens,
         is_first_iteration=True,
+        **{cache_name(): StaticCache(config=model.config, max_cache_len=4)},
     )
     types = inputs["attention_mask"]["made from"]
     if types is not None and types.shape == all_tokens.shape:
@@ -71,7 +72,7 @@ def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     masks = {}
     # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
     # is made with a cache that has layers of one kind only.
-    for name, layers in _layers_by_kind(inputs["past_key_values"]).items():
+    for name, layers in _layers_by_kind(inputs[cache_name()]).items():
         masks[name] = self.create_masks_for_generate(
             config=self.config,
             # create_masks_for_generate reads only its shape, dtype and device
@@ -79,10 +80,10 @@ def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
                 (*tokens.shape[:2], 0), dtype=self.dtype, device=tokens.device
             ),
             attention_mask=padding,
-            past_key_values=Cache(layers=layers),
             position_ids=inputs.get("position_ids"),
             mm_token_type_ids=types.to(tokens.device),
             is_first_iteration=given.get("is_first_iteration", False),
+            **{cache_name(): Cache(layers=layers)},
         )[name]
     inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
     return inputs

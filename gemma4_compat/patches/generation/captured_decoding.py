@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...model.caches import cache_name
 from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.decoding import Decoder, decoding_of, forget
@@ -83,7 +84,7 @@ def valid_auto_compile_criteria(
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
     if not compiled:
         with _harmless(self):
-            if _is_eager(self, generation_config, model_kwargs.get("past_key_values")):
+            if _is_eager(self, generation_config, model_kwargs.get(cache_name())):
                 _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
     return compiled or _call.decoder is not None
 

@@ -16,7 +16,7 @@ _TOWERS = ("vision", "audio")
 #: The inputs of a decode step; any other input belongs to a prompt or to a user's own forward.
 INPUTS = frozenset(
     {
-        "input_ids", "position_ids", "attention_mask", "cache_position", "past_key_values",
+        "input_ids", "position_ids", "attention_mask", "cache_position", "past_key_values", "cache",
         "use_cache", "return_dict", "logits_to_keep",
     }
 )  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ...model.caches import cache_name
 from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
@@ -181,7 +182,7 @@ class Decoder:
         import torch
         from torch.utils._pytree import tree_flatten
 
-        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        cache, ids = inputs.get(cache_name()), inputs.get("input_ids")
         layers = layers_of(cache)
         if (
             ids is None

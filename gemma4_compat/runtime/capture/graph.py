@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import cache as cached
 from typing import Any
 
+from ...model.caches import cache_name
 from ..kernels.step import is_short_of_memory
 from .cache_memory import Memory, counting_layers
 
@@ -118,7 +119,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
         with torch.cuda.stream(stream), _random_numbers_kept(device):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                output = model(**inputs, past_key_values=cache)
+                output = model(**inputs, **{cache_name(): cache})
                 graph.capture_end()
             except BaseException as error:
                 with suppress(RuntimeError):
