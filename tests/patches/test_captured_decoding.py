@@ -21,6 +21,7 @@ import torch
 from packaging.version import Version
 
 import gemma4_compat
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.capture import branches, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
@@ -1046,7 +1047,7 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
     model, said = load_model(model_dir), []
     cache = static_cache(model)
     decoder = steps.Decoder(model, said.append)
-    step = {"input_ids": torch.tensor([[7]]), "past_key_values": cache}
+    step = {"input_ids": torch.tensor([[7]]), cache_name(): cache}
     masks = {"attention_mask": dict.fromkeys(("full_attention", "sliding_attention"))}
     of_a_prompt = {"mm_token_type_ids": torch.zeros(1, 1, dtype=torch.long)}
     with torch.no_grad():
@@ -1067,7 +1068,7 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
     class Step:
         def __init__(self, model, device, cache, memory, leaves, spec):
             inputs = torch.utils._pytree.tree_unflatten(leaves, spec)
-            self.output = model(**inputs, past_key_values=cache)
+            self.output = model(**inputs, **{cache_name(): cache})
 
         def replay(self, cache, leaves):
             return self.output
@@ -1084,7 +1085,7 @@ def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
 
     monkeypatch.setattr(steps, "Step", Step)
     model = load_model(model_dir)
-    step = {"input_ids": torch.tensor([[7]]), "past_key_values": static_cache(model)}
+    step = {"input_ids": torch.tensor([[7]]), cache_name(): static_cache(model)}
     decoder = steps.Decoder(model, pytest.fail)
     with torch.no_grad():
         with register_module_forward_hook(is_run):
@@ -1263,7 +1264,7 @@ def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
 def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_cpu, monkeypatch):
     model, said = load_model(model_dir), []
     fill(model, cache := empty_cache(model))
-    step = {"input_ids": torch.tensor([[7]]), "past_key_values": copy.deepcopy(cache)}
+    step = {"input_ids": torch.tensor([[7]]), cache_name(): copy.deepcopy(cache)}
     with torch.no_grad():
         expected = model(**step).logits
 
@@ -1273,5 +1274,5 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
         with monkeypatch.context() as patch:
             patch.setattr(steps, "modules_of_a_step", fail)
             decoder = steps.Decoder(model, said.append)
-            assert torch.equal(decoder(**{**step, "past_key_values": cache}).logits, expected)
+            assert torch.equal(decoder(**{**step, cache_name(): cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]

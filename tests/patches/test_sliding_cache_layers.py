@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gemma4_compat
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import SLIDING_WINDOW, large_config, large_model
 
@@ -48,7 +49,7 @@ def generated_alone(model, kind="text", **options):
     caches, logits = [], []
 
     def see(module, args, kwargs):
-        caches.append(kwargs["past_key_values"])
+        caches.append(kwargs[cache_name()])
 
     def keep(tokens, scores):
         logits.append(scores.clone())
@@ -97,9 +98,9 @@ def caches_of_the_user(model):
 
     prompt, seen = text_inputs(model.config), []
 
-    def decode(model, input_ids, past_key_values=None, **kwargs):
-        seen.append(past_key_values)
-        model(input_ids=input_ids, past_key_values=past_key_values)
+    def decode(model, input_ids, **kwargs):
+        seen.append(kwargs[cache_name()])
+        model(input_ids=input_ids, past_key_values=seen[-1])
         return input_ids
 
     model.generate(**prompt, custom_generate=decode, max_new_tokens=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gemma4_compat
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.support import assert_same, load_model, logits, split
 
@@ -140,7 +141,7 @@ def test_offloaded_without_a_device_map(model_dir):
     cpu_offload(model, execution_device="cpu")
     assert model.device == CPU, f"the device is {model.device}"
     assert_same(logits(model), expected)
-    cache = {"past_key_values": StaticCache(config=model.config, max_cache_len=16)}
+    cache = {cache_name(): StaticCache(config=model.config, max_cache_len=16)}
     config = GenerationConfig(cache_implementation="static")
     config.compile_config = compile_everywhere()
     assert not model._valid_auto_compile_criteria(cache, config)

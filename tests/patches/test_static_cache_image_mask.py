@@ -10,6 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests.large_model import large_model
 from tests.patches.test_sliding_cache_layers import TOLERANCE, generated
@@ -91,7 +92,7 @@ def masks(model, inputs, **options):
 
     cache = StaticCache(config=model.config, max_cache_len=32)
     return model.prepare_inputs_for_generation(
-        **inputs, past_key_values=cache, is_first_iteration=True, **options
+        **inputs, is_first_iteration=True, **{cache_name(): cache}, **options
     )["attention_mask"]
 
 

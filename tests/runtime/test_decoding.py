@@ -16,6 +16,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.patches.generation import captured_decoding
 from gemma4_compat.runtime.capture import cache_memory, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
@@ -45,7 +46,7 @@ class Step:
 
     def run(self, cache, leaves):
         inputs = torch.utils._pytree.tree_unflatten(leaves, self.spec)
-        return self.model(**inputs, past_key_values=cache)
+        return self.model(**inputs, **{cache_name(): cache})
 
     def replay(self, cache, leaves):
         return self.run(cache, leaves)
@@ -75,7 +76,7 @@ def decode(forward, cache, tokens=6, **inputs):
     with torch.no_grad():
         return torch.stack(
             [
-                forward(input_ids=torch.tensor([[5 + n]]), past_key_values=cache, **inputs).logits
+                forward(input_ids=torch.tensor([[5 + n]]), **{cache_name(): cache}, **inputs).logits
                 for n in range(tokens)
             ]
         )
@@ -358,7 +359,7 @@ def test_inputs_of_ever_new_kinds(model):
     with torch.no_grad():
         for n in range(1, 8):
             mask = torch.ones(1, length + n, dtype=torch.long)
-            decoder(input_ids=torch.tensor([[7]]), past_key_values=cache, attention_mask=mask)
+            decoder(input_ids=torch.tensor([[7]]), attention_mask=mask, **{cache_name(): cache})
     assert set(said) == {"its steps have inputs of ever new kinds"}
     assert len(decoder.state.warm) == 3
 
