@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 
+@cache
 def cache_name() -> str:
     """The name of a cache among a model's inputs and outputs: ``cache`` since transformers 5.24."""
     from transformers.generation import utils

@@ -121,7 +121,7 @@ def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
         # After an interrupt in its forward, an offloaded parameter is not on meta.
         if (
             pair <= state_dict.keys()
-            and any(each in on_meta or offloaded_value(model, each) is not None for each in pair)
+            and (pair & on_meta or any(offloaded_value(model, n) is not None for n in pair))
             and torch.equal(value(name), value(source))
         ):
             del state_dict[name]
