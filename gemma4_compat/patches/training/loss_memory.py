@@ -1,0 +1,32 @@
+"""A training step of Gemma 4 keeps many copies of the logits, which have 262,144 entries a token.
+
+With ``labels``, the forward computes all logits, then divides, ``tanh``, multiplies and converts
+them to float32, and the cross entropy and its gradients are as large.  Together these are 14 bytes
+for each entry: 7 GiB for 2,048 tokens, of the 9.6 GiB that a QLoRA step of E2B needs.  PyTorch's
+``linear_cross_entropy`` and Liger's loss would not store them, but the first has no soft cap, and
+the second needs Triton.
+
+The fix computes head, soft cap and loss for some tokens at a time, in forward and again in
+backward (``torch.utils.checkpoint``).  ``outputs.logits`` is computed when it is read.  The loss of
+each token comes from the same operations.  If the head is trained, adapted, offloaded or sharded,
+or has hooks, and if the model has another loss function, everything stays as it is.
+"""
+
+from __future__ import annotations
+
+from ...engine import Kind, Patch
+from ._loss_memory import mend
+
+PATCH = Patch(
+    name="loss_memory",
+    symptom="torch.OutOfMemoryError in the loss of a training step, although the model is small",
+    affects=("transformers", "accelerate"),
+    changes=(
+        "A forward of Gemma 4 with labels computes logits and loss for some tokens at a time.  "
+        "outputs.logits is computed when it is read."
+    ),
+    kind=Kind.SPEED,
+    links=("https://github.com/linkedin/Liger-Kernel/issues/1308",),
+)
+
+mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4")

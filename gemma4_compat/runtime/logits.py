@@ -1,0 +1,365 @@
+"""Logits of a training step that are computed only where they are read.
+
+The logits of Gemma 4 have 262,144 entries for each token.  ``LazyLogits`` stands for them between
+the head and the loss.  It holds the hidden states, and notes what the forward does to the logits.
+``cross_entropy`` then computes head, logits and loss for some tokens at a time, in forward and
+again in backward, so that at most ``BYTES`` of memory are in use.
+
+The forward returns a ``LazyOutput``: its field ``logits`` is computed when it is first read, by the
+operations of the model on all tokens, so it has the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import lru_cache, partial
+from inspect import unwrap
+from typing import Any
+
+from ..objects import View
+
+logger = logging.getLogger(__name__)
+
+#: of memory for a piece of the logits, its copies and its gradients
+BYTES = 256 * 1024**2
+_CHANGED = (
+    "the weight of the head was changed after the forward, so its logits cannot be computed now: "
+    "read outputs.logits, and call backward, before the change"
+)
+#: Modules whose code takes lazy logits as they are: TRL's metrics take them in rows.
+_READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
+#: .in_ddp: whether DDP looks at an output in this thread
+_now = threading.local()
+
+
+# -- the logits ------------------------------------------------------------------------------------
+
+
+class LazyLogits:
+    """Stands for logits [..., vocabulary]; computes them for an operation that it does not know.
+
+    Args:
+        hidden: the hidden states [..., size].
+        head: makes logits of hidden states.
+        steps: what was done to the logits since, elementwise.
+    """
+
+    def __init__(
+        self, hidden: Any, head: _Head, steps: tuple[Callable[[Any], Any], ...] = ()
+    ) -> None:
+        self.hidden, self.head, self.steps = hidden, head, steps
+
+    def read(self) -> Any:
+        """All logits, as the forward would have computed them."""
+        with self.head.modes():
+            return self._of(self.hidden)
+
+    def _of(self, hidden: Any) -> Any:
+        logits = self.head(hidden)
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def _then(self, step: Callable[[Any], Any]) -> LazyLogits:
+        return LazyLogits(self.hidden, self.head, (*self.steps, step))
+
+    def _with(self, hidden: Any) -> LazyLogits:
+        return LazyLogits(hidden, self.head, self.steps)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._of(self.hidden), name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.head.entries)
+
+    @property
+    def device(self) -> Any:
+        return self.head.device
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then(lambda logits: logits / other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then(lambda logits: logits * other)
+
+    def float(self) -> Any:
+        return self._then(lambda logits: logits.float())
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self._then(lambda logits: logits.to(*args, **kwargs))
+
+    def contiguous(self) -> Any:
+        return self
+
+    def view(self, *shape: int) -> Any:
+        if shape[-1] != self.head.entries:
+            return self._of(self.hidden).view(*shape)
+        return self._with(self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple):
+            is_whole = isinstance(key[-1], slice) and key[-1] == slice(None)
+            keeps_rows = is_whole and (key[0] is ... or len(key) == len(self.shape))
+        else:
+            keeps_rows = hasattr(key, "ndim") and key.ndim < len(self.shape)
+        return self._with(self.hidden[key]) if keeps_rows else self._of(self.hidden)[key]
+
+    def split(self, size: int, dim: int = 0) -> Any:
+        if dim != 0:
+            return self._of(self.hidden).split(size, dim)
+        return [self._with(hidden) for hidden in self.hidden.split(size)]
+
+    def argmax(self, dim: int) -> Any:
+        import torch
+
+        if dim != -1:
+            return self._of(self.hidden).argmax(dim)
+        rows = self.view(-1, self.head.entries).split(self._rows())
+        return torch.cat([each._of(each.hidden).argmax(-1) for each in rows]).view(self.shape[:-1])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        import torch
+
+        kwargs = kwargs or {}
+        if function is torch.tanh:
+            return args[0]._then(torch.tanh)
+        if function is torch.nn.functional.cross_entropy:
+            loss = args[0]._cross_entropy(*args[1:], **kwargs)
+            if loss is not None:
+                return loss
+        args = [each._of(each.hidden) if isinstance(each, cls) else each for each in args]
+        return function(*args, **kwargs)
+
+    # -- the loss
+
+    def _rows(self) -> int:
+        """The number of rows in a piece.
+
+        An entry of the logits needs two tensors of the head's dtype, a float32 copy, its logarithm
+        and two gradients of that.
+        """
+        entry = 2 * int(self.hidden.element_size()) + 16
+        return max(1, BYTES // (self.head.entries * entry))
+
+    def _cross_entropy(
+        self, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+        reduce: Any = None, reduction: str = "mean", label_smoothing: Any = 0.0,
+    ) -> Any:  # fmt: skip
+        """The loss of rows [N, vocabulary]; ``None`` if these arguments need all logits."""
+        import torch
+        from torch.nn import functional
+        from torch.utils.checkpoint import checkpoint
+
+        others = (weight, size_average, reduce)
+        if len(self.shape) != 2 or label_smoothing or any(each is not None for each in others):
+            return None
+
+        def losses_of(hidden: Any, target: Any) -> Any:
+            return functional.cross_entropy(
+                self._of(hidden), target, ignore_index=ignore_index, reduction="none"
+            )
+
+        piece = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
+        rows = self._rows()
+        pieces = zip(self.hidden.split(rows), target.split(rows), strict=True)
+        losses = torch.cat([piece(*each) for each in pieces])
+        # As rows of one class, PyTorch reduces them as cross_entropy does.
+        ignored = torch.where(target == ignore_index, -100, 0)
+        return functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
+
+
+class _Head:
+    """``lm_head`` with the weight and the modes of PyTorch that it has now."""
+
+    def __init__(self, module: Any) -> None:
+        import torch
+
+        weight = module.weight
+        self.entries, self.device = int(module.out_features), weight.device
+        self._module, self._weight, self._version = module, weight, weight._version
+        kind = self.device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = (kind, dtype, enabled)
+        # Autocast would do it for each piece.
+        self._cast = weight.to(dtype) if enabled and weight.dtype == torch.float32 else weight
+
+    def __call__(self, hidden: Any) -> Any:
+        if self._weight._version != self._version:
+            raise RuntimeError(_CHANGED)
+        if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
+            return self._module(hidden)
+        return type(self._module).forward(View(self._module, weight=self._cast), hidden)
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        import torch
+
+        kind, dtype, enabled = self._autocast
+        with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+            yield
+
+
+# -- the output ------------------------------------------------------------------------------------
+
+
+class LazyOutput:
+    """A base of a ``ModelOutput`` whose field ``logits`` is computed when it is first read."""
+
+    _kept: tuple[str, ...] = ()
+
+    @property
+    def logits(self) -> Any:
+        value = vars(self).get("logits")
+        if isinstance(value, LazyLogits):
+            if sys._getframe(1).f_globals.get("__name__") in _READERS:
+                return value
+            value = self.logits = value.read()
+        return value
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        vars(self)["logits"] = value
+
+    def __getitem__(self: Any, key: Any) -> Any:
+        names = list(self.keys())
+        if isinstance(key, slice):
+            return tuple(getattr(self, name) for name in names[key])
+        if not isinstance(key, str):
+            return getattr(self, names[key])
+        if key not in names:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def get(self: Any, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self.keys() else default
+
+    def items(self: Any) -> Any:
+        return {name: getattr(self, name) for name in self.keys()}.items()
+
+    def values(self: Any) -> Any:
+        if getattr(_now, "in_ddp", False):
+            return [vars(self)[name] for name in self.keys()]
+        return dict(self.items()).values()
+
+    def __reduce__(self: Any) -> Any:
+        """Copies and pickles are upstream's outputs."""
+        base = type(self).__mro__[2]
+        return base, tuple(getattr(self, each.name) for each in fields(self))
+
+    def mapped(self: Any, function: Callable[[Any], Any], kept: Any = ()) -> Any:
+        """The output with other values; the logits stay lazy."""
+        values = {each.name: vars(self).get(each.name) for each in fields(self)}
+        return type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
+
+    def to(self: Any, device: Any, **kwargs: Any) -> Any:
+        """accelerate's hooks call it to send an output to the device of the input."""
+        from accelerate.utils import send_to_device
+
+        moved = self.mapped(partial(send_to_device, device=device, **kwargs), self._kept)
+        moved._kept = self._kept
+        return moved
+
+
+@lru_cache
+def _lazy(kind: Any) -> Any:
+    return type(kind.__name__, (LazyOutput, kind), {"__module__": kind.__module__})
+
+
+def in_float32(convert: Callable[[Any], Any], value: Any) -> Any:
+    """The value of accelerate's ``convert_to_fp32``, which is ``convert``."""
+    if not isinstance(value, LazyOutput):
+        return convert(value)
+    return value.mapped(lambda each: each.float() if type(each) is LazyLogits else convert(each))
+
+
+def in_ddp(original: Callable[[Any], Any], value: Any) -> Any:
+    """What DDP's functions return for the output of a forward; they need no logits."""
+    if not isinstance(value, LazyOutput):
+        return original(value)
+    _now.in_ddp = True
+    try:
+        return original(value)
+    finally:
+        _now.in_ddp = False
+
+
+# -- the forward -----------------------------------------------------------------------------------
+
+
+class _Recorded(View):
+    """A module that keeps its last output."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._module(*args, **kwargs)
+        vars(self)["output"] = output
+        return output
+
+
+def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model with labels; its logits are lazy if that changes nothing else."""
+    labels = kwargs.get("labels")
+    if labels is None or not _can_be_lazy(model, labels, kwargs):
+        return original(model, *args, **kwargs)
+    backbone = _Recorded(model.model)
+    head = _Head(model.lm_head)
+    try:
+        lazy = View(model, model=backbone, lm_head=lambda hidden: LazyLogits(hidden, head))
+        output = original(lazy, *args, **kwargs)
+        values = {each.name: getattr(output, each.name) for each in fields(output)}
+        kind: Any = type(output)
+        return _lazy(kind)(**values)
+    except Exception as error:
+        if "output" not in vars(backbone):
+            raise
+        logger.info("all logits of this step are computed: %s: %s", type(error).__name__, error)
+        whole = View(model, model=lambda *args, **kwargs: backbone.output)
+        return original(whole, *args, **kwargs)
+
+
+def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
+    import torch
+
+    head = model.lm_head
+    if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
+        return False
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
+    forward = vars(head).get("_old_forward" if hasattr(head, "_hf_hook") else "forward")
+    special = (
+        any(each.requires_grad for each in head.parameters()),  # it changes before a late read
+        head.weight.is_meta,  # offloaded
+        forward is not None and getattr(forward, "__func__", None) is not type(head).forward,
+        getattr(head, "_is_fsdp_managed_module", False),
+        hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away
+        getattr(model, "_is_replica", False),  # DataParallel gathers the logits
+        any(hooks),
+        torch.nn.modules.module._has_any_global_hook(),
+    )
+    return (
+        torch.is_grad_enabled()
+        and not any(special)
+        and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        and not torch._C._are_functorch_transforms_active()
+        and kwargs.get("return_dict", model.config.return_dict) is not False
+        and labels.numel() > 2 * LazyLogits(head.weight, _Head(head))._rows()
+        and _is_known(model.loss_function, "transformers.loss.loss_utils")
+        and _is_known(torch.nn.functional.cross_entropy, "torch.nn.functional")
+    )
+
+
+def _is_known(function: Any, module: str) -> bool:
+    """Whether a function is the library's own, and was not replaced."""
+    code = getattr(unwrap(function), "__code__", None)
+    return code is not None and code.co_filename == sys.modules[module].__file__

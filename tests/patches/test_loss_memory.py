@@ -1,0 +1,544 @@
+"""A training step needs memory for a piece of the logits, and learns the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemma4_compat import disabled
+from gemma4_compat.runtime import logits
+from tests.support import config_of, load_model, split
+
+ROWS, VOCABULARY = 12, 512
+#: a patch that these tests do not need
+NONE = ("pipeline_device",)
+PATCHES = ("loss_memory", "gemma3n_loss_memory", "unified_loss_memory")
+TOO_LARGE = r"the logits of 120 tokens are in memory"
+TARGETS = r"model\.(language_model\.)?layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(up|down)_proj)"
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Pieces of ``ROWS`` rows in float32."""
+    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 24)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor [..., vocabulary] that an operation returns."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.t.default:  # the weight of the head
+            return found
+        for each in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(each, torch.Tensor) and each.shape[-1:] == (VOCABULARY,):
+                self.entries = max(self.entries, each.numel())
+        return found
+
+
+@pytest.fixture
+def model(model_dir):
+    return load_model(model_dir).float()
+
+
+def text_model(family="Gemma4", **options):
+    cls, config = config_of(family, vocab_size=512, final_logit_softcapping=30.0, **options)
+    torch.manual_seed(0)
+    return cls(config)
+
+
+def batch(config, rows=2, length=60):
+    ids = torch.randint(3, 120, (rows, length), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :20] = -100
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    if hasattr(config, "vision_config"):
+        inputs["mm_token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
+def adapted(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    options = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(**options)).train()
+
+
+def step(model, loss_of=lambda output: output.loss, **inputs):
+    """The output, and the gradients by name."""
+    model.zero_grad()
+    output = model(**inputs)
+    loss_of(output).backward()
+    named = model.named_parameters()
+    return output, {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+#: A matrix product of other rows at once may sum in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.005}
+
+
+def error(found, expected):
+    """Relative to the norm."""
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-20)).item()
+
+
+def assert_equal(model, reads=lambda output: output.loss, **inputs):
+    """Loss and gradients are those without the patches; then the logits are, bit for bit."""
+    with disabled(*PATCHES):
+        expected, gradients = step(model, reads, **inputs)
+    found, own = step(model, reads, **inputs)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0, equal_nan=True)
+    assert own.keys() == gradients.keys()
+    assert own
+    if expected.loss.isfinite():
+        tolerance = TOLERANCE[model.dtype]
+        assert not [n for n in own if error(own[n], gradients[n]) > tolerance]
+    assert torch.equal(found.logits, expected.logits)
+    assert found.logits.requires_grad == expected.logits.requires_grad
+    return found
+
+
+def is_lazy(output):
+    return isinstance(output, logits.LazyOutput) and isinstance(
+        vars(output)["logits"], logits.LazyLogits
+    )
+
+
+def check_memory(model):
+    """No tensor has the logits of more than a few tokens."""
+    model = adapted(model)
+    inputs = batch(model.config)
+    with Largest() as largest:
+        output, _ = step(model, **inputs)
+    tokens = largest.entries // VOCABULARY
+    assert tokens <= ROWS, f"the logits of {tokens} tokens are in memory"
+    assert is_lazy(output)
+    assert_equal(model, **inputs)
+
+
+@pytest.mark.regression("loss_memory", TOO_LARGE)
+def test_a_model_of_text_and_images(model):
+    check_memory(model)
+
+
+@pytest.mark.regression("loss_memory", TOO_LARGE)
+@pytest.mark.parametrize("family", ["Gemma4", "Gemma4 experts"])
+def test_a_model_of_text(family):
+    check_memory(text_model(family))
+
+
+def assert_lazy_and_equal(model):
+    inputs = batch(model.config)
+    assert_equal(model, **inputs)
+    assert is_lazy(model(**inputs))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
+def test_quantised_models(model_dir, kind):
+    assert_lazy_and_equal(adapted(load_model(model_dir, kind)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(model_dir, dtype):
+    assert_lazy_and_equal(adapted(load_model(model_dir).to(dtype)))
+
+
+def test_arguments_of_the_loss(model):
+    model = adapted(model)
+    inputs = batch(model.config)
+    assert_equal(model, **inputs, num_items_in_batch=torch.tensor(37))
+    assert_equal(model, **inputs, num_items_in_batch=37)
+    assert_equal(model, **inputs, logits_to_keep=0)
+    nothing = torch.full_like(inputs["labels"], -100)
+    assert_equal(model, **{**inputs, "labels": nothing})
+    shifted = functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    assert_equal(model, **inputs, shift_labels=shifted)
+    padded = inputs["attention_mask"].clone()
+    padded[1, 40:] = 0
+    assert_equal(model, **{**inputs, "attention_mask": padded})
+
+
+def test_a_label_outside_the_vocabulary_is_upstreams_error(model):
+    model = adapted(model)
+    inputs = batch(model.config)
+    inputs["labels"][0, 30] = 600
+    with disabled(*PATCHES), pytest.raises(IndexError) as expected:
+        model(**inputs)
+    with pytest.raises(IndexError, match=str(expected.value)):
+        model(**inputs)
+
+
+READERS = {
+    "attribute": lambda output: output.logits,
+    "key": lambda output: output["logits"],
+    "index": lambda output: output[1],
+    "slice": lambda output: output[:2][1],
+    "items": lambda output: dict(output.items())["logits"],
+    "values": lambda output: list(output.values())[1],
+    "get": lambda output: output.get("logits"),
+    "tuple": lambda output: output.to_tuple()[1],
+    "unpacked": lambda output: {**output}["logits"],
+    "copy": lambda output: copy.copy(output).logits,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers(model, reader):
+    """A loss of the user's own from the logits has the same gradients."""
+    model = adapted(model)
+    inputs = batch(model.config)
+    read = READERS[reader]
+    found = assert_equal(model, lambda output: read(output).float().square().mean(), **inputs)
+    assert read(found) is found.logits
+    assert type(found.logits) is torch.Tensor
+
+
+def test_what_does_not_read_the_logits(model, monkeypatch):
+    model = adapted(model)
+    output = model(**batch(model.config), use_cache=False)
+    monkeypatch.setattr(logits.LazyLogits, "read", lambda self: pytest.fail("read"))
+    assert output["loss"] is output.loss is output[0] is output[:1][0] is output.get("loss")
+    assert list(output) == list(output.keys()) == ["loss", "logits"]
+    assert (len(output), "logits" in output, output.get("none", 3)) == (2, True, 3)
+    with pytest.raises(KeyError, match="none"):
+        output["none"]
+    with pytest.raises(IndexError):
+        output[2]
+
+
+def test_copies_and_pickles_are_upstreams(model):
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4CausalLMOutputWithPast
+
+    model = adapted(model)
+    output = model(**batch(model.config))
+    assert isinstance(output, Gemma4CausalLMOutputWithPast)
+    copied = copy.copy(output)
+    assert type(copied) is Gemma4CausalLMOutputWithPast
+    detached = output.mapped(lambda each: each.detach() if isinstance(each, torch.Tensor) else each)
+    loaded = pickle.loads(pickle.dumps(detached.mapped(lambda each: None)))
+    assert type(loaded) is Gemma4CausalLMOutputWithPast
+    output.logits = replaced = torch.zeros(1)
+    assert output.logits is output["logits"] is replaced
+
+
+def test_autocast_at_the_forward_counts(model):
+    model = adapted(model)
+    inputs = batch(model.config)
+    outputs = []
+    for names in (PATCHES, NONE):
+        with disabled(*names), torch.autocast("cpu", torch.bfloat16):
+            outputs.append(model(**inputs))
+    expected, found = outputs
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0)
+    with torch.no_grad():
+        assert torch.equal(found.logits, expected.logits)
+    assert (found.logits.dtype, found.logits.requires_grad) == (expected.logits.dtype, True)
+
+
+def test_a_head_that_changes_after_the_forward(model):
+    model = adapted(model)
+    output = model(**batch(model.config))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"the head was changed after the forward.*before"):
+        output.logits  # noqa: B018
+    with pytest.raises(RuntimeError, match="the head was changed after the forward"):
+        output.loss.backward()
+
+
+def test_other_weights_during_the_forward(model):
+    """``functional_call`` has put the old weights back when backward runs."""
+    model = adapted(model)
+    inputs = batch(model.config)
+    head = {"base_model.model.lm_head.weight": torch.nn.Parameter(torch.ones(VOCABULARY, 128))}
+    head["base_model.model.lm_head.weight"].requires_grad_(False)
+
+    def call():
+        return torch.func.functional_call(model, head, (), inputs)
+
+    with disabled(*PATCHES):
+        expected = call()
+    found = call()
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    own, other = (torch.autograd.grad(each.loss, weights) for each in (found, expected))
+    assert max(map(error, own, other)) < TOLERANCE[torch.float32]
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_two_backwards_and_a_second_derivative(model):
+    model.set_attn_implementation("eager")  # SDPA has no second derivative on the CPU
+    model = adapted(model)
+    inputs = batch(model.config)
+    weights = [p for p in model.parameters() if p.requires_grad][:2]
+    derivatives = []
+    for names in (PATCHES, NONE):
+        with disabled(*names):
+            loss = model(**inputs).loss
+            once = torch.autograd.grad(loss, weights, retain_graph=True)
+            again = torch.autograd.grad(loss, weights, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
+        derivatives.append([*once, *again, *second])
+    for expected, found in zip(*derivatives, strict=True):
+        assert error(found, expected) < TOLERANCE[torch.float32]
+
+
+def test_ddp(model, tmp_path, monkeypatch):
+    """DDP looks for unused parameters in the output of the forward."""
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    read = Read(monkeypatch)
+    model = adapted(model)
+    inputs = batch(model.config)
+    expected, gradients = step(model, **inputs)
+    whole = expected.logits  # DDP writes to all weights
+    read.number = 0
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        found, own = step(wrapped, **inputs)
+    finally:
+        distributed.destroy_process_group()
+    assert read.number == 0
+    assert torch.equal(found.loss, expected.loss)
+    assert all(torch.equal(own[f"module.{name}"], gradients[name]) for name in gradients)
+    assert torch.equal(found.logits, whole)
+
+
+# -- where all logits are computed, as without the patch
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
+    return adapted(model)
+
+
+def own_forward(model):
+    head = model.lm_head
+    head.forward = lambda hidden: functional.linear(hidden, head.weight) * 2
+    return adapted(model)
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().mean()
+    return adapted(model)
+
+
+WHOLE = {
+    "trained head": lambda model: adapted(model, modules_to_save=["lm_head"]),
+    "adapter on the head": lambda model: adapted(model, target_modules=TARGETS + "|lm_head"),
+    "full fine-tuning": lambda model: model.train(),
+    "hook": hook,
+    "own forward": own_forward,
+    "own loss": own_loss,
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_logits(model, case):
+    model = WHOLE[case](model)
+    output = assert_equal(model, **batch(model.config))
+    assert not isinstance(output, logits.LazyOutput)
+
+
+def test_an_offloaded_head(model, tmp_path):
+    """The head is on the disk, together with the embedding."""
+    head = dict.fromkeys(("lm_head", "model.language_model.embed_tokens"), "disk")
+    model = adapted(split(model, tmp_path, {**head, "": "cpu"}))
+    assert not isinstance(assert_equal(model, **batch(model.config)), logits.LazyOutput)
+
+
+def test_offloaded_layers(model, tmp_path):
+    """accelerate's hook of the model sends the output to the device of the input."""
+    layers = {f"model.language_model.layers.{index}": "disk" for index in (1, 4)}
+    model = adapted(split(model, tmp_path, {**layers, "": "cpu"}))
+    assert_lazy_and_equal(model)
+
+
+def test_without_gradients(model):
+    with torch.no_grad():
+        assert not isinstance(model(**batch(model.config)), logits.LazyOutput)
+
+
+def test_short_batches_and_tuples(model):
+    model = adapted(model)
+    inputs = batch(model.config)
+    short = batch(model.config, rows=1, length=2 * ROWS)
+    assert not isinstance(assert_equal(model, **short), logits.LazyOutput)
+    assert type(model(**inputs, return_dict=False)) is tuple
+
+
+def test_a_replaced_cross_entropy(model, monkeypatch):
+    """Liger and others replace it."""
+    monkeypatch.setattr(functional, "cross_entropy", lambda logits, *args, **kwargs: logits.mean())
+    model = adapted(model)
+    output = model(**batch(model.config))
+    assert torch.equal(output.loss, output.logits.float()[:, :-1].mean()) or output.loss.isfinite()
+    assert not isinstance(output, logits.LazyOutput)
+
+
+def test_a_failure_of_ours(model, monkeypatch, caplog):
+    """All logits are computed from the backbone's output; the next step is lazy again."""
+    model = adapted(model)
+    inputs = batch(model.config)
+    calls = []
+    model.get_base_model().model.register_forward_hook(lambda *args: calls.append(1))
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logits.__name__):
+        patched.setattr(logits.LazyLogits, "_rows", lambda self: 1 / 0 if calls else ROWS)
+        output = model(**inputs)
+    assert not isinstance(output, logits.LazyOutput)
+    assert calls == [1]
+    assert "all logits of this step are computed: ZeroDivisionError" in caplog.text
+    assert_lazy_and_equal(model)
+
+
+def test_two_threads(model):
+    """One trains, the other generates and evaluates."""
+    model = adapted(model)
+    inputs = batch(model.config)
+    expected, gradients = step(model, **inputs)
+    whole = {k: v for k, v in inputs.items() if k != "labels"}
+    with torch.no_grad():
+        plain = model(**whole).logits
+    stop, wrong = threading.Event(), []
+
+    def evaluate():
+        while not stop.is_set():
+            with torch.no_grad():
+                if not torch.equal(model(**whole).logits, plain):
+                    wrong.append(1)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(5):
+            found, own = step(model, **inputs)
+            assert torch.equal(found.loss, expected.loss)
+            assert all(torch.equal(own[name], gradients[name]) for name in gradients)
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
+def test_compiled(model):
+    model = adapted(model)
+    inputs = batch(model.config)
+    expected = model(**inputs).loss
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**inputs).loss, expected)
+
+
+def test_checkpointing(model):
+    model = adapted(model)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    assert_lazy_and_equal(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_against_float64(model_dir, dtype):
+    """At most 1.5 times that of the whole logits, for loss and gradients."""
+    reference = adapted(load_model(model_dir).double())
+    inputs = batch(reference.config)
+    with disabled(*PATCHES):
+        exact, gradients = step(reference, **inputs)
+    errors = []
+    for names in (PATCHES, NONE):
+        model = adapted(load_model(model_dir).to(dtype))
+        with disabled(*names):
+            output, own = step(model, **inputs)
+        errors.append([error(output.loss.double(), exact.loss)])
+        errors[-1] += [error(own[n].double(), g) for n, g in gradients.items()]
+    for whole, pieces in zip(*errors, strict=True):
+        assert pieces <= 1.5 * whole + torch.finfo(torch.float32).eps
+
+
+# -- trainers
+
+
+class Read:
+    """Counts how often all logits were read."""
+
+    def __init__(self, monkeypatch):
+        self.number = 0
+        read = logits.LazyLogits.read
+
+        def counted(lazy):
+            self.number += 1
+            return read(lazy)
+
+        monkeypatch.setattr(logits.LazyLogits, "read", counted)
+
+
+@pytest.mark.parametrize("mixed", [{}, {"bf16": True}])
+def test_the_trainer_reads_no_logits(model_dir, tmp_path, monkeypatch, mixed):
+    """Mixed precision makes float32 of each field of the output."""
+    from transformers import Trainer, TrainingArguments
+
+    read = Read(monkeypatch)
+    losses = []
+    for number, names in enumerate((PATCHES, NONE)):
+        model = adapted(load_model(model_dir).float())
+        rows = batch(model.config, rows=4)
+        data = [{name: value[row] for name, value in rows.items()} for row in range(4)]
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / str(number)), per_device_train_batch_size=2, max_steps=2,
+            gradient_accumulation_steps=2, report_to=[], save_strategy="no", use_cpu=True,
+            logging_steps=1, **mixed,
+        )  # fmt: skip
+        with disabled(*names):
+            trainer = Trainer(model=model, args=arguments, train_dataset=data)
+            trainer.train()
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
+        evaluated = trainer.evaluate(data)
+        losses[-1].append(evaluated["eval_loss"])
+    assert losses[0] == losses[1]
+    assert read.number == 0
+
+
+def test_the_metrics_of_trl(model_dir, tmp_path):
+    """Entropy and accuracy are computed from rows of the logits."""
+    datasets = pytest.importorskip("datasets", reason="SFTTrainer needs datasets")
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    from tests.test_training import tokenizer
+
+    words = " ".join(f"w{4 + 7 * number % 490}" for number in range(180))
+    data = datasets.Dataset.from_dict({"text": [words[: 80 * number] for number in range(6, 10)]})
+    logs = []
+    for number, names in enumerate((PATCHES, NONE)):
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path / str(number)), per_device_train_batch_size=2, max_steps=2,
+            report_to=[], save_strategy="no", use_cpu=True, logging_steps=1, bf16=True,
+        )  # fmt: skip
+        with disabled(*names):
+            trainer = trl.SFTTrainer(
+                model=adapted(load_model(model_dir)), args=arguments, train_dataset=data,
+                processing_class=tokenizer(),
+            )  # fmt: skip
+            with Largest() as largest:
+                trainer.train()
+        logs.append(trainer.state.log_history)
+    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):  # with which TRL does without logits
+        assert largest.entries // VOCABULARY <= 128  # the rows of its metrics
+    metrics = ("loss", "entropy", "mean_token_accuracy")
+    whole, pieces = (
+        [[log[m] for m in metrics] for log in each if "entropy" in log] for each in logs
+    )
+    assert len(whole) == 2
+    assert pieces == [pytest.approx(each, rel=1e-3) for each in whole]
