@@ -23,6 +23,7 @@ PAGES = [
     "docs/commands.md",
     "docs/how-it-works.md",
     "docs/wrong-gradients.md",
+    "docs/engines.md",
 ]
 
 #: What differs in the tests: the only device is the CPU.  With this flag, and everything on the

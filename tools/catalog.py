@@ -245,13 +245,12 @@ def _where(measured: Measured, patch: Patch, library: str) -> str:
 
 
 def with_releases(readme: str, measured: Measured) -> str:
-    """The README with the current table of measured releases."""
-    lines = ["<!-- measured -->", "| library | releases measured |", "|---|---|"]
-    for library in LIBRARIES:
-        releases = measured.releases(library)
-        lines.append(f"| {library} | {len(releases)}, {releases[0]} to {releases[-1]} |")
-    table = "\n".join([*lines, "<!-- /measured -->"])
-    return re.sub(r"<!-- measured -->.*<!-- /measured -->", table, readme, flags=re.DOTALL)
+    """The README with the measured releases."""
+    found = {library: measured.releases(library) for library in LIBRARIES}
+    each = [f"{name} {of[0]} to {of[-1]} ({len(of)} releases)" for name, of in found.items()]
+    line = f"- **Measured releases**: {', '.join(each)}."
+    text = f"<!-- measured -->\n{line}\n<!-- /measured -->"
+    return re.sub(r"<!-- measured -->.*<!-- /measured -->", lambda _: text, readme, flags=re.DOTALL)
 
 
 def _section(patch: Patch, measured: Measured) -> str:

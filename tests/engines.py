@@ -1,0 +1,655 @@
+"""Compares the engines for several processes with one process, with and without the patches.
+
+``python tests/engines.py [--only PATTERN] [--print] STACK`` runs all cells and writes their
+verdicts to ``tests/engines.json``, under the name STACK, and to ``docs/engines.md``.
+
+A cell is an engine, a form of a tiny model, and an action.  Two processes with gloo play it on the
+CPU, each with one row of a batch; one process plays it with both rows, on the same side.  All
+compute in float32.  The losses of all steps and the adapter are compared, and the engine must be at
+work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import importlib.metadata
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gemma4_compat  # noqa: E402, F401
+
+#: the engines of the references
+ALONE, TRAINER_ALONE = "one process", "one process, Trainer"
+#: the environment variables by side
+SIDES = {"with": {"GEMMA4_COMPAT": "1"}, "without": {"GEMMA4_COMPAT": "0"}}
+
+DATA, PAGE = ROOT / "tests" / "engines.json", ROOT / "docs" / "engines.md"
+STEPS = 5
+RANKS = 2
+#: For losses and for tensors, of the largest value.  Processes add up in another order than one.
+TOLERANCES = {"loss": 1e-5, "": 3e-5}
+#: With larger steps, rounding soon decides which experts are chosen and which values are clipped.
+RATE = 0.01
+#: A cell takes two to ten seconds, and the end of a process that waits for one that failed none.
+LIMIT, GRACE = 60, 5
+#: The largest part of the weights that a process may hold where an engine shards them.
+SHARDED = 0.55
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", f"--num_processes={RANKS}")
+ALL = ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
+#: With ACCELERATE_USE_CPU.  --cpu alone starts one process, or several with MPI only.
+ACCELERATE = (*LAUNCH, *ALL, "--multi_gpu")
+#: as in the README
+FSDP = (
+    *LAUNCH, *ALL, "--use_fsdp", "--fsdp_version=2", "--fsdp_cpu_ram_efficient_loading=false",
+    "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
+)  # fmt: skip
+TRAIN = ("step", "checkpointing", "text and images", "tower trained", "tower unused", "save")
+#: One process gets an image, the other text.
+IMAGES = ("text and images", "tower trained")
+WHOLE, QUANTISED, STORED = "float32", "4 bits", "4 bits in bfloat16 storage"
+HOST, EXPERTS = "4 bits, PLE offloaded", "experts in 4 bits"
+FORMS = (WHOLE, QUANTISED, STORED, HOST, EXPERTS)
+#: by form: the actions that are not played; the model with experts has no towers
+LEFT_OUT = {EXPERTS: (*IMAGES, "tower unused"), STORED: TRAIN[1:]}
+#: by engine: the launcher, the forms and the actions
+ENGINES = {
+    "torchrun, Trainer, DDP": (TORCHRUN, FORMS, TRAIN),
+    "accelerate launch, Accelerator, DDP": (ACCELERATE, FORMS, TRAIN),
+    "torchrun, fully_shard": (TORCHRUN, FORMS, TRAIN),
+    "accelerate launch, Accelerator, FSDP2": (FSDP, FORMS, TRAIN),
+    "torchrun, tp_plan": (TORCHRUN, (WHOLE, QUANTISED, EXPERTS), ("forward",)),
+    "accelerate launch, split_between_processes": (ACCELERATE, FORMS, ("generate",)),
+}
+TITLES = {"newest": "The newest releases", "users": "The releases of users' reports"}
+#: What the suite plays.  Those with one launcher are played together, as most time goes by before.
+SAMPLE = (
+    ("torchrun, Trainer, DDP", QUANTISED, "tower trained"),
+    ("torchrun, fully_shard", WHOLE, "tower trained"),
+    ("torchrun, fully_shard", WHOLE, "tower unused"),
+    ("accelerate launch, Accelerator, DDP", HOST, "step"),
+    ("accelerate launch, Accelerator, DDP", QUANTISED, "save"),
+    ("accelerate launch, split_between_processes", HOST, "generate"),
+    ("accelerate launch, Accelerator, FSDP2", QUANTISED, "step"),
+    ("accelerate launch, Accelerator, FSDP2", QUANTISED, "text and images"),
+    ("accelerate launch, Accelerator, FSDP2", EXPERTS, "save"),
+    ("accelerate launch, Accelerator, FSDP2", HOST, "step"),
+)
+VERDICTS = {
+    "=": "equal to one process",
+    "replicated": "equal to one process, but each process holds all weights",
+    "error": "an error of the libraries",
+    "refused": "an error of this package that says what to do",
+    "WRONG": "not equal to one process",
+    "HANG": "the processes run different collectives: they wait for each other, or gloo aborts",
+}
+
+
+def cells():
+    for engine, (_, forms, actions) in ENGINES.items():
+        for form in forms:
+            yield from (
+                (engine, form, each) for each in actions if each not in LEFT_OUT.get(form, ())
+            )
+
+
+# ---------------------------------------------------------------- models
+
+
+def build(folder):
+    from gemma4_compat import tiny
+    from tests import support
+
+    tiny.build_checkpoint(folder / "dense")
+    sizes = {"num_hidden_layers": 3, "num_experts": 8}
+    sizes["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+    support.save_random("Gemma4 experts", folder / "experts", **sizes)
+
+
+def load(folder, form, **options):
+    import torch
+    import transformers
+
+    kind = "experts" if form == EXPERTS else "dense"
+    cls = transformers.Gemma4ForConditionalGeneration
+    if kind == "experts":
+        cls = transformers.Gemma4ForCausalLM
+    if form != WHOLE:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=torch.bfloat16 if form == STORED else torch.uint8,
+            llm_int8_skip_modules=["lm_head", "router.proj", "model.audio_tower"],
+        )  # fmt: skip
+    if "tp_plan" not in options:
+        options["device_map"] = {"": "cpu"}
+    model = cls.from_pretrained(folder / kind, dtype=torch.float32, **options)
+    if form == HOST:
+        from accelerate import dispatch_model
+
+        table = "model.language_model.embed_tokens_per_layer"
+        model = dispatch_model(
+            model, {"": "cpu", table: "disk"}, main_device="cpu", offload_dir=tempfile.mkdtemp(),
+            skip_keys=model._skip_keys_device_placement,
+        )  # fmt: skip
+    return model
+
+
+def adapted(folder, form, action):
+    """A model with LoRA on its attention and MLPs, and on the images' tower where it gets some."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat.tiny import _generator
+
+    targets = r"(?!.*tower).*layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(up|down)_proj)"
+    if action.startswith("tower"):
+        targets += r"|.*vision_tower.*(q_proj|down_proj)\.linear"
+    base = load(folder, form)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                assert parameter.dtype == torch.float32
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=_generator(name)))
+    if action == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def rows(action):
+    """Rows of the same length, with the same number of targets: two for each step."""
+    import torch
+
+    from gemma4_compat import tiny
+
+    config = tiny._config()
+    for step in range(STEPS):
+        for rank in range(RANKS):
+            row = tiny.image_inputs(config)
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            words = torch.randint(3, 120, row["input_ids"].shape, generator=generator)
+            soft = row["mm_token_type_ids"].bool()
+            if action in IMAGES and rank == 0:
+                row["pixel_values"] = torch.rand(row["pixel_values"].shape, generator=generator)
+                words = torch.where(row["input_ids"] >= 120, row["input_ids"], words)
+            else:
+                del row["pixel_values"], row["image_position_ids"]
+                row["mm_token_type_ids"] = torch.zeros_like(words)
+            row["input_ids"], row["labels"] = words, words.masked_fill(soft, -100)
+            yield row
+
+
+def collate(batch):
+    import torch
+
+    names = dict.fromkeys(name for row in batch for name in row)
+    return {name: torch.cat([row[name] for row in batch if name in row]) for name in names}
+
+
+def batches(form, action, size):
+    each = list(rows(action))
+    if form == EXPERTS:
+        each = [{k: v for k, v in row.items() if k != "mm_token_type_ids"} for row in each]
+    return [collate(each[start : start + size]) for start in range(0, len(each), size)]
+
+
+# ---------------------------------------------------------------- engines
+# Each takes a model, and returns what trains, what saves, and the function of a backward.
+
+
+def one_process(model):
+    return model, sgd(model), lambda loss: loss.backward()
+
+
+def sgd(model):
+    import torch
+
+    # The decay shows a gradient of zeros where there should be none.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=RATE, weight_decay=0.1)
+
+
+def with_accelerate(model):
+    from accelerate import Accelerator
+    from torch.nn.parallel import DistributedDataParallel
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    assert isinstance(model, DistributedDataParallel), "DDP is not at work"
+    return model, optimizer, accelerator.backward
+
+
+def with_fully_shard(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    offloaded = {parameter for parameter in model.parameters() if parameter.is_meta}
+    options = {"mesh": mesh, "ignored_params": offloaded}
+    # Not the layers of the towers: only processes with images would gather them.
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0].endswith("layers") and "_tower" not in name:
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    return model, sgd(model), lambda loss: loss.backward()
+
+
+def with_accelerate_fsdp(model):
+    """Accelerator sets FSDP up for accelerators only, so this does what it does for those."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
+    assert plugin.fsdp_version == 2
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    return model, optimizer, accelerator.backward
+
+
+PREPARE = {
+    ALONE: one_process,
+    "accelerate launch, Accelerator, DDP": with_accelerate,
+    "torchrun, fully_shard": with_fully_shard,
+    "accelerate launch, Accelerator, FSDP2": with_accelerate_fsdp,
+}
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def part_held(model):
+    """The part of the layers' weights that this process holds, by bytes."""
+    held = total = 0
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and "lora_" not in name and parameter.ndim > 1:
+            held += getattr(parameter, "_local_tensor", parameter).nbytes
+            total += parameter.nbytes
+    return held / total
+
+
+def train(folder, engine, form, action, rank):
+    import torch
+
+    model = adapted(folder, form, action)
+    size = RANKS if engine == ALONE else 1
+    data = batches(form, action, size)
+    if "Trainer" in engine:
+        losses, model = trainer(model, data, RANKS if engine == TRAINER_ALONE else 1)
+    else:
+        model, optimizer, backward = PREPARE[engine](model)
+        losses = []
+        for batch in data[rank::RANKS] if size == 1 else data:
+            loss = model(**batch).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if engine in ENGINES:
+        torch.distributed.all_reduce(losses)
+        losses /= RANKS
+    found = {f"loss {i}": loss for i, loss in enumerate(losses)}
+    module = getattr(model, "module", model)
+    found |= {n: whole(p) for n, p in module.named_parameters() if p.requires_grad}
+    part = part_held(module) if "fully_shard" in engine or "FSDP" in engine else None
+    if action == "save":
+        found |= saved(folder, form, module, found, rank)
+    return found, part
+
+
+def trainer(model, data, size):
+    """The losses of this rank's steps; Trainer gives each process its rows."""
+    import torch
+    import transformers
+    from torch.nn.parallel import DistributedDataParallel
+
+    losses = []
+
+    def record(model, args, inputs, outputs):
+        """What Trainer makes of the model's loss depends on the release."""
+        logits, labels = outputs["logits"].detach()[:, :-1], inputs["labels"][:, 1:]
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    model.register_forward_hook(record, with_kwargs=True)
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args):
+            return None
+
+    options = {"gradient_checkpointing": model.is_gradient_checkpointing}
+    options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=size, max_steps=STEPS,
+        use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, learning_rate=RATE,
+        lr_scheduler_type="constant", remove_unused_columns=False, **options,
+    )  # fmt: skip
+    made = InOrder(
+        model, arguments, train_dataset=data, data_collator=collate, optimizers=(sgd(model), None)
+    )
+    made.train()
+    assert isinstance(made.model_wrapped, DistributedDataParallel) is (size == 1)
+    return losses, made.model_wrapped
+
+
+def saved(folder, form, module, trained, rank):
+    """What one process reads from the saved adapter, and its logits."""
+    import torch
+    from peft import PeftModel
+
+    state = {n: t for n, t in trained.items() if "lora_" in n}
+    out = None
+    if rank == 0:
+        out = tempfile.mkdtemp(dir=folder)
+        module.save_pretrained(out, state_dict=state)
+        model = PeftModel.from_pretrained(load(folder, form), out).train()
+        with torch.no_grad():
+            logits = model(**batches(form, "save", RANKS)[0]).logits
+        read = {f"read {n}": p.detach() for n, p in model.named_parameters() if "lora_" in n}
+        return {"logits": logits, **read}
+    return {}
+
+
+def forward(folder, engine, form, rank):
+    import torch
+
+    options = {"tp_plan": "auto"} if engine in ENGINES else {}
+    model = load(folder, form, **options).eval()
+    part = part_held(model) if options else None
+    with torch.no_grad():
+        return {"logits": whole(model(**batches(form, "step", RANKS)[0]).logits)}, part
+
+
+def generate(folder, engine, form, rank):
+    """Each process gets some of the prompts."""
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+
+    model = load(folder, form).eval()
+    prompts = batches(form, "step", 1)[:3]
+    for prompt in prompts:
+        del prompt["labels"]
+
+    def tokens(own):
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        return [model.generate(**prompt, **options).tolist() for prompt in own]
+
+    if engine not in ENGINES:
+        found = tokens(prompts)
+    else:
+        state = PartialState(cpu=True)
+        assert state.num_processes == RANKS
+        with state.split_between_processes(prompts) as own:
+            assert 0 < len(own) < len(prompts)
+            found = gather_object(tokens(own))
+    import torch
+
+    return {"tokens": torch.tensor(found).float()}, None
+
+
+def play(folder, engine, form, action, rank):
+    if action in TRAIN:
+        return train(folder, engine, form, action, rank)
+    return {"forward": forward, "generate": generate}[action](folder, engine, form, rank)
+
+
+# ---------------------------------------------------------------- processes
+
+DIED = "the process died"
+
+
+def worker(folder, out, wanted):
+    """One rank: plays the cells in forks, because some of them die or hang."""
+    import accelerate  # noqa: F401
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    rank = int(os.environ["RANK"])
+    tempfile.tempdir = str(folder)
+    for number, cell in enumerate(wanted):
+
+        def result():
+            torch.set_num_threads(1)
+            torch.manual_seed(0)
+            if cell[0] in ENGINES:  # noqa: B023
+                store = f"file://{out}/store{number}"  # noqa: B023
+                torch.distributed.init_process_group(
+                    "gloo", init_method=store, rank=rank, world_size=RANKS
+                )
+            else:
+                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+                    del os.environ[name]
+            return play(folder, *cell, rank)  # noqa: B023
+
+        if cell[0] in ENGINES or rank == 0:
+            paths = [out / f"{number}-{each}" for each in (rank, 1 - rank)]
+            stored(paths[0], limited(result, *paths))
+
+
+def limited(function, path, other):
+    """The function's result from a fork: values and part held; or an error; or a hang."""
+    process = os.fork()
+    if process == 0:
+        try:
+            found = function()
+        except BaseException as error:
+            traceback.print_exc()
+            found = f"{type(error).__name__}: {error}"
+        stored(path, found)
+        sys.stderr.flush()
+        os._exit(0)
+    end, failed = time.monotonic() + LIMIT, False
+    while time.monotonic() < end:
+        if os.waitpid(process, os.WNOHANG) != (0, 0):
+            return pickle.loads(path.read_bytes()) if path.exists() else DIED
+        if not failed and other.exists() and isinstance(pickle.loads(other.read_bytes()), str):
+            end, failed = time.monotonic() + GRACE, True
+        time.sleep(0.05)
+    os.kill(process, 9)
+    os.waitpid(process, 0)
+    return "HANG"
+
+
+def stored(path, found):
+    """Write the file in one step, because the other rank reads it."""
+    part = path.with_suffix(".part")
+    part.write_bytes(pickle.dumps(found))
+    part.replace(path)
+
+
+def alone(cell):
+    """The reference of a cell.  Trainer may weight rows otherwise than a loop."""
+    engine, form, action = cell
+    return TRAINER_ALONE if "Trainer" in engine else ALONE, form, action
+
+
+def launched(folder, launcher, wanted, variables):
+    """The results of all ranks by cell; rank 0 also plays each cell in one process."""
+    wanted = [*wanted, *dict.fromkeys(map(alone, wanted))]
+    out = Path(tempfile.mkdtemp(dir=folder))
+    (out / "cells").write_text(json.dumps(wanted))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **variables}
+    # tools/matrix.py has other releases on this path.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getenv("PYTHONPATH"), str(ROOT))))
+    done = subprocess.run(
+        [sys.executable, *launcher, __file__, "--worker", str(folder), str(out)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    results = {}
+    for number, cell in enumerate(wanted):
+        paths = [out / f"{number}-{rank}" for rank in range(RANKS if cell[0] in ENGINES else 1)]
+        if not all(path.exists() for path in paths):
+            raise SystemExit(done.stderr[-3000:])
+        results[cell] = [pickle.loads(path.read_bytes()) for path in paths]
+    return results
+
+
+def differences(found, expected):
+    """The difference of each tensor, as a part of its largest value, with its name."""
+    if missing := found.keys() - expected.keys():
+        return [(float("inf"), f"{sorted(missing)[0]} is new")]
+    sizes = [
+        ((found[n] - expected[n]).abs().max().item() / expected[n].abs().max().item(), n)
+        for n in found
+    ]
+    return [(size if size == size else float("inf"), name) for size, name in sizes]
+
+
+def judge(results, reference):
+    """Verdict and detail of the results of all ranks."""
+    failures = [each for each in results if isinstance(each, str)]
+    if failures:
+        # A process whose peer stopped says so; the peer says why.
+        own = [each for each in failures if each not in ("HANG", DIED) and "gloo" not in each]
+        if not own:
+            return "HANG", failures[0]
+        return "refused" if "gemma4_compat" in own[0] else "error", " ".join(own[0].split())
+    if isinstance(reference, str):
+        return "WRONG", f"one process: {reference}"
+    if missing := reference[0].keys() - set().union(*(values for values, _ in results)):
+        return "WRONG", f"{sorted(missing)[0]} is missing"
+    sizes = [each for values, _ in results for each in differences(values, reference[0])]
+    for start, tolerance in TOLERANCES.items():
+        size, name = max((each for each in sizes if each[1].startswith(start)), default=(0, ""))
+        if size > tolerance:
+            return "WRONG", f"{size:.2g} {name}"
+    part = max(part or 0 for _, part in results)
+    return "replicated" if part > SHARDED else "=", f"{size:.1g}, part held {part:.2f}"
+
+
+def run(wanted, sides):
+    """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables."""
+    verdicts = {cell: {} for cell in wanted}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build(folder)
+        for launcher in (TORCHRUN, ACCELERATE, FSDP):
+            own = [cell for cell in wanted if ENGINES[cell[0]][0] is launcher]
+            if not own:
+                continue
+            found = {side: launched(folder, launcher, own, sides[side]) for side in sides}
+            for cell in own:
+                for side, results in found.items():
+                    (reference,) = results[alone(cell)]
+                    verdicts[cell][side] = judge(results[cell], reference)
+    return verdicts
+
+
+@functools.cache
+def sampled(launcher):
+    """The verdicts of the sample's cells with this launcher, with the patches that are on here."""
+    return run([cell for cell in SAMPLE if ENGINES[cell[0]][0] == launcher], {"now": {}})
+
+
+def check(*cell):
+    """Assert that a cell of the sample equals one process."""
+    kind, detail = sampled(ENGINES[cell[0]][0])[cell]["now"]
+    assert kind == "=", f"{kind}: {detail}"
+
+
+# ---------------------------------------------------------------- the data
+
+
+def read():
+    return json.loads(DATA.read_text()) if DATA.exists() else {}
+
+
+def write(stack, verdicts):
+    """Keep the verdicts of other stacks, and of cells that did not run; a line for each form."""
+    data = read()
+    libraries = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+    old = data.get(stack, {}).get("rows", {})
+    table = {}
+    for engine, form, action in cells():
+        sides = verdicts.get((engine, form, action))
+        kinds = (
+            old.get(engine, {}).get(form, {}).get(action)
+            if sides is None
+            else {side: kind for side, (kind, _) in sides.items()}
+        )
+        if kinds is not None:
+            table.setdefault(engine, {}).setdefault(form, {})[action] = kinds
+    versions = {each: importlib.metadata.version(each).partition("+")[0] for each in libraries}
+    data[stack] = {"versions": versions, "rows": table}
+    lines = [
+        f'"{stack}": {{"versions": {json.dumps(entry["versions"])}, "rows": {{\n'
+        + ",\n".join(
+            f"  {json.dumps(engine)}: {{\n"
+            + ",\n".join(f"    {json.dumps(form)}: {json.dumps(forms[form])}" for form in forms)
+            + "}"
+            for engine, forms in entry["rows"].items()
+        )
+        + "}}"
+        for stack, entry in sorted(data.items())
+    ]
+    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    PAGE.write_text(page())
+
+
+def page():
+    """The data as a page: what is above its first table stays."""
+    text = PAGE.read_text().partition("\n## ")[0]
+    for stack, entry in read().items():
+        versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
+        text += f"\n## {TITLES[stack]}\n\n{versions}.\n"
+        for engine, (_, _, actions) in ENGINES.items():
+            text += f"\n**{engine}**\n\n| model | {' | '.join(actions)} |\n"
+            text += "|---" * (len(actions) + 1) + "|\n"
+            for form, found in entry["rows"][engine].items():
+                shown = [cell_of(found[each]) if each in found else "" for each in actions]
+                text += f"| {form} | {' | '.join(shown)} |\n"
+    return text
+
+
+def cell_of(sides):
+    now, before = sides["with"], sides["without"]
+    return now if now == before else f"**{now}** (without: {before})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stack", nargs="?", default="newest")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of engine | form | action")
+    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        if "PYTHONHASHSEED" not in os.environ:
+            # Sets of strings have another order in each process, here always.
+            os.environ["PYTHONHASHSEED"] = str(1 + int(os.environ["RANK"]))
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+        folder, out = map(Path, options.worker)
+        worker(folder, out, json.loads((out / "cells").read_text()))
+        return
+    wanted = [cell for cell in cells() if fnmatch.fnmatch(" | ".join(cell), options.only)]
+    verdicts = run(wanted, SIDES)
+    for cell, sides in verdicts.items():
+        for side, (kind, detail) in sides.items():
+            print(" | ".join(cell), f"| {side}: {kind} | {detail[:300]}", flush=True)
+    if not options.print:
+        write(options.stack, verdicts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The data of ``tests/engines.py`` have no bad verdict, and neither has a sample today."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
+from tests import engines
+from tests.engines import SAMPLE, SIDES, VERDICTS, check, judge
+
+STACKS = {"newest": NEWEST, "users": USERS}
+#: by engine: what is an error of the libraries that says what to do
+KNOWN_ERRORS = {
+    "torchrun, tp_plan": {"forward"},
+    "accelerate launch, Accelerator, DDP": {"tower trained", "tower unused"},
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_data(stack):
+    """Each cell was measured on the stack that is tested; with the patches, all are equal."""
+    entry = engines.read()[stack]
+    assert {name: entry["versions"][name] for name in LIBRARIES} == STACKS[stack]
+    rows = entry["rows"]
+    found = [(e, form, each) for e, forms in rows.items() for form in forms for each in forms[form]]
+    assert found == list(engines.cells())
+    for engine, form, action in found:
+        sides = rows[engine][form][action]
+        assert sides.keys() == SIDES.keys()
+        assert set(sides.values()) <= VERDICTS.keys()
+        wanted = {"="} | ({"error"} if action in KNOWN_ERRORS.get(engine, ()) else set())
+        assert sides["with"] in wanted, (engine, form, action, sides)
+
+
+def test_page():
+    assert engines.PAGE.read_text() == engines.page()
+
+
+@pytest.mark.xdist_group("engines")
+@pytest.mark.parametrize("cell", SAMPLE, ids=" | ".join)
+def test_a_sample(cell):
+    check(*cell)
+
+
+def values(number, part=None):
+    return {"loss 0": torch.tensor(number), "lora": torch.tensor([3.0, 1.0])}, part
+
+
+@pytest.mark.parametrize(
+    ("results", "kind"),
+    [
+        ([values(1.0), values(1.0)], "="),
+        ([values(1.0), values(1.0 + 1e-6)], "="),
+        ([values(1.0), values(1.0 + 1e-4)], "WRONG"),
+        ([values(1.0), values(float("nan"))], "WRONG"),
+        ([values(1.0, 0.5), values(1.0, 0.54)], "="),
+        ([values(1.0, 0.5), values(1.0, 0.6)], "replicated"),
+        ([values(1.0), "HANG"], "HANG"),
+        (["RuntimeError: gloo: Connection reset", engines.DIED], "HANG"),
+        (["HANG", "ValueError: no"], "error"),
+        (["ValueError: gemma4_compat: no", "RuntimeError: gloo"], "refused"),
+    ],
+)
+def test_verdicts(results, kind):
+    assert judge(results, values(1.0))[0] == kind
+
+
+def test_a_verdict_without_a_reference():
+    assert judge([values(1.0), values(1.0)], "ValueError: no")[0] == "WRONG"
+    new = {"lora": torch.ones(1), "another": torch.ones(1)}
+    assert judge([(new, None)], ({"lora": torch.ones(1)}, None))[0] == "WRONG"
