@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gemma4_compat.engine.gate import holds
 from tests.engines import HOST, check
 
 
@@ -13,4 +14,6 @@ from tests.engines import HOST, check
 @pytest.mark.xdist_group("engines")
 @pytest.mark.regression("distributed_offload", r"`device_map='auto'` in any distributed mode")
 def test_two_processes(engine):
+    if engine.endswith("FSDP2") and not holds("accelerate>=1.13"):
+        pytest.skip("some of these releases cannot leave modules out under FSDP2")
     check(engine, HOST, "step")

@@ -101,7 +101,7 @@ def _on_one_device(accelerator: Any, model: Any) -> Iterator[list[str]]:
     import torch
 
     offloaded = []
-    if accelerator.num_processes > 1 and isinstance(model, torch.nn.Module):
+    if isinstance(model, torch.nn.Module) and _leaves_out(accelerator):
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
         if any(tensors[name].requires_grad for name in offloaded):
@@ -116,6 +116,14 @@ def _on_one_device(accelerator: Any, model: Any) -> Iterator[list[str]]:
         return
     with shadowed(placed_model(model), hf_device_map={"": accelerator.device}):
         yield offloaded
+
+
+def _leaves_out(accelerator: Any) -> bool:
+    """Whether the engine can leave parameters out; old releases of accelerate cannot for FSDP2."""
+    if accelerator.distributed_type.name == "FSDP":
+        names = code_at("accelerate.utils.fsdp_utils", "fsdp2_prepare_model").co_names
+        return bool(accelerator.is_fsdp2) and "ignored_modules" in names
+    return str(accelerator.distributed_type.name).startswith("MULTI_")
 
 
 def _number(device: Any) -> tuple[str, int | None]:
