@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,8 +32,14 @@ _CHANGED = (
     "the weight of the head was changed after the forward, so its logits cannot be computed now: "
     "read outputs.logits, and call backward, before the change"
 )
+_WATCHED = (
+    "outputs.logits has a hook or retain_grad(), but the loss was computed without these logits, "
+    "so they would not see its gradient; set GEMMA4_COMPAT_LOSS_MEMORY=0"
+)
 #: Modules whose code takes lazy logits as they are: TRL's metrics take them in rows.
 _READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
+#: the errors of an operation that lazy logits do not know
+_OURS = (AttributeError, RuntimeError, TypeError)
 #: .in_ddp: whether DDP looks at an output in this thread
 _now = threading.local()
 
@@ -57,7 +64,9 @@ class LazyLogits:
     def read(self) -> Any:
         """All logits, as the forward would have computed them."""
         with self.head.modes():
-            return self._of(self.hidden)
+            found = self._of(self.hidden)
+        self.head.read = weakref.ref(found)
+        return found
 
     def _of(self, hidden: Any) -> Any:
         logits = self.head(hidden)
@@ -77,8 +86,11 @@ class LazyLogits:
         return getattr(self._of(self.hidden), name)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.hidden.shape[:-1], self.head.entries)
+    def shape(self) -> Any:
+        return type(self.hidden.shape)((*self.hidden.shape[:-1], self.head.entries))
+
+    def __len__(self) -> int:
+        return len(self.hidden)
 
     @property
     def device(self) -> Any:
@@ -140,19 +152,12 @@ class LazyLogits:
             loss = args[0]._cross_entropy(*args[1:], **kwargs)
             if loss is not None:
                 return loss
-        args = [each._of(each.hidden) if isinstance(each, cls) else each for each in args]
-        return function(*args, **kwargs)
+        return function(*_computed(args), **_computed(kwargs))
 
     # -- the loss
 
     def _rows(self) -> int:
-        """The number of rows in a piece.
-
-        An entry of the logits needs two tensors of the head's dtype, a float32 copy, its logarithm
-        and two gradients of that.
-        """
-        entry = 2 * int(self.hidden.element_size()) + 16
-        return max(1, BYTES // (self.head.entries * entry))
+        return _rows_of(self.head.entries, self.hidden)
 
     def _cross_entropy(
         self, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
@@ -181,15 +186,38 @@ class LazyLogits:
         return functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
 
 
+def _computed(value: Any) -> Any:
+    """The arguments of a function, with the logits themselves."""
+    if isinstance(value, LazyLogits):
+        return value._of(value.hidden)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_computed, value))
+    if isinstance(value, dict):
+        return {name: _computed(each) for name, each in value.items()}
+    return value
+
+
+def _rows_of(entries: int, like: Any) -> int:
+    """The number of rows in a piece.
+
+    An entry of the logits needs two tensors of the head's dtype, a float32 copy, its logarithm and
+    two gradients of that.
+    """
+    return max(1, BYTES // (entries * (2 * int(like.element_size()) + 16)))
+
+
 class _Head:
     """``lm_head`` with the weight and the modes of PyTorch that it has now."""
 
     def __init__(self, module: Any) -> None:
         import torch
 
-        weight = module.weight
+        # Code that replaces the data of the parameter, or unfreezes it, leaves this tensor alone.
+        weight = module.weight.detach()
         self.entries, self.device = int(module.out_features), weight.device
         self._module, self._weight, self._version = module, weight, weight._version
+        #: returns the logits that were read, while they exist
+        self.read: Callable[[], Any] = lambda: None
         kind = self.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = (kind, dtype, enabled)
@@ -199,6 +227,9 @@ class _Head:
     def __call__(self, hidden: Any) -> Any:
         if self._weight._version != self._version:
             raise RuntimeError(_CHANGED)
+        read = self.read()
+        if read is not None and (read._backward_hooks or read.retains_grad):
+            raise RuntimeError(_WATCHED)
         if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
             return self._module(hidden)
         return type(self._module).forward(View(self._module, weight=self._cast), hidden)
@@ -208,7 +239,8 @@ class _Head:
         import torch
 
         kind, dtype, enabled = self._autocast
-        with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
+        autocast = torch.autocast(kind, dtype, enabled=enabled)
+        with torch.inference_mode(False), torch.enable_grad(), autocast:
             yield
 
 
@@ -232,6 +264,10 @@ class LazyOutput:
     @logits.setter
     def logits(self, value: Any) -> None:
         vars(self)["logits"] = value
+
+    @logits.deleter
+    def logits(self) -> None:
+        del vars(self)["logits"]
 
     def __getitem__(self: Any, key: Any) -> Any:
         names = list(self.keys())
@@ -311,18 +347,20 @@ class _Recorded(View):
 def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with labels; its logits are lazy if that changes nothing else."""
     labels = kwargs.get("labels")
-    if labels is None or not _can_be_lazy(model, labels, kwargs):
+    if not hasattr(labels, "numel") or not _can_be_lazy(model, labels, kwargs):
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
     head = _Head(model.lm_head)
     try:
-        lazy = View(model, model=backbone, lm_head=lambda hidden: LazyLogits(hidden, head))
+        # A copy, as the hidden states are also in the output.
+        lazy = View(model, model=backbone, lm_head=lambda hidden: LazyLogits(hidden.clone(), head))
         output = original(lazy, *args, **kwargs)
         values = {each.name: getattr(output, each.name) for each in fields(output)}
         kind: Any = type(output)
         return _lazy(kind)(**values)
-    except Exception as error:
-        if "output" not in vars(backbone):
+    except _OURS as error:
+        # Not a subclass: these are for the callers, as those of a checkpoint around this forward.
+        if "output" not in vars(backbone) or type(error) not in _OURS:
             raise
         logger.info("all logits of this step are computed: %s: %s", type(error).__name__, error)
         whole = View(model, model=lambda *args, **kwargs: backbone.output)
@@ -353,7 +391,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         and not torch._C._are_functorch_transforms_active()
         and kwargs.get("return_dict", model.config.return_dict) is not False
-        and labels.numel() > 2 * LazyLogits(head.weight, _Head(head))._rows()
+        and labels.numel() > 2 * _rows_of(head.out_features, head.weight)
         and _is_known(model.loss_function, "transformers.loss.loss_utils")
         and _is_known(torch.nn.functional.cross_entropy, "torch.nn.functional")
     )

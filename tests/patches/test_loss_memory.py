@@ -246,6 +246,96 @@ def test_autocast_at_the_forward_counts(model):
     assert (found.logits.dtype, found.logits.requires_grad) == (expected.logits.dtype, True)
 
 
+def test_logits_read_in_inference_mode(model):
+    """A metric reads them first; the loss that the user adds has its gradient."""
+    model = adapted(model)
+    inputs = batch(model.config)
+
+    def loss_of(output):
+        with torch.inference_mode():
+            output.logits.argmax(-1)
+        return output.loss + output.logits.float().logsumexp(-1).square().mean()
+
+    assert_equal(model, loss_of, **inputs)
+
+
+def test_a_checkpoint_around_the_forward(model):
+    """It ends its second forward with an exception as soon as it has what it needs."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = adapted(model)
+    inputs = batch(model.config)
+    with disabled(*PATCHES):
+        _, gradients = step(model, **inputs)
+    model.zero_grad()
+    checkpoint(lambda: model(**inputs).loss, use_reentrant=False).backward()
+    own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert own.keys() == gradients.keys()
+    assert max(error(own[n], gradients[n]) for n in own) < TOLERANCE[torch.float32]
+
+
+def test_an_exception_of_the_user_passes(model):
+    class Timeout(RuntimeError):
+        """Of a signal handler, for example."""
+
+    class Interrupted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "log_softmax" in str(function):
+                raise Timeout
+            return function(*args, **(kwargs or {}))
+
+    model = adapted(model)
+    with Interrupted(), pytest.raises(Timeout):
+        model(**batch(model.config))
+
+
+def test_logits_that_are_deleted(model):
+    model = adapted(model)
+    for read in (False, True):
+        output = model(**batch(model.config))
+        if read:
+            assert output.logits.isfinite().all()
+        del output.logits
+        assert output.logits is None
+        output.loss.backward()
+
+
+AFTERWARDS = {
+    "unfrozen": lambda model, output: model.requires_grad_(True),
+    "other data": lambda model, output: setattr(
+        model.lm_head.weight, "data", 2 * model.lm_head.weight.data
+    ),
+    "another dtype": lambda model, output: model.lm_head.to(torch.bfloat16),
+    "resized": lambda model, output: model.get_base_model().resize_token_embeddings(600),
+    "hidden states": lambda model, output: output.hidden_states[-1].data.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", AFTERWARDS)
+def test_what_changes_between_forward_and_backward(model_dir, change):
+    found = []
+    for names in (PATCHES, NONE):
+        model = adapted(load_model(model_dir).float())
+        adapter = {n: p for n, p in model.named_parameters() if "lora_" in n}
+        with disabled(*names):
+            output = model(**batch(model.config), output_hidden_states=True)
+            AFTERWARDS[change](model, output)
+            output.loss.backward()
+        assert isinstance(output, logits.LazyOutput) is (names is NONE)
+        found.append([output.logits, *(p.grad for p in adapter.values())])
+    assert torch.equal(found[0][0], found[1][0])
+    assert max(map(error, found[1], found[0])) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("watch", ["retain_grad", "register_hook"])
+def test_who_watches_the_gradient_of_the_logits_is_told(model, watch):
+    model = adapted(model)
+    output = model(**batch(model.config))
+    getattr(output.logits, watch)(*[lambda gradient: gradient] * (watch == "register_hook"))
+    with pytest.raises(RuntimeError, match=r"would not see its gradient; set GEMMA4_COMPAT_LOSS"):
+        output.loss.backward()
+
+
 def test_a_head_that_changes_after_the_forward(model):
     model = adapted(model)
     output = model(**batch(model.config))
@@ -399,11 +489,11 @@ def test_a_failure_of_ours(model, monkeypatch, caplog):
     calls = []
     model.get_base_model().model.register_forward_hook(lambda *args: calls.append(1))
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logits.__name__):
-        patched.setattr(logits.LazyLogits, "_rows", lambda self: 1 / 0 if calls else ROWS)
+        patched.setattr(logits.LazyLogits, "_rows", lambda self: self.unknown)
         output = model(**inputs)
     assert not isinstance(output, logits.LazyOutput)
     assert calls == [1]
-    assert "all logits of this step are computed: ZeroDivisionError" in caplog.text
+    assert "all logits of this step are computed: AttributeError" in caplog.text
     assert_lazy_and_equal(model)
 
 

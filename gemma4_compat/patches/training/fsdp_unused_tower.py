@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...model.parts import AUDIO, VISION, part_of
 
 PATCH = Patch(
@@ -51,7 +51,8 @@ def unused_parameters_are_left_out() -> Finding:
         for name in names:
             if name not in vars(cls):
                 return drifted(f"{cls.__name__} has no {name}")
-    return broken()
+    chooses = "unsharded_accumulated_grad" in FSDPParamGroup.post_backward.__code__.co_names
+    return fixed_if(not chooses, "FSDP2 reduces parameters without a gradient, too")
 
 
 @PATCH.around(_STATE, "FSDPState._root_post_backward_final_callback")
