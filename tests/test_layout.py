@@ -83,12 +83,20 @@ def module_of(file: Path) -> str:
     return ".".join(steps[:-1] if steps[-1] == "__init__" else steps)
 
 
+def parsed(source: str) -> ast.Module:
+    """The syntax tree; CPython 3.11 raises SystemError now and then (python/cpython #106905)."""
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 SOURCES = {module_of(file): file.read_text(encoding="utf-8") for file in FOLDER.rglob("*.py")}
 PACKAGES = {module_of(file) for file in FOLDER.rglob("__init__.py")}
 ERRORS = {
     node.name
     for source in SOURCES.values()
-    for node in ast.walk(ast.parse(source))
+    for node in ast.walk(parsed(source))
     if isinstance(node, ast.ClassDef)
     and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
 }
@@ -97,7 +105,7 @@ ERRORS = {
 @cache
 def imports(source: str, module: str) -> tuple[Import, ...]:
     """All imports of the package's modules in the source of one of them."""
-    return tuple(each for node in ast.walk(ast.parse(source)) for each in taken(node, module))
+    return tuple(each for node in ast.walk(parsed(source)) for each in taken(node, module))
 
 
 def taken(node: ast.AST, module: str) -> Iterator[Import]:
@@ -236,7 +244,7 @@ def is_helper(module: str) -> bool:
 
 def replaced_attributes(source: str) -> list[str]:
     """Lines that replace an attribute of an imported module, or of something from it."""
-    tree, foreign = ast.parse(source), set()
+    tree, foreign = parsed(source), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             foreign |= {(each.asname or each.name).partition(".")[0] for each in node.names}

@@ -30,7 +30,7 @@ PATCH = Patch(
         "You can't train a model that has been loaded with `device_map='auto'` in any distributed "
         "mode, for a model with modules offloaded to the CPU or disk, under DDP or FSDP2"
     ),
-    affects=("accelerate",),
+    affects=("transformers", "accelerate"),
     changes=(
         "Accelerator.prepare accepts a model that computes on the device of its process, also if "
         "modules without trainable parameters are offloaded.  DDP and FSDP2 ignore these modules."

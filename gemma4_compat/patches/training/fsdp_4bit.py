@@ -25,7 +25,7 @@ PATCH = Patch(
         "with FSDP2, experts in 4 bits raise Expected mat_a to be Float32, BFloat16 or Float16 "
         "matrix, got Byte; 4-bit weights in bfloat16 storage are wrong in another precision"
     ),
-    affects=("bitsandbytes",),
+    affects=("transformers", "bitsandbytes"),
     changes="FSDP2 gathers 4-bit weights as Params4bit with their quant states, and casts none.",
     links=("https://github.com/huggingface/accelerate/issues/3983",),
 )

@@ -24,7 +24,7 @@ PATCH = Patch(
         "with FSDP2, each process holds all 4-bit weights: Found 7 non-floating frozen Params4bit. "
         "Excluding from FSDP2 sharding to prevent quant_state corruption"
     ),
-    affects=("accelerate>=1.14", "bitsandbytes"),
+    affects=("transformers", "accelerate>=1.14", "bitsandbytes"),
     changes="Accelerator.prepare shards 4-bit weights in uint8 storage, too, under FSDP2.",
     requires=("fsdp_4bit",),
     links=("https://github.com/huggingface/accelerate/pull/3987",),

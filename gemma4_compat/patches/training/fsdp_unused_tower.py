@@ -17,6 +17,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
 from ...model.parts import AUDIO, VISION, part_of
+from .._code import code_of, mentions
 
 PATCH = Patch(
     name="fsdp_unused_tower",
@@ -51,7 +52,7 @@ def unused_parameters_are_left_out() -> Finding:
         for name in names:
             if name not in vars(cls):
                 return drifted(f"{cls.__name__} has no {name}")
-    chooses = "unsharded_accumulated_grad" in FSDPParamGroup.post_backward.__code__.co_names
+    chooses = mentions(code_of(FSDPParamGroup.post_backward), "unsharded_accumulated_grad")
     return fixed_if(not chooses, "FSDP2 reduces parameters without a gradient, too")
 
 
