@@ -250,7 +250,8 @@ class _Head:
 class LazyOutput:
     """A base of a ``ModelOutput`` whose field ``logits`` is computed when it is first read."""
 
-    _kept: tuple[str, ...] = ()
+    #: the fields that accelerate's hooks leave where they are
+    _kept: Any = ()
 
     @property
     def logits(self) -> Any:
@@ -298,15 +299,15 @@ class LazyOutput:
     def mapped(self: Any, function: Callable[[Any], Any], kept: Any = ()) -> Any:
         """The output with other values; the logits stay lazy."""
         values = {each.name: vars(self).get(each.name) for each in fields(self)}
-        return type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
+        output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
+        output._kept = self._kept
+        return output
 
     def to(self: Any, device: Any, **kwargs: Any) -> Any:
         """accelerate's hooks call it to send an output to the device of the input."""
         from accelerate.utils import send_to_device
 
-        moved = self.mapped(partial(send_to_device, device=device, **kwargs), self._kept)
-        moved._kept = self._kept
-        return moved
+        return self.mapped(partial(send_to_device, device=device, **kwargs), self._kept)
 
 
 @lru_cache
@@ -357,7 +358,9 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         output = original(lazy, *args, **kwargs)
         values = {each.name: getattr(output, each.name) for each in fields(output)}
         kind: Any = type(output)
-        return _lazy(kind)(**values)
+        lazy_output = _lazy(kind)(**values)
+        lazy_output._kept = model._skip_keys_device_placement or ()
+        return lazy_output
     except _OURS as error:
         # Not a subclass: these are for the callers, as those of a checkpoint around this forward.
         if "output" not in vars(backbone) or type(error) not in _OURS:

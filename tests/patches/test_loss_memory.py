@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat import disabled
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime import logits
 from tests.support import config_of, load_model, split
 
@@ -458,6 +459,21 @@ def test_offloaded_layers(model, tmp_path):
     layers = {f"model.language_model.layers.{index}": "disk" for index in (1, 4)}
     model = adapted(split(model, tmp_path, {**layers, "": "cpu"}))
     assert_lazy_and_equal(model)
+
+
+def test_accelerate_leaves_caches_where_they_are(model):
+    """The hook of the model skips them when it sends the output to the device of the input."""
+
+    class Cache:
+        def to(self, *args, **kwargs):
+            pytest.fail("sent")
+
+    output = adapted(model)(**batch(model.config), use_cache=True)
+    cache = Cache()
+    setattr(output, cache_name(), cache)
+    moved = output.to("cpu")
+    assert is_lazy(moved)
+    assert getattr(moved.to("cpu"), cache_name()) is cache
 
 
 def test_without_gradients(model):
