@@ -38,7 +38,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-RUNTIME = (("kernels",), ("experts",), ("host",), ("capture",), ("facts", ""))
+RUNTIME = (("kernels",), ("experts",), ("host",), ("capture",), ("facts", "logits", ""))
 
 
 def floor_of(module: str, floors: tuple[tuple[str, ...], ...] = FLOORS) -> int:

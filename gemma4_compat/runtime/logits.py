@@ -2,8 +2,8 @@
 
 The logits of Gemma 4 have 262,144 entries for each token.  ``LazyLogits`` stands for them between
 the head and the loss.  It holds the hidden states, and notes what the forward does to the logits.
-``cross_entropy`` then computes head, logits and loss for some tokens at a time, in forward and
-again in backward, so that at most ``BYTES`` of memory are in use.
+``cross_entropy`` then computes head, logits and loss for some tokens at a time, and at once the
+gradients of the hidden states, so that at most ``BYTES`` of memory are in use.
 
 The forward returns a ``LazyOutput``: its field ``logits`` is computed when it is first read, by the
 operations of the model on all tokens, so it has the same bits.
@@ -12,6 +12,7 @@ operations of the model on all tokens, so it has the same bits.
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ from inspect import unwrap
 from typing import Any
 
 from ..objects import View
+from .kernels import token_loss
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,11 @@ class LazyLogits:
     Args:
         hidden: the hidden states [..., size].
         head: makes logits of hidden states.
-        steps: what was done to the logits since, elementwise.
+        steps: what was done to the logits since, elementwise: functions and their arguments.
     """
 
     def __init__(
-        self, hidden: Any, head: _Head, steps: tuple[Callable[[Any], Any], ...] = ()
+        self, hidden: Any, head: _Head, steps: tuple[tuple[Callable[..., Any], Any], ...] = ()
     ) -> None:
         self.hidden, self.head, self.steps = hidden, head, steps
 
@@ -70,12 +72,12 @@ class LazyLogits:
 
     def _of(self, hidden: Any) -> Any:
         logits = self.head(hidden)
-        for step in self.steps:
-            logits = step(logits)
+        for function, arguments in self.steps:
+            logits = function(logits, *arguments)
         return logits
 
-    def _then(self, step: Callable[[Any], Any]) -> LazyLogits:
-        return LazyLogits(self.hidden, self.head, (*self.steps, step))
+    def _then(self, function: Callable[..., Any], *arguments: Any) -> LazyLogits:
+        return LazyLogits(self.hidden, self.head, (*self.steps, (function, arguments)))
 
     def _with(self, hidden: Any) -> LazyLogits:
         return LazyLogits(hidden, self.head, self.steps)
@@ -97,13 +99,15 @@ class LazyLogits:
         return self.head.device
 
     def __truediv__(self, other: Any) -> Any:
-        return self._then(lambda logits: logits / other)
+        return self._then(operator.truediv, other)
 
     def __mul__(self, other: Any) -> Any:
-        return self._then(lambda logits: logits * other)
+        return self._then(operator.mul, other)
 
     def float(self) -> Any:
-        return self._then(lambda logits: logits.float())
+        import torch
+
+        return self._then(torch.Tensor.float)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         return self._then(lambda logits: logits.to(*args, **kwargs))
@@ -136,7 +140,7 @@ class LazyLogits:
 
         if dim != -1:
             return self._of(self.hidden).argmax(dim)
-        rows = self.view(-1, self.head.entries).split(self._rows())
+        rows = self.view(-1, self.head.entries).split(_rows_of(self.head.entries, self.hidden))
         return torch.cat([each._of(each.hidden).argmax(-1) for each in rows]).view(self.shape[:-1])
 
     @classmethod
@@ -156,34 +160,102 @@ class LazyLogits:
 
     # -- the loss
 
-    def _rows(self) -> int:
-        return _rows_of(self.head.entries, self.hidden)
-
     def _cross_entropy(
         self, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
         reduce: Any = None, reduction: str = "mean", label_smoothing: Any = 0.0,
     ) -> Any:  # fmt: skip
         """The loss of rows [N, vocabulary]; ``None`` if these arguments need all logits."""
         import torch
-        from torch.nn import functional
-        from torch.utils.checkpoint import checkpoint
 
         others = (weight, size_average, reduce)
         if len(self.shape) != 2 or label_smoothing or any(each is not None for each in others):
             return None
-
-        def losses_of(hidden: Any, target: Any) -> Any:
-            return functional.cross_entropy(
-                self._of(hidden), target, ignore_index=ignore_index, reduction="none"
-            )
-
-        piece = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
-        rows = self._rows()
-        pieces = zip(self.hidden.split(rows), target.split(rows), strict=True)
-        losses = torch.cat([piece(*each) for each in pieces])
+        losses = _losses().apply(self.hidden, target, self._with(None), ignore_index)
         # As rows of one class, PyTorch reduces them as cross_entropy does.
         ignored = torch.where(target == ignore_index, -100, 0)
-        return functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
+        return torch.nn.functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
+
+    def _losses_of(self, hidden: Any, target: Any, ignore_index: int) -> Any:
+        from torch.nn import functional
+
+        logits = self._of(hidden)
+        return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
+
+    def _with_gradients(self, hidden: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
+        """The loss of each row of hidden states, and its gradient."""
+        import torch
+        from torch.autograd.graph import saved_tensors_hooks
+
+        head, cap = self.head, _cap_of(self.steps)
+        fused = (
+            hidden.device == head.device
+            and target.dtype == torch.int64
+            and token_loss.can_compute(head.device, head.dtype, head.entries)
+        )
+        rows = _rows_of(head.entries, hidden)
+        if fused and cap is not None:
+            rows = max(1, BYTES // (head.entries * head.dtype.itemsize))
+        losses, gradients = [], []
+        # A checkpoint around the forward must not see the tensors of a piece.
+        with head.modes(), saved_tensors_hooks(_same, _same):
+            for piece, labels in zip(hidden.split(rows), target.split(rows), strict=True):
+                if fused and cap is not None:
+                    with torch.no_grad():
+                        logits = head(piece)
+                        losses.append(token_loss.losses_(logits, labels, cap, ignore_index))
+                        gradients.append(logits @ head.weight)
+                else:
+                    inputs = piece.detach().requires_grad_()
+                    own = self._losses_of(inputs, labels, ignore_index)
+                    gradients += torch.autograd.grad(own.sum(), inputs)
+                    losses.append(own.detach())
+        return torch.cat(losses), torch.cat(gradients)
+
+
+@lru_cache
+def _losses() -> Any:
+    import torch
+
+    class Losses(torch.autograd.Function):  # type: ignore[misc]
+        """The loss of each row; its backward has nothing left to compute."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, target: Any, lazy: Any, ignore_index: int) -> Any:
+            losses, gradients = lazy._with_gradients(hidden, target, ignore_index)
+            ctx.save_for_backward(hidden, target, gradients)
+            ctx.lazy, ctx.ignore_index = lazy, ignore_index
+            return losses
+
+        @staticmethod
+        def backward(ctx: Any, weights: Any) -> Any:
+            ctx.lazy.head.check_watchers()
+            hidden, target, gradients = ctx.saved_tensors
+            if torch.is_grad_enabled():  # for a second derivative
+                with ctx.lazy.head.modes():
+                    losses = ctx.lazy._losses_of(hidden, target, ctx.ignore_index)
+                [found] = torch.autograd.grad(losses, hidden, weights, create_graph=True)
+            else:
+                found = (weights[:, None] * gradients).to(hidden.dtype)
+            return found, None, None, None
+
+    return Losses
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def _cap_of(steps: Any) -> float | None:
+    """The soft cap of logits that become float32 afterwards, 0 for none; ``None``: other steps."""
+    import torch
+
+    functions = [function for function, _ in steps]
+    if functions == [torch.Tensor.float]:
+        return 0.0
+    if functions != [operator.truediv, torch.tanh, operator.mul, torch.Tensor.float]:
+        return None
+    [divisor], _, [factor], _ = (arguments for _, arguments in steps)
+    return float(divisor) if isinstance(divisor, (int, float)) and divisor == factor else None
 
 
 def _computed(value: Any) -> Any:
@@ -198,7 +270,7 @@ def _computed(value: Any) -> Any:
 
 
 def _rows_of(entries: int, like: Any) -> int:
-    """The number of rows in a piece.
+    """The number of rows in a piece of PyTorch's loss.
 
     An entry of the logits needs two tensors of the head's dtype, a float32 copy, its logarithm and
     two gradients of that.
@@ -218,21 +290,26 @@ class _Head:
         self._module, self._weight, self._version = module, weight, weight._version
         #: returns the logits that were read, while they exist
         self.read: Callable[[], Any] = lambda: None
-        kind = self.device.type
+        # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
+        kind = "cpu" if weight.is_meta else self.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = (kind, dtype, enabled)
-        # Autocast would do it for each piece.
-        self._cast = weight.to(dtype) if enabled and weight.dtype == torch.float32 else weight
+        #: the dtype of the logits
+        self.dtype = dtype if enabled and weight.dtype != torch.float64 else weight.dtype
+        #: the weight in that dtype; autocast would convert it for each piece
+        self.weight = weight.to(self.dtype)
 
     def __call__(self, hidden: Any) -> Any:
         if self._weight._version != self._version:
             raise RuntimeError(_CHANGED)
+        if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
+            return self._module(hidden)
+        return type(self._module).forward(View(self._module, weight=self.weight), hidden)
+
+    def check_watchers(self) -> None:
         read = self.read()
         if read is not None and (read._backward_hooks or read.retains_grad):
             raise RuntimeError(_WATCHED)
-        if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
-            return self._module(hidden)
-        return type(self._module).forward(View(self._module, weight=self._cast), hidden)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -380,7 +457,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     forward = vars(head).get("_old_forward" if hasattr(head, "_hf_hook") else "forward")
     special = (
         any(each.requires_grad for each in head.parameters()),  # it changes before a late read
-        head.weight.is_meta,  # offloaded
+        head.weight.is_meta and hasattr(head, "_hf_hook"),  # offloaded
         forward is not None and getattr(forward, "__func__", None) is not type(head).forward,
         getattr(head, "_is_fsdp_managed_module", False),
         hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away

@@ -85,7 +85,7 @@ def step(model, loss_of=lambda output: output.loss, **inputs):
 
 
 #: A matrix product of other rows at once may sum in another order.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.005}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 0.005}
 
 
 def error(found, expected):
@@ -103,7 +103,7 @@ def assert_equal(model, reads=lambda output: output.loss, **inputs):
     assert own
     if expected.loss.isfinite():
         tolerance = TOLERANCE[model.dtype]
-        assert not [n for n in own if error(own[n], gradients[n]) > tolerance]
+        assert not {n: e for n in own if (e := error(own[n], gradients[n])) > tolerance}
     assert torch.equal(found.logits, expected.logits)
     assert found.logits.requires_grad == expected.logits.requires_grad
     return found
@@ -344,8 +344,7 @@ def test_a_head_that_changes_after_the_forward(model):
         model.lm_head.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match=r"the head was changed after the forward.*before"):
         output.logits  # noqa: B018
-    with pytest.raises(RuntimeError, match="the head was changed after the forward"):
-        output.loss.backward()
+    output.loss.backward()  # has its gradients
 
 
 def test_other_weights_during_the_forward(model):
@@ -505,7 +504,7 @@ def test_a_failure_of_ours(model, monkeypatch, caplog):
     calls = []
     model.get_base_model().model.register_forward_hook(lambda *args: calls.append(1))
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logits.__name__):
-        patched.setattr(logits.LazyLogits, "_rows", lambda self: self.unknown)
+        patched.setattr(logits, "_cap_of", lambda steps: steps.unknown)
         output = model(**inputs)
     assert not isinstance(output, logits.LazyOutput)
     assert calls == [1]
@@ -575,6 +574,40 @@ def test_the_error_against_float64(model_dir, dtype):
         assert pieces <= 1.5 * whole + torch.finfo(torch.float32).eps
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["nf4-nested", torch.float32, torch.bfloat16, "autocast"])
+def test_on_a_gpu(model_dir, monkeypatch, kind):
+    """There one kernel computes loss and gradient of a piece."""
+    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 4)
+    calls = []
+    kernel = logits.token_loss.losses_
+
+    def counted(piece, *args):
+        calls.append(len(piece))
+        return kernel(piece, *args)
+
+    monkeypatch.setattr(logits.token_loss, "losses_", counted)
+    if kind == "nf4-nested":
+        model = load_model(model_dir, kind, device_map={"": 0})
+    else:
+        model = load_model(model_dir).to("cuda", torch.float32 if kind == "autocast" else kind)
+    model = adapted(model)
+    inputs = {name: each.cuda() for name, each in batch(model.config).items()}
+    results = []
+    for names in (PATCHES, NONE):
+        with disabled(*names), torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+            results.append(step(model, **inputs))
+    (expected, gradients), (found, own) = results
+    assert is_lazy(found)
+    assert len(calls) > 3
+    assert sum(calls) == 118
+    tolerance = 1e-5 if kind is torch.float32 else 0.03
+    torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance / 10, atol=0)
+    assert not {n: e for n in own if (e := error(own[n], gradients[n])) > tolerance}
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+        assert torch.equal(found.logits, expected.logits)
+
+
 # -- trainers
 
 
@@ -614,7 +647,8 @@ def test_the_trainer_reads_no_logits(model_dir, tmp_path, monkeypatch, mixed):
         losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
         evaluated = trainer.evaluate(data)
         losses[-1].append(evaluated["eval_loss"])
-    assert losses[0] == losses[1]
+    # The gradients of a piece are rounded before they are weighted.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if mixed else 1e-6)
     assert read.number == 0
 
 

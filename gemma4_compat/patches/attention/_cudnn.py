@@ -1,0 +1,139 @@
+"""The replacements of ``cudnn_attention`` and of the same patch for other model types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from ...engine import Finding, Patch, drifted, fixed_if
+from ...objects import ForkableLock
+from .._code import code_at, mentions
+
+_SDPA = "transformers.integrations.sdpa_attention"
+#: The backward reads keys in blocks of the first number, and is wrong if the second remains.
+_BLOCK, _REMAINDER = 128, 64
+#: The first cuDNN that decodes wrong values on GPUs of compute capability 10.
+_DECODES_WRONG = 91900
+_lock = ForkableLock()
+#: The forwards that do not use cuDNN now, and what PyTorch's flag was before the first.
+_inside: list[object] = []
+_before = True
+
+
+def mend(patch: Patch, module: str, *classes: str) -> None:
+    """Register probe and replacements for these attention classes of a module."""
+
+    @patch.probe
+    def pytorch_chooses_the_kernel() -> Finding:
+        """PyTorch is examined at the first call."""
+        for each in classes:
+            if "attention_mask" not in code_at(module, f"{each}.forward").co_varnames:
+                return drifted(f"{each} gets no attention_mask")
+        chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "cudnn")
+        return fixed_if(chosen, "transformers chooses the kernel")
+
+    def forward(
+        original: Any, self: Any, hidden_states: Any, position_embeddings: Any = None,
+        attention_mask: Any = None, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        inputs = (self, hidden_states, position_embeddings, attention_mask)
+        if not _is_wrong(self, hidden_states, attention_mask):
+            return original(*inputs, *args, **kwargs)
+        with _without_cudnn():
+            return original(*inputs, *args, **kwargs)
+
+    for each in classes:
+        patch.around(module, f"{each}.forward")(forward)
+
+
+def _is_wrong(module: Any, hidden_states: Any, mask: Any) -> bool:
+    """Whether cuDNN would compute a wrong result, or wrong gradients, in this attention layer."""
+    import torch
+
+    if not hidden_states.is_cuda:
+        return False
+    if hidden_states.shape[1] == 1 and _decodes_wrong(hidden_states.device):
+        return True
+    if mask is None or mask.shape[-1] % _BLOCK != _REMAINDER or not torch.is_grad_enabled():
+        return False
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    # The example cannot run in a graph.  Another kernel is right in any case.
+    if not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
+        autocast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if autocast else hidden_states.dtype
+        if not _has_wrong_gradients(hidden_states.device, dtype, module.head_dim):
+            return False
+    return hidden_states.requires_grad or any(each.requires_grad for each in module.parameters())
+
+
+@lru_cache
+def _decodes_wrong(device: Any) -> bool:
+    import torch
+
+    if not torch.cuda.is_available() or (torch.backends.cudnn.version() or 0) < _DECODES_WRONG:
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] == 10)
+
+
+@lru_cache
+def _has_wrong_gradients(device: Any, dtype: Any, head_size: int) -> bool:
+    # Autocast, hooks for saved tensors and other modes of a forward belong to its thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_example, device, dtype, head_size).result()
+
+
+def _example(device: Any, dtype: Any, head_size: int) -> bool:
+    """Whether the gradients of queries with low scores are not finite on this GPU."""
+    import torch
+
+    values = torch.arange(_REMAINDER * head_size, device=device).sin().to(dtype)
+    values = values.view(1, 1, _REMAINDER, head_size)
+    queries = torch.zeros_like(values)
+    queries[..., 0] = 1
+    keys = -120 * queries
+    mask = torch.ones(_REMAINDER, _REMAINDER, device=device, dtype=torch.bool).tril()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    try:
+        output = attention(queries.requires_grad_(), keys, values, attn_mask=mask, scale=1.0)
+        [gradient] = torch.autograd.grad(output.float().square().sum(), queries)
+    except RuntimeError:  # cuDNN cannot compute it
+        return True
+    return not bool(gradient.isfinite().all())
+
+
+def _without_cudnn() -> Any:
+    """A context in which PyTorch chooses another kernel than cuDNN's."""
+    import torch
+
+    if not torch.compiler.is_compiling():
+        return _disabled()
+    from torch.nn.attention import SDPBackend as Kernel
+    from torch.nn.attention import sdpa_kernel
+
+    return sdpa_kernel([Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH])
+
+
+@contextmanager
+def _disabled() -> Iterator[None]:
+    """PyTorch's flag belongs to the process, and threads may leave in any order."""
+    import torch
+
+    global _before
+    forward = object()
+    try:
+        with _lock.now:
+            if not _inside:
+                _before = torch.backends.cuda.cudnn_sdp_enabled()
+            _inside.append(forward)
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        yield
+    finally:
+        with _lock.now:
+            if forward in _inside:
+                _inside.remove(forward)
+                if not _inside:
+                    torch.backends.cuda.enable_cudnn_sdp(_before)
