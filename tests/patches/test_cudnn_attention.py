@@ -125,7 +125,7 @@ def test_a_forward_without_gradients_keeps_its_bits():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_example_does_not_meet_checkpointing(reentrant):
     """The first forward runs the example, its recomputation does not."""
-    _cudnn._has_wrong_gradients.cache_clear()
+    _cudnn._wrong.clear()
     model = low_scores().to("cuda", torch.bfloat16).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -201,6 +201,7 @@ def test_the_rules(monkeypatch):
         return _cudnn._is_wrong(layer, OnAGPU(length, requires_grad=gradient), mask)
 
     for wrong in (True, False):
+        _cudnn._wrong.clear()
         monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example, wrong=wrong: wrong)
         assert [changed(length) for length in (*WRONG, *RIGHT)] == [wrong] * 3 + [False] * 3
         assert not changed(64, masked=False)
@@ -208,6 +209,7 @@ def test_the_rules(monkeypatch):
         assert not changed(1)
         with torch.no_grad():
             assert not changed(64)
+    _cudnn._wrong.clear()
     monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example: True)
     assert not changed(64, gradient=False)
     layer.q_proj.weight.requires_grad_()
@@ -216,6 +218,28 @@ def test_the_rules(monkeypatch):
     assert changed(1, masked=False, gradient=False)
 
 
+def test_the_example_does_not_run_in_a_backward(monkeypatch):
+    """It would wait for the backward, and the backward for it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example: pytest.fail("it ran"))
+    _cudnn._wrong.clear()
+    layer, answers = make().model.layers[0].self_attn, []
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            answers.append(_cudnn._may_be_wrong(layer, OnAGPU(64, requires_grad=True)))
+            return gradient
+
+    Backward.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert answers == [True]
+    assert not _cudnn._wrong
+
+
 def test_the_example():
     """No kernel for the CPU is wrong."""
-    assert not _cudnn._example(torch.device("cpu"), torch.bfloat16, 64)
+    assert not _cudnn._has_wrong_gradients(torch.device("cpu"), torch.bfloat16, 64)

@@ -44,7 +44,7 @@ def kept(model):
     return memory.live - output.untyped_storage().nbytes()
 
 
-@pytest.mark.regression(NAME, r"the projection keeps \d+ bytes for each value")
+@pytest.mark.regression("ple_training_memory", r"the projection keeps \d+ bytes for each value")
 def test_what_the_projection_keeps(model):
     enable(model)
     values = embeddings(model)[1].numel()

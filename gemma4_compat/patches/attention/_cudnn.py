@@ -17,6 +17,8 @@ _SDPA = "transformers.integrations.sdpa_attention"
 _BLOCK, _REMAINDER = 128, 64
 #: The first cuDNN that decodes wrong values on GPUs of compute capability 10.
 _DECODES_WRONG = 91900
+#: device, dtype and head size of an example -> whether it is wrong
+_wrong: dict[tuple[Any, Any, int], bool] = {}
 _lock = ForkableLock()
 #: The forwards that do not use cuDNN now, and what PyTorch's flag was before the first.
 _inside: list[object] = []
@@ -57,17 +59,38 @@ def _is_wrong(module: Any, hidden_states: Any, mask: Any) -> bool:
         return False
     if hidden_states.shape[1] == 1 and _decodes_wrong(hidden_states.device):
         return True
-    if mask is None or mask.shape[-1] % _BLOCK != _REMAINDER or not torch.is_grad_enabled():
+    if mask is None or mask.shape[-1] % _BLOCK != _REMAINDER:
         return False
+    # A reentrant checkpoint first runs without gradients.
+    if not (torch.is_grad_enabled() or module.training):
+        return False
+    if not _may_be_wrong(module, hidden_states):
+        return False
+    needed = hidden_states.requires_grad or any(each.requires_grad for each in module.parameters())
+    return needed and torch.is_grad_enabled()
+
+
+def _may_be_wrong(module: Any, hidden_states: Any) -> bool:
+    """Whether the example is wrong.  Where it cannot run, it counts as wrong."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        return True
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    # The example cannot run in a graph.  Another kernel is right in any case.
-    if not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
-        autocast = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if autocast else hidden_states.dtype
-        if not _has_wrong_gradients(hidden_states.device, dtype, module.head_dim):
-            return False
-    return hidden_states.requires_grad or any(each.requires_grad for each in module.parameters())
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    autocast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if autocast else hidden_states.dtype
+    example = (hidden_states.device, dtype, module.head_dim)
+    # In a backward, the example's own backward would wait for it.
+    if example not in _wrong and torch._C._current_graph_task_id() != -1:
+        return True
+    if example not in _wrong:
+        # Autocast, hooks for saved tensors and other modes of a forward belong to its thread.
+        with ThreadPoolExecutor(1) as thread:
+            _wrong[example] = thread.submit(_has_wrong_gradients, *example).result()
+    return _wrong[example]
 
 
 @lru_cache
@@ -79,14 +102,7 @@ def _decodes_wrong(device: Any) -> bool:
     return bool(torch.cuda.get_device_capability(device)[0] == 10)
 
 
-@lru_cache
 def _has_wrong_gradients(device: Any, dtype: Any, head_size: int) -> bool:
-    # Autocast, hooks for saved tensors and other modes of a forward belong to its thread.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_example, device, dtype, head_size).result()
-
-
-def _example(device: Any, dtype: Any, head_size: int) -> bool:
     """Whether the gradients of queries with low scores are not finite on this GPU."""
     import torch
 
