@@ -21,7 +21,7 @@ USERS = {
 }
 #: The newest releases on which the patches were measured: those of ``tools/measured/``.
 NEWEST = {
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "accelerate": "1.15.0",
     "peft": "0.21.2",
     "bitsandbytes": "0.50.2",

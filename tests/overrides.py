@@ -1151,10 +1151,11 @@ def _(case):
     def custom(model, input_ids, logits_processor=None, stopping_criteria=None,
                generation_config=None, **kwargs):  # fmt: skip
         case.reach()
-        cache, steps = kwargs["past_key_values"], []
+        name = "cache" if "cache" in kwargs else "past_key_values"
+        steps = []
         current = input_ids
         for _ in range(4):
-            outputs = model(input_ids=current, past_key_values=cache, use_cache=True)
+            outputs = model(input_ids=current, use_cache=True, **{name: kwargs[name]})
             steps.append(outputs.logits[:, -1].float())
             current = steps[-1].argmax(-1, keepdim=True)
             input_ids = torch.cat([input_ids, current], -1)

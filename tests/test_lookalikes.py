@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from gemma4_compat.model.caches import cache_name
 from tests.support import load_model, split
 
 
@@ -105,6 +106,6 @@ def test_a_method_of_generation_gets_the_model_itself(model_dir, tmp_path, monke
     assert model.get_input_embeddings().weight.is_meta
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=8)
-    assert model._valid_auto_compile_criteria({"past_key_values": cache}, model.generation_config)
+    assert model._valid_auto_compile_criteria({cache_name(): cache}, model.generation_config)
     assert captured_decoding._call.decoder.model is model
     assert model.hf_device_map[""] == "cpu"

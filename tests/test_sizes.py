@@ -9,6 +9,7 @@ import torch
 
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
+from gemma4_compat.model.caches import cache_name
 from gemma4_compat.tiny import LANGUAGE_TARGETS, TOWERS, build_adapter
 from tests.shapes import write_config
 from tests.support import load_model, quantization
@@ -214,7 +215,7 @@ def cached(model, steps):
     caches = []
 
     def take(module, args, kwargs):
-        caches.append(kwargs["past_key_values"])
+        caches.append(kwargs[cache_name()])
         raise StopIteration
 
     hook = model.register_forward_pre_hook(take, with_kwargs=True)
@@ -225,7 +226,7 @@ def cached(model, steps):
     with torch.no_grad():
         for tokens in steps:
             ids = torch.full((1, tokens), 3)
-            cache = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+            cache = model(input_ids=ids, use_cache=True, **{cache_name(): cache})[cache_name()]
     return cache_bytes(cache)
 
 
@@ -262,7 +263,7 @@ def test_static_cache(tmp_path, shape, length):
         real = Gemma4ForConditionalGeneration(plain.config).bfloat16().eval()
     cache = StaticCache(config=real.config.get_text_config(), max_cache_len=length)
     with torch.no_grad():
-        real(input_ids=torch.full((1, 5), 3), past_key_values=cache)
+        real(input_ids=torch.full((1, 5), 3), **{cache_name(): cache})
     assert sum(sizes.static_cache_bytes(plain, length).values()) == cache_bytes(cache)
 
 

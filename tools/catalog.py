@@ -166,9 +166,12 @@ def _versions(patch: Patch, measured: Measured) -> str:
         releases, where = measured.releases(library), _where(measured, patch, library)
         where = where.replace("all", f"{releases[0]} to {releases[-1]}")
         found += [f"{library} {where}"] if where != "-" else []
+    return "; ".join(found) if _shows_on_a_cpu(patch, measured) else _gate(patch)
+
+
+def _shows_on_a_cpu(patch: Patch, measured: Measured) -> bool:
     entries = measured.by_patch.get(patch.name, ())
-    seen = any(each.without == "broken" and each.stack["device"] == "cpu" for each in entries)
-    return "; ".join(found) if seen else _gate(patch)
+    return any(each.without == "broken" and each.stack["device"] == "cpu" for each in entries)
 
 
 def not_patched() -> list[dict[str, str]]:
@@ -297,14 +300,16 @@ def _ends(patch: Patch, measured: Measured) -> str:
         for bound in each.specifier
         if bound.operator == "<"
     ]
-    newest = measured.newest()
+    newest, verdict = measured.newest(), measured.on_newest(patch.name)
+    if verdict == "unknown" and _shows_on_a_cpu(patch, measured):  # its tests do not run there
+        last = measured.runs(patch.name, "transformers")[-1]
+        newest["transformers"], verdict = last.last, "broken" if last.broken else "fixed"
     releases = ", ".join(f"{name} {newest[name]}" for name in requirements)
     texts = {
         "broken": f"Not fixed in {releases} (measured).",
         "fixed": f"Fixed in {' or '.join(fixes) or releases} (measured).",
         "unknown": "Shows only on a GPU.",
     }
-    verdict = measured.on_newest(patch.name)
     text = texts[verdict] if patch.name in measured.by_patch else "Not measured."
     return f"{text} {patch.note}".rstrip()
 

@@ -30,6 +30,17 @@ def with_all_layers(config: Any) -> Any:
     return _WithoutSharing(config.get_text_config(decoder=True))
 
 
+def layers_by_kind(cache: Any) -> dict[str, list[Any]]:
+    """The layers of a cache, by the name of their mask."""
+    by_mask: dict[str, list[Any]] = {}
+    for layer in cache.layers:
+        if not hasattr(layer, "is_sliding"):
+            continue  # a placeholder: this layer shares the keys and values of another
+        name = "sliding_attention" if layer.is_sliding else "full_attention"
+        by_mask.setdefault(name, []).append(layer)
+    return by_mask
+
+
 class _WithoutSharing:
     """A view of a decoder's config without ``num_kv_shared_layers``."""
 

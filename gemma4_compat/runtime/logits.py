@@ -353,12 +353,18 @@ class LazyOutput:
             return tuple(getattr(self, name) for name in names[key])
         if not isinstance(key, str):
             return getattr(self, names[key])
+        key = self._name_of(key)
         if key not in names:
             raise KeyError(key)
         return getattr(self, key)
 
     def get(self: Any, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self.keys() else default
+        return self[key] if self._name_of(key) in self.keys() else default
+
+    def _name_of(self: Any, key: Any) -> Any:
+        """The name of a field; transformers 5.24 has renamed some, and knows the old names."""
+        renamed = getattr(self, "_replace_old_cache_name", None)
+        return key if renamed is None else renamed(key)
 
     def items(self: Any) -> Any:
         return {name: getattr(self, name) for name in self.keys()}.items()

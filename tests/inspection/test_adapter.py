@@ -89,6 +89,7 @@ def test_ranks_and_dtypes(model_dir, tmp_path):
     assert found.dtypes == {"BF16": 4, "F32": 20}
 
 
+@pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("prefix", [True, False])
 def test_saved_by_transformers(model_dir, tmp_path, prefix):
     model = load_model(model_dir)

@@ -733,7 +733,7 @@ def test_outer_keys_are_not_lost_in_silence(
 ):
     """Without the patch, PEFT accepts these targets and then ignores the keys."""
     if native:
-        request.getfixturevalue("native_adapters")
+        request.getfixturevalue("native_loading")
     path = copy_adapter(outer_adapter_dir, tmp_path, target_modules=INNER)
     model = copy.deepcopy(base)
     if native:

@@ -8,6 +8,6 @@ from tests.engines import QUANTISED, check
 
 
 @pytest.mark.xdist_group("engines")
-@pytest.mark.regression("fsdp_4bit_left_out", "replicated", then="shared_kv_states")
+@pytest.mark.regression("fsdp_4bit_left_out", "replicated", behind="shared_kv_states")
 def test_each_process_holds_half():
     check("accelerate launch, Accelerator, FSDP2", QUANTISED, "step")

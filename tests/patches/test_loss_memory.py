@@ -217,6 +217,13 @@ def test_what_does_not_read_the_logits(model, monkeypatch):
         output[2]
 
 
+def test_the_older_name_of_the_cache(model):
+    """transformers 5.24 calls it "cache", and knows the older name."""
+    output = adapted(model)(**batch(model.config))
+    assert output.past_key_values.get_seq_length() > 0
+    assert output["past_key_values"] is output.get("past_key_values") is output.past_key_values
+
+
 def test_copies_and_pickles_are_upstreams(model):
     from transformers.models.gemma4.modeling_gemma4 import Gemma4CausalLMOutputWithPast
 

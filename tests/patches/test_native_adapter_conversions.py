@@ -8,7 +8,7 @@ from safetensors import safe_open
 from tests.support import load_model
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.usefixtures("native_adapters")
+pytestmark = pytest.mark.usefixtures("native_loading")
 
 
 def names(folder):
@@ -16,6 +16,7 @@ def names(folder):
         return {name.replace(".base_layer.", ".") for name in file.keys()}  # noqa: SIM118
 
 
+@pytest.mark.usefixtures("native_adapters")
 @pytest.mark.regression("native_adapter_conversions", r"other names")
 def test_deleted(model_dir, language_adapter_dir, tmp_path):
     """The names are compared without ``.base_layer``, which is the result of another bug."""
@@ -35,6 +36,7 @@ def test_conversions_of_the_checkpoint_are_kept(model_dir, language_adapter_dir)
     assert model._weight_conversions is before, "those of the adapter"
 
 
+@pytest.mark.usefixtures("native_adapters")
 def test_a_model_that_was_not_loaded(language_adapter_dir, model_dir):
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.support import adapter_parameters, assert_same, load_model, logits, offloaded, split
 
-pytestmark = pytest.mark.usefixtures("native_adapters")
+pytestmark = pytest.mark.usefixtures("native_loading")
 
 
 def values(model):
@@ -37,6 +37,7 @@ def test_every_adapter_tensor_is_loaded(model_dir, language_adapter_dir, tmp_pat
     assert not wrong, f"{len(wrong)} of {len(expected)} adapter tensors were not loaded"
 
 
+@pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nested"])
 @pytest.mark.parametrize("layout", ["inner", "outer"])
 def test_split_model_gives_one_device_logits(
@@ -61,6 +62,7 @@ def test_split_model_gives_one_device_logits(
     assert_same(logits(model), logits(one))
 
 
+@pytest.mark.usefixtures("native_adapters")
 def test_add_adapter_on_a_split_model(model_dir, tmp_path):
     from peft import LoraConfig
 

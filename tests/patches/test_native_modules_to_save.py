@@ -8,7 +8,7 @@ import torch
 from tests.patches.test_offloaded_modules_to_save import build, offload, trained
 from tests.support import assert_same, load_model, logits
 
-pytestmark = pytest.mark.usefixtures("native_adapters")
+pytestmark = pytest.mark.usefixtures("native_loading")
 
 
 def values(model, parts=("modules_to_save.", "trainable_tokens_delta")):

@@ -306,6 +306,7 @@ def test_with_an_adapter(model_dir, adapter_dir, outer_adapter_dir, kind, tmp_pa
     assert_same(logits(model), expected)
 
 
+@pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nested"])
 def test_with_an_adapter_of_transformers_own(model_dir, adapter_dir, kind, tmp_path):
     whole, model = load_model(model_dir, kind), load_model(model_dir, kind)

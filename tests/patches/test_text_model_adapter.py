@@ -141,7 +141,7 @@ WAYS = ["peft", "second", "functions", "native"]
 @pytest.mark.parametrize("how", WAYS)
 def test_text_adapter_on_the_multimodal_model(model_dir, text_dir, text_adapter, how, request):
     if how == "native":
-        request.getfixturevalue("native_adapters")
+        request.getfixturevalue("native_loading")
     folder, _ = text_adapter
     model = attach(load_base(model_dir), folder, how)
     loaded(model, folder)
@@ -154,7 +154,7 @@ def test_multimodal_adapter_on_the_text_model(
     model_dir, text_dir, whole_adapter, how, request, caplog
 ):
     if how == "native":
-        request.getfixturevalue("native_adapters")
+        request.getfixturevalue("native_loading")
     folder, _ = whole_adapter
     with caplog.at_level(logging.WARNING, logger=OURS):
         model = attach(load_base(text_dir), folder, how)
@@ -343,7 +343,7 @@ def adapter_names(model):
 @pytest.mark.parametrize("how", ["peft", "native"])
 def test_a_refused_first_adapter_has_no_effect(model_dir, text_dir, tmp_path, how, request):
     if how == "native":
-        request.getfixturevalue("native_adapters")
+        request.getfixturevalue("native_loading")
     make(load_base(model_dir), tmp_path, target_modules=IN_PART)
     base = load_base(text_dir)
     expected = text_logits(base)

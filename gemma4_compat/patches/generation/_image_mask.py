@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...model.caches import cache_name
+from ...model.caches import cache_name, layers_by_kind
 
 
 def mend(patch: Patch, module: str, name: str) -> None:
@@ -72,7 +72,7 @@ def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     masks = {}
     # transformers 5.13 to 5.16 size the mask of sliding layers by a full layer, so each mask
     # is made with a cache that has layers of one kind only.
-    for name, layers in _layers_by_kind(inputs[cache_name()]).items():
+    for name, layers in layers_by_kind(inputs[cache_name()]).items():
         masks[name] = self.create_masks_for_generate(
             config=self.config,
             # create_masks_for_generate reads only its shape, dtype and device
@@ -87,17 +87,6 @@ def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
         )[name]
     inputs["attention_mask"] = {**inputs["attention_mask"], **masks}
     return inputs
-
-
-def _layers_by_kind(cache: Any) -> dict[str, list[Any]]:
-    """The layers of a cache, by the name of their mask."""
-    by_mask: dict[str, list[Any]] = {}
-    for layer in cache.layers:
-        if not hasattr(layer, "is_sliding"):
-            continue  # a placeholder: this layer shares the keys and values of another
-        name = "sliding_attention" if layer.is_sliding else "full_attention"
-        by_mask.setdefault(name, []).append(layer)
-    return by_mask
 
 
 def has_bidirectional_images(config: Any, types: Any) -> bool:

@@ -22,7 +22,7 @@ PATCH = Patch(
         "prepare_inputs_for_generation of Gemma 4 unified makes the mask of a static cache from "
         "all token types, if there are images."
     ),
-    note="Chunked prefill, and images after cached tokens, are not fixed in 5.23.0.",
+    note="Chunked prefill, and images after cached tokens, are not fixed in 5.24.0.",
     unreported="Reported only in another project (unsloth #10903).",
 )
 
