@@ -35,6 +35,7 @@ import torch
 
 import gemma4_compat
 from gemma4_compat import objects
+from gemma4_compat.model.hooks import offload_hooks
 from gemma4_compat.patches import _offload
 from gemma4_compat.patches.offloading import quant_state_offload
 from gemma4_compat.runtime.host import blocks, forward_lock, page_locked, read_ahead
@@ -427,10 +428,13 @@ def levels(subject=None):
     modules = [] if model is None else list(model.modules())
     weights = (weight for module in modules for weight in module._parameters.values())
     layers = blocks.streamed_layers(modules)
+    maps = (getattr(hook, "tied_params_map", None) or {} for hook in offload_hooks(modules))
+    tied = {address: shared for each in maps for address, shared in each.items()}
     return {
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules),
         "attributes": sum(len(vars(module)) for module in modules),
         "weights on meta": sum(weight is not None and weight.is_meta for weight in weights),
+        "tied weights": sum(map(len, tied.values())),
         "threads": threading.active_count(),
         "locks": held_locks(),
         "page-locked": page_locked.locked(),

@@ -607,7 +607,7 @@ def test_on_a_gpu(model_dir, monkeypatch, kind):
     (expected, gradients), (found, own) = results
     assert is_lazy(found)
     assert len(calls) > 3
-    assert sum(calls) == 120
+    assert sum(calls) in (118, 120)  # older releases leave the last tokens out
     tolerance = 1e-5 if kind is torch.float32 else 0.03
     torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance / 10, atol=0)
     assert not {n: e for n in own if (e := error(own[n], gradients[n])) > tolerance}

@@ -413,3 +413,25 @@ def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):
     assert not hasattr(idle._hf_hook, "_forward_lock")
     remove_hook_from_module(model, recurse=True)
     assert not [m for m in model.modules() if isinstance(vars(m).get("forward"), partial)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_forward_that_raises_leaves_no_weights(model_dir, tmp_path, error):
+    """accelerate would mistake one of them for a tied weight that was at its address before."""
+    model = split(load_model(model_dir), tmp_path, LAYERS)
+    offloaded = {name for name, each in model.named_parameters() if each.is_meta}
+    expected = logits(model)
+    module = model.model.language_model.layers[2].mlp.down_proj
+
+    def failing(*args, **kwargs):
+        raise error
+
+    before = module._old_forward
+    module._old_forward = failing
+    with pytest.raises(error):
+        logits(model)
+    module._old_forward = before
+    left = [name for name, each in model.named_parameters() if not each.is_meta]
+    assert not offloaded.intersection(left), "weights stay after a forward that raised"
+    found = logits(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -7,9 +7,14 @@ computes with some of the weights missing.  The state that the hook stores betwe
 shared in the same way: the device of the inputs, the tied weights to remove and, in this package,
 the layers that are being copied to the GPU.
 
+After a forward that raised, the weights of the module stay on the device.  If one of them has the
+address that a tied weight had when the model was dispatched, the next forward uses the tied weight
+instead, without an error.
+
 The fix uses one lock for each dispatched model with offloaded modules.  A thread holds it during a
 forward of the model or of an offloaded module in it, and may take it again inside.  Threads that
-generate take turns, one forward each.  Models without offloaded modules have no lock.
+generate take turns, one forward each.  Models without offloaded modules have no lock.  After an
+exception, the hooks remove the weights as after any forward.
 """
 
 from __future__ import annotations

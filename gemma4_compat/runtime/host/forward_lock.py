@@ -191,10 +191,30 @@ def lock_forward(module: Any) -> None:
         if lock.is_held():
             return hooked(*args, **kwargs)
         with lock.held():
-            return hooked(*args, **kwargs)
+            try:
+                return hooked(*args, **kwargs)
+            except BaseException:
+                if lock.is_held():  # and not a forward inside that of another thread
+                    _finish(module)
+                raise
 
     new_forward._is_locked = True  # type: ignore[attr-defined]
     module.forward = update_wrapper(partial(new_forward, module, hooked), module._old_forward)
+
+
+def _finish(root: Any) -> None:
+    """After a forward that raised, let accelerate's hooks take the weights away.
+
+    Otherwise the next forward may get the copy of a tied weight instead: accelerate looks copies up
+    by the address that the weight had when the model was dispatched, and a weight that is still on
+    the device may have this address now.
+    """
+    for module in root.modules():
+        hook = offload_hook(module)
+        weights = [] if hook is None else list(module._parameters.values())
+        if any(weight is not None and not weight.is_meta for weight in weights):
+            if hasattr(hook, "tied_pointers_to_remove"):  # a forward has begun
+                hook.post_forward(module, None)
 
 
 def lock_of(module: Any) -> AbstractContextManager[None]:
