@@ -7,7 +7,7 @@ import torch
 
 from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
 from tests import engines
-from tests.engines import SAMPLE, SIDES, VERDICTS, check, judge
+from tests.engines import SAMPLE, SIDES, VERDICTS, WHOLE, check, judge
 
 STACKS = {"newest": NEWEST, "users": USERS}
 #: by engine: what is an error of the libraries that says what to do
@@ -41,6 +41,14 @@ def test_page():
 @pytest.mark.parametrize("cell", SAMPLE, ids=" | ".join)
 def test_a_sample(cell):
     check(*cell)
+
+
+@pytest.mark.xdist_group("engines")
+def test_cells_with_processes_of_their_own():
+    """As on GPUs."""
+    cell, found = ("torchrun, fully_shard", WHOLE, "step"), []
+    engines.run_apart([cell], {"now": {}}, 1, 300, 60, lambda *each: found.append(each[:3]))
+    assert found == [(cell, "now", "=")]
 
 
 def values(number, part=None):
