@@ -24,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -273,12 +274,12 @@ def sgd(model):
     return torch.optim.SGD(trained, lr=RATE, weight_decay=0.1)
 
 
-def with_accelerate(model):
+def with_accelerate(model, optimizer=sgd):
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
     accelerator = Accelerator(cpu=DEVICE == "cpu")
-    model, optimizer = accelerator.prepare(model, sgd(model))
+    model, optimizer = accelerator.prepare(model, optimizer(model))
     assert isinstance(model, DistributedDataParallel), "DDP is not at work"
     return model, optimizer, accelerator.backward
 
@@ -298,7 +299,7 @@ def with_fully_shard(model):
     return model, sgd(model), lambda loss: loss.backward()
 
 
-def with_accelerate_fsdp(model):
+def with_accelerate_fsdp(model, optimizer=sgd):
     """Accelerator sets FSDP up for GPUs only, so on the CPU this does what it does for those."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
@@ -310,7 +311,7 @@ def with_accelerate_fsdp(model):
         accelerator.state.distributed_type = DistributedType.FSDP
     assert accelerator.distributed_type == DistributedType.FSDP
     assert accelerator.state.fsdp_plugin.fsdp_version == 2
-    model, optimizer = accelerator.prepare(model, sgd(model))
+    model, optimizer = accelerator.prepare(model, optimizer(model))
     return model, optimizer, accelerator.backward
 
 
@@ -458,10 +459,87 @@ def generate(folder, engine, form, rank):
     return {"tokens": torch.tensor(found).float()}, None
 
 
+def held(folder, engine, form, rank):
+    """The bytes that a process holds after a step, by kind; the model is loaded as planned.
+
+    "gathered" are the most bytes of weights that are whole when a decoder layer ends.
+    """
+    import accelerate
+    import torch
+
+    from gemma4_compat.model.sizes import on_cuda
+    from gemma4_compat.planning import plan
+
+    name = "fsdp" if "FSDP" in engine else "ddp"
+    planned = plan(
+        folder / "dense",
+        "24GiB",
+        train=True,
+        context=64,
+        keep_ple=True,
+        engine=name,
+        processes=RANKS,
+    )
+    own = "PartialState().local_process_index"
+    assert own in planned.code
+    accelerate.PartialState(cpu=True)
+    exec(planned.code.replace(own, '"cpu"'), found := {})
+    model = found["model"].train()
+    prepared = {"fsdp": with_accelerate_fsdp, "ddp": with_accelerate}[name]
+    model, optimizer, backward = prepared(
+        model, lambda model: torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    )
+    module = getattr(model, "module", model)
+    groups = [
+        group
+        for each in module.modules()
+        if hasattr(each, "_get_fsdp_state")
+        for group in [each._get_fsdp_state()._fsdp_param_group]
+        if group is not None
+    ]
+    gathered = [0]
+
+    def count(*_):
+        outputs = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
+        gathered.append(sum(on_cuda(t.untyped_storage().nbytes()) for t in outputs))
+
+    for name, each in module.named_modules():
+        if name.rpartition(".")[0].endswith("language_model.layers"):
+            each.register_forward_hook(count)
+    backward(model(**batches(form, "step", 1)[rank]).loss)
+    optimizer.step()
+
+    def taken(tensors):
+        local = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
+        return sum({each.data_ptr(): on_cuda(each.nbytes()) for each in local}.values())
+
+    trained = [p for p in module.parameters() if p.requires_grad]
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    states = {id(s): s for m in module.modules() if (s := getattr(m, "quant_state", None))}
+    statistics = [t for state in states.values() for t in state_tensors(state)]
+    buckets = []
+    if hasattr(model, "_get_ddp_logging_data"):
+        buckets = model._get_ddp_logging_data()["bucket_sizes"].split(", ")
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": taken([*frozen, *module.buffers(), *statistics]),
+        "adapter": taken(trained),
+        "gradients": taken(p.grad for p in trained) + sum(map(int, buckets)),
+        "optimizer": taken(moments),
+        "gathered": max(gathered),
+    }
+
+
+def state_tensors(state):
+    nested = [] if state.state2 is None else [state.offset, *state_tensors(state.state2)]
+    return [state.absmax, state.code, *nested]
+
+
 def play(folder, engine, form, action, rank):
     if action in TRAIN:
         return train(folder, engine, form, action, rank)
-    return {"forward": forward, "generate": generate}[action](folder, engine, form, rank)
+    others = {"forward": forward, "generate": generate, "bytes": held}
+    return others[action](folder, engine, form, rank)
 
 
 # ---------------------------------------------------------------- processes
@@ -744,7 +822,7 @@ def write(stack, verdicts):
 
 def page():
     """The data as a page: what is above its first table stays."""
-    text = PAGE.read_text().partition("\n## ")[0]
+    text = re.split(rf"\n## ({'|'.join(TITLES.values())})\n", PAGE.read_text())[0]
     for stack, entry in read().items():
         versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
         text += f"\n## {TITLES[stack]}\n\n{versions}.\n"
