@@ -7,17 +7,25 @@ A cell is an engine, a form of a tiny model, and an action.  Two processes with 
 CPU, each with one row of a batch; one process plays it with both rows, on the same side.  All
 compute in float32.  The losses of all steps and the adapter are compared, and the engine must be at
 work.
+
+``--device cuda`` plays some of the cells on two GPUs with NCCL.  ``--jobs N`` gives each cell and
+each reference processes of their own, N of them at a time.  ``--details PATH`` writes what was
+found after each cell; cells that do not begin within ``--seconds`` are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import fnmatch
 import functools
 import importlib.metadata
 import json
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,19 +46,25 @@ SIDES = {"with": {"GEMMA4_COMPAT": "1"}, "without": {"GEMMA4_COMPAT": "0"}}
 DATA, PAGE = ROOT / "tests" / "engines.json", ROOT / "docs" / "engines.md"
 STEPS = 5
 RANKS = 2
-#: For losses and for tensors, of the largest value.  Processes add up in another order than one.
-TOLERANCES = {"loss": 1e-5, "": 3e-5}
+#: "cpu" or "cuda", from the command line
+DEVICE = "cpu"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: For losses and for tensors, of the largest value.  Processes add up in another order than one,
+#: and a GPU chooses other kernels for one row than for two.
+TOLERANCES = {"cpu": {"loss": 1e-5, "": 3e-5}, "cuda": {"loss": 1e-5, "": 1e-4}}
 #: With larger steps, rounding soon decides which experts are chosen and which values are clipped.
 RATE = 0.01
 #: A cell takes two to ten seconds, and the end of a process that waits for one that failed none.
 LIMIT, GRACE = 60, 5
+#: The time for the end of a launcher whose processes have reached the limit.
+END = 20
 #: The largest part of the weights that a process may hold where an engine shards them.
 SHARDED = 0.55
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", f"--num_processes={RANKS}")
 ALL = ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
-#: With ACCELERATE_USE_CPU.  --cpu alone starts one process, or several with MPI only.
+#: On the CPU with ACCELERATE_USE_CPU.  --cpu alone starts one process, or several with MPI only.
 ACCELERATE = (*LAUNCH, *ALL, "--multi_gpu")
 #: as in the README
 FSDP = (
@@ -73,8 +87,32 @@ ENGINES = {
     "accelerate launch, Accelerator, FSDP2": (FSDP, FORMS, TRAIN),
     "torchrun, tp_plan": (TORCHRUN, (WHOLE, QUANTISED, EXPERTS), ("forward",)),
     "accelerate launch, split_between_processes": (ACCELERATE, FORMS, ("generate",)),
+    "torchrun, Trainer, device_map auto": (TORCHRUN, (), ("step",)),
 }
-TITLES = {"newest": "The newest releases", "users": "The releases of users' reports"}
+#: What is played on GPUs, in this order; "save" also compares what "step" does.
+ON_GPUS = [
+    (engine, form, action)
+    for engine, forms, actions in (
+        (
+            "accelerate launch, Accelerator, FSDP2",
+            (QUANTISED, HOST, WHOLE),
+            ("save", "checkpointing"),
+        ),
+        ("torchrun, fully_shard", (QUANTISED, HOST, WHOLE), ("save", "checkpointing")),
+        ("accelerate launch, Accelerator, DDP", (QUANTISED, HOST, WHOLE), ("save",)),
+        ("torchrun, Trainer, DDP", (QUANTISED, HOST, WHOLE), ("step",)),
+        ("accelerate launch, split_between_processes", (QUANTISED, HOST), ("generate",)),
+        ("torchrun, Trainer, device_map auto", (QUANTISED,), ("step",)),
+        ("accelerate launch, Accelerator, FSDP2", (QUANTISED,), IMAGES),
+    )
+    for form in forms
+    for action in actions
+]
+TITLES = {
+    "newest": "The newest releases",
+    "users": "The releases of users' reports",
+    "gpus": "Two GPUs, over NCCL",
+}
 #: What the suite plays.  Those with one launcher are played together, as most time goes by before.
 SAMPLE = (
     ("torchrun, Trainer, DDP", QUANTISED, "tower trained"),
@@ -99,6 +137,9 @@ VERDICTS = {
 
 
 def cells():
+    if DEVICE == "cuda":
+        yield from ON_GPUS
+        return
     for engine, (_, forms, actions) in ENGINES.items():
         for form in forms:
             yield from (
@@ -119,6 +160,11 @@ def build(folder):
     support.save_random("Gemma4 experts", folder / "experts", **sizes)
 
 
+def own_device():
+    """The device of this process, or the number of its GPU."""
+    return "cpu" if DEVICE == "cpu" else int(os.environ.get("LOCAL_RANK", 0))
+
+
 def load(folder, form, **options):
     import torch
     import transformers
@@ -134,13 +180,16 @@ def load(folder, form, **options):
             bnb_4bit_quant_storage=torch.bfloat16 if form == STORED else torch.uint8,
             llm_int8_skip_modules=["lm_head", "router.proj", "model.audio_tower"],
         )  # fmt: skip
+    table = "model.language_model.embed_tokens_per_layer"
     if "tp_plan" not in options:
-        options["device_map"] = {"": "cpu"}
+        options.setdefault("device_map", {"": own_device()})
+    if form == HOST and DEVICE == "cuda":
+        options["device_map"] = {table: "cpu", "": own_device()}
+        options["quantization_config"].llm_int8_enable_fp32_cpu_offload = True
     model = cls.from_pretrained(folder / kind, dtype=torch.float32, **options)
-    if form == HOST:
+    if form == HOST and DEVICE == "cpu":
         from accelerate import dispatch_model
 
-        table = "model.language_model.embed_tokens_per_layer"
         model = dispatch_model(
             model, {"": "cpu", table: "disk"}, main_device="cpu", offload_dir=tempfile.mkdtemp(),
             skip_keys=model._skip_keys_device_placement,
@@ -148,7 +197,7 @@ def load(folder, form, **options):
     return model
 
 
-def adapted(folder, form, action):
+def adapted(folder, form, action, **options):
     """A model with LoRA on its attention and MLPs, and on the images' tower where it gets some."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -158,7 +207,7 @@ def adapted(folder, form, action):
     targets = r"(?!.*tower).*layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(up|down)_proj)"
     if action.startswith("tower"):
         targets += r"|.*vision_tower.*(q_proj|down_proj)\.linear"
-    base = load(folder, form)
+    base = load(folder, form, **options)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -202,7 +251,8 @@ def collate(batch):
 
 
 def batches(form, action, size):
-    each = list(rows(action))
+    device = own_device()
+    each = [{name: tensor.to(device) for name, tensor in row.items()} for row in rows(action)]
     if form == EXPERTS:
         each = [{k: v for k, v in row.items() if k != "mm_token_type_ids"} for row in each]
     return [collate(each[start : start + size]) for start in range(0, len(each), size)]
@@ -224,12 +274,12 @@ def sgd(model):
     return torch.optim.SGD(trained, lr=RATE, weight_decay=0.1)
 
 
-def with_accelerate(model):
+def with_accelerate(model, optimizer=sgd):
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator = Accelerator(cpu=DEVICE == "cpu")
+    model, optimizer = accelerator.prepare(model, optimizer(model))
     assert isinstance(model, DistributedDataParallel), "DDP is not at work"
     return model, optimizer, accelerator.backward
 
@@ -238,7 +288,7 @@ def with_fully_shard(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh(DEVICE, (RANKS,))
     offloaded = {parameter for parameter in model.parameters() if parameter.is_meta}
     options = {"mesh": mesh, "ignored_params": offloaded}
     # Not the layers of the towers: only processes with images would gather them.
@@ -249,17 +299,19 @@ def with_fully_shard(model):
     return model, sgd(model), lambda loss: loss.backward()
 
 
-def with_accelerate_fsdp(model):
-    """Accelerator sets FSDP up for accelerators only, so this does what it does for those."""
+def with_accelerate_fsdp(model, optimizer=sgd):
+    """Accelerator sets FSDP up for GPUs only, so on the CPU this does what it does for those."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
-    accelerator = Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin()  # from the launcher's environment
-    assert plugin.fsdp_version == 2
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
-    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator = Accelerator(cpu=DEVICE == "cpu")
+    if DEVICE == "cpu":
+        # from the launcher's environment
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        accelerator.state.distributed_type = DistributedType.FSDP
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.state.fsdp_plugin.fsdp_version == 2
+    model, optimizer = accelerator.prepare(model, optimizer(model))
     return model, optimizer, accelerator.backward
 
 
@@ -272,7 +324,8 @@ PREPARE = {
 
 
 def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().to("cpu", copy=True)
 
 
 def part_held(model):
@@ -288,7 +341,8 @@ def part_held(model):
 def train(folder, engine, form, action, rank):
     import torch
 
-    model = adapted(folder, form, action)
+    options = {"device_map": "auto"} if engine.endswith("device_map auto") else {}
+    model = adapted(folder, form, action, **options)
     size = RANKS if engine == ALONE else 1
     data = batches(form, action, size)
     if "Trainer" in engine:
@@ -306,7 +360,7 @@ def train(folder, engine, form, action, rank):
     if engine in ENGINES:
         torch.distributed.all_reduce(losses)
         losses /= RANKS
-    found = {f"loss {i}": loss for i, loss in enumerate(losses)}
+    found = {f"loss {i}": loss for i, loss in enumerate(losses.cpu())}
     module = getattr(model, "module", model)
     found |= {n: whole(p) for n, p in module.named_parameters() if p.requires_grad}
     part = part_held(module) if "fully_shard" in engine or "FSDP" in engine else None
@@ -338,7 +392,7 @@ def trainer(model, data, size):
     options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=size, max_steps=STEPS,
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu", dataloader_pin_memory=False,
         report_to=[], save_strategy="no", disable_tqdm=True, max_grad_norm=0.0, learning_rate=RATE,
         lr_scheduler_type="constant", remove_unused_columns=False, **options,
     )  # fmt: skip
@@ -363,8 +417,8 @@ def saved(folder, form, module, trained, rank):
         model = PeftModel.from_pretrained(load(folder, form), out).train()
         with torch.no_grad():
             logits = model(**batches(form, "save", RANKS)[0]).logits
-        read = {f"read {n}": p.detach() for n, p in model.named_parameters() if "lora_" in n}
-        return {"logits": logits, **read}
+        read = {f"read {n}": whole(p) for n, p in model.named_parameters() if "lora_" in n}
+        return {"logits": whole(logits), **read}
     return {}
 
 
@@ -395,7 +449,7 @@ def generate(folder, engine, form, rank):
     if engine not in ENGINES:
         found = tokens(prompts)
     else:
-        state = PartialState(cpu=True)
+        state = PartialState(cpu=DEVICE == "cpu")
         assert state.num_processes == RANKS
         with state.split_between_processes(prompts) as own:
             assert 0 < len(own) < len(prompts)
@@ -405,10 +459,87 @@ def generate(folder, engine, form, rank):
     return {"tokens": torch.tensor(found).float()}, None
 
 
+def held(folder, engine, form, rank):
+    """The bytes that a process holds after a step, by kind; the model is loaded as planned.
+
+    "gathered" are the most bytes of weights that are whole when a decoder layer ends.
+    """
+    import accelerate
+    import torch
+
+    from gemma4_compat.model.sizes import on_cuda
+    from gemma4_compat.planning import plan
+
+    name = "fsdp" if "FSDP" in engine else "ddp"
+    planned = plan(
+        folder / "dense",
+        "24GiB",
+        train=True,
+        context=64,
+        keep_ple=True,
+        engine=name,
+        processes=RANKS,
+    )
+    own = "PartialState().local_process_index"
+    assert own in planned.code
+    accelerate.PartialState(cpu=True)
+    exec(planned.code.replace(own, '"cpu"'), found := {})
+    model = found["model"].train()
+    prepared = {"fsdp": with_accelerate_fsdp, "ddp": with_accelerate}[name]
+    model, optimizer, backward = prepared(
+        model, lambda model: torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    )
+    module = getattr(model, "module", model)
+    groups = [
+        group
+        for each in module.modules()
+        if hasattr(each, "_get_fsdp_state")
+        for group in [each._get_fsdp_state()._fsdp_param_group]
+        if group is not None
+    ]
+    gathered = [0]
+
+    def count(*_):
+        outputs = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
+        gathered.append(sum(on_cuda(t.untyped_storage().nbytes()) for t in outputs))
+
+    for name, each in module.named_modules():
+        if name.rpartition(".")[0].endswith("language_model.layers"):
+            each.register_forward_hook(count)
+    backward(model(**batches(form, "step", 1)[rank]).loss)
+    optimizer.step()
+
+    def taken(tensors):
+        local = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
+        return sum({each.data_ptr(): on_cuda(each.nbytes()) for each in local}.values())
+
+    trained = [p for p in module.parameters() if p.requires_grad]
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    states = {id(s): s for m in module.modules() if (s := getattr(m, "quant_state", None))}
+    statistics = [t for state in states.values() for t in state_tensors(state)]
+    buckets = []
+    if hasattr(model, "_get_ddp_logging_data"):
+        buckets = model._get_ddp_logging_data()["bucket_sizes"].split(", ")
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    return {
+        "weights": taken([*frozen, *module.buffers(), *statistics]),
+        "adapter": taken(trained),
+        "gradients": taken(p.grad for p in trained) + sum(map(int, buckets)),
+        "optimizer": taken(moments),
+        "gathered": max(gathered),
+    }
+
+
+def state_tensors(state):
+    nested = [] if state.state2 is None else [state.offset, *state_tensors(state.state2)]
+    return [state.absmax, state.code, *nested]
+
+
 def play(folder, engine, form, action, rank):
     if action in TRAIN:
         return train(folder, engine, form, action, rank)
-    return {"forward": forward, "generate": generate}[action](folder, engine, form, rank)
+    others = {"forward": forward, "generate": generate, "bytes": held}
+    return others[action](folder, engine, form, rank)
 
 
 # ---------------------------------------------------------------- processes
@@ -416,57 +547,77 @@ def play(folder, engine, form, action, rank):
 DIED = "the process died"
 
 
-def worker(folder, out, wanted):
-    """One rank: plays the cells in forks, because some of them die or hang."""
+def worker(folder, out, wanted, limit, fresh):
+    """One rank: plays each cell in a process of its own, because some of them die or hang.
+
+    That is a fork, or a new Python: a fork cannot use CUDA after bitsandbytes is imported.
+    """
+    rank = int(os.environ["RANK"])
+    if not fresh:
+        imports()
+    for number, cell in enumerate(wanted):
+        if cell[0] in ENGINES or rank == 0:
+            paths = [out / f"{number}-{each}" for each in (rank, 1 - rank)]
+            begin = functools.partial(
+                os.execv, sys.executable, [sys.executable, *sys.argv, "--play"]
+            )
+            if not fresh:
+                begin = functools.partial(played, folder, out, number, cell)
+            stored(paths[0], limited(begin, *paths, limit))
+
+
+def imports():
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
-    import torch
+    import torch  # noqa: F401
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+
+
+def played(folder, out, number, cell):
+    """Play a cell as one rank, store what was found or the error, and end the process."""
     rank = int(os.environ["RANK"])
-    tempfile.tempdir = str(folder)
-    for number, cell in enumerate(wanted):
+    try:
+        import torch
 
-        def result():
-            torch.set_num_threads(1)
-            torch.manual_seed(0)
-            if cell[0] in ENGINES:  # noqa: B023
-                store = f"file://{out}/store{number}"  # noqa: B023
-                torch.distributed.init_process_group(
-                    "gloo", init_method=store, rank=rank, world_size=RANKS
-                )
-            else:
-                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-                    del os.environ[name]
-            return play(folder, *cell, rank)  # noqa: B023
+        tempfile.tempdir = str(folder)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        if DEVICE == "cuda":
+            torch.cuda.set_device(own_device())
+        if cell[0] in ENGINES:
+            store = f"file://{out}/store{number}"
+            torch.distributed.init_process_group(
+                BACKENDS[DEVICE], init_method=store, rank=rank, world_size=RANKS
+            )
+        else:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(name, None)
+        found = play(folder, *cell, rank)
+    except BaseException as error:
+        traceback.print_exc()
+        found = f"{type(error).__name__}: {error}"
+    stored(out / f"{number}-{rank}", found)
+    sys.stderr.flush()
+    os._exit(0)
 
-        if cell[0] in ENGINES or rank == 0:
-            paths = [out / f"{number}-{each}" for each in (rank, 1 - rank)]
-            stored(paths[0], limited(result, *paths))
 
-
-def limited(function, path, other):
-    """The function's result from a fork: values and part held; or an error; or a hang."""
+def limited(begin, path, other, limit):
+    """What a fork stored that begins with this: values and part held; or an error; or a hang."""
     process = os.fork()
     if process == 0:
-        try:
-            found = function()
-        except BaseException as error:
-            traceback.print_exc()
-            found = f"{type(error).__name__}: {error}"
-        stored(path, found)
-        sys.stderr.flush()
+        begin()
         os._exit(0)
-    end, failed = time.monotonic() + LIMIT, False
+    end, failed = time.monotonic() + limit, False
     while time.monotonic() < end:
         if os.waitpid(process, os.WNOHANG) != (0, 0):
             return pickle.loads(path.read_bytes()) if path.exists() else DIED
         if not failed and other.exists() and isinstance(pickle.loads(other.read_bytes()), str):
             end, failed = time.monotonic() + GRACE, True
         time.sleep(0.05)
-    os.kill(process, 9)
+    os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     return "HANG"
 
@@ -484,24 +635,36 @@ def alone(cell):
     return TRAINER_ALONE if "Trainer" in engine else ALONE, form, action
 
 
-def launched(folder, launcher, wanted, variables):
-    """The results of all ranks by cell; rank 0 also plays each cell in one process."""
-    wanted = [*wanted, *dict.fromkeys(map(alone, wanted))]
+def launched(folder, launcher, wanted, variables, limit=LIMIT, fresh=False):
+    """The results of all ranks by cell; without a launcher there is one process."""
     out = Path(tempfile.mkdtemp(dir=folder))
     (out / "cells").write_text(json.dumps(wanted))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    if DEVICE == "cpu":
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if not launcher:
+        environment["RANK"] = "0"
     # tools/matrix.py has other releases on this path.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getenv("PYTHONPATH"), str(ROOT))))
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__, "--worker", str(folder), str(out)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    options = ("--worker", str(folder), str(out), "--device", DEVICE, "--limit", str(limit))
+    command = [sys.executable, *launcher, __file__, *options, *(("--fresh",) if fresh else ())]
+    with (out / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            process.wait(len(wanted) * limit + END if fresh else None)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # and a launcher ends its processes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END)
+            process.kill()
     results = {}
     for number, cell in enumerate(wanted):
         paths = [out / f"{number}-{rank}" for rank in range(RANKS if cell[0] in ENGINES else 1)]
         if not all(path.exists() for path in paths):
-            raise SystemExit(done.stderr[-3000:])
+            raise SystemExit((out / "log").read_text()[-3000:])
         results[cell] = [pickle.loads(path.read_bytes()) for path in paths]
+        if fresh and any(isinstance(each, str) for each in results[cell]):
+            print(*cell, (out / "log").read_text()[-3000:], sep="\n", file=sys.stderr, flush=True)
     return results
 
 
@@ -521,7 +684,12 @@ def judge(results, reference):
     failures = [each for each in results if isinstance(each, str)]
     if failures:
         # A process whose peer stopped says so; the peer says why.
-        own = [each for each in failures if each not in ("HANG", DIED) and "gloo" not in each]
+        words = ("gloo", "NCCL")
+        own = [
+            each
+            for each in failures
+            if each not in ("HANG", DIED) and not any(word in each for word in words)
+        ]
         if not own:
             return "HANG", failures[0]
         return "refused" if "gemma4_compat" in own[0] else "error", " ".join(own[0].split())
@@ -530,7 +698,7 @@ def judge(results, reference):
     if missing := reference[0].keys() - set().union(*(values for values, _ in results)):
         return "WRONG", f"{sorted(missing)[0]} is missing"
     sizes = [each for values, _ in results for each in differences(values, reference[0])]
-    for start, tolerance in TOLERANCES.items():
+    for start, tolerance in TOLERANCES[DEVICE].items():
         size, name = max((each for each in sizes if each[1].startswith(start)), default=(0, ""))
         if size > tolerance:
             return "WRONG", f"{size:.2g} {name}"
@@ -548,12 +716,56 @@ def run(wanted, sides):
             own = [cell for cell in wanted if ENGINES[cell[0]][0] is launcher]
             if not own:
                 continue
-            found = {side: launched(folder, launcher, own, sides[side]) for side in sides}
+            both = [*own, *dict.fromkeys(map(alone, own))]
+            found = {side: launched(folder, launcher, both, sides[side]) for side in sides}
             for cell in own:
                 for side, results in found.items():
                     (reference,) = results[alone(cell)]
                     verdicts[cell][side] = judge(results[cell], reference)
     return verdicts
+
+
+def run_apart(wanted, sides, jobs, seconds, longest, report):
+    """As ``run``, with a launcher for each cell; gives each verdict to ``report`` when it is known.
+
+    The first side begins first.  What does not end in time is left out.
+    """
+    end = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        build(folder)
+        works = []
+        for side in sides:
+            references = dict.fromkeys(map(alone, wanted))
+            works += [(side, each) for each in (*references, *wanted)]
+        found = {}
+
+        def played_alone(number, side, cell):
+            limit = min(longest, end - time.monotonic())
+            if limit < END:
+                return
+            launcher, variables = (), sides[side]
+            if cell[0] in ENGINES:
+                launcher = ENGINES[cell[0]][0]
+            elif DEVICE == "cuda":
+                # Trainer would use all that it sees.
+                variables = {**variables, "CUDA_VISIBLE_DEVICES": str(number % RANKS)}
+            try:
+                results = launched(folder, launcher, [cell], variables, limit, fresh=True)[cell]
+            except SystemExit as error:
+                results = [f"no result: {error}"]
+            found[side, cell] = results
+
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            started = [pool.submit(played_alone, i, *work) for i, work in enumerate(works)]
+            told = set()
+            for each in concurrent.futures.as_completed(started):
+                each.result()
+                for side, cell in found.keys() - told:
+                    if cell[0] in ENGINES and (side, alone(cell)) in found:
+                        told.add((side, cell))
+                        (reference,) = found[side, alone(cell)]
+                        report(cell, side, *judge(found[side, cell], reference))
 
 
 @functools.cache
@@ -581,7 +793,8 @@ def write(stack, verdicts):
     libraries = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
     old = data.get(stack, {}).get("rows", {})
     table = {}
-    for engine, form, action in cells():
+    order = list(ENGINES)
+    for engine, form, action in sorted(cells(), key=lambda cell: order.index(cell[0])):
         sides = verdicts.get((engine, form, action))
         kinds = (
             old.get(engine, {}).get(form, {}).get(action)
@@ -609,11 +822,13 @@ def write(stack, verdicts):
 
 def page():
     """The data as a page: what is above its first table stays."""
-    text = PAGE.read_text().partition("\n## ")[0]
+    text = re.split(rf"\n## ({'|'.join(TITLES.values())})\n", PAGE.read_text())[0]
     for stack, entry in read().items():
         versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
         text += f"\n## {TITLES[stack]}\n\n{versions}.\n"
         for engine, (_, _, actions) in ENGINES.items():
+            if engine not in entry["rows"]:
+                continue
             text += f"\n**{engine}**\n\n| model | {' | '.join(actions)} |\n"
             text += "|---" * (len(actions) + 1) + "|\n"
             for form, found in entry["rows"][engine].items():
@@ -623,32 +838,60 @@ def page():
 
 
 def cell_of(sides):
-    now, before = sides["with"], sides["without"]
+    now = sides["with"]
+    before = sides.get("without", now)
     return now if now == before else f"**{now}** (without: {before})"
 
 
 def main():
+    global DEVICE
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stack", nargs="?", default="newest")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="of engine | form | action")
-    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--print", action="store_true", help="write no data")
+    parser.add_argument("--device", choices=BACKENDS, default="cpu")
+    parser.add_argument("--jobs", type=int, help="cells at a time, in processes of their own")
+    parser.add_argument("--seconds", type=float, default=3600, help="of all cells, with --jobs")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of each cell")
+    parser.add_argument("--details", type=Path, metavar="PATH", help="write them here")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    DEVICE = options.device
     if options.worker:
         if "PYTHONHASHSEED" not in os.environ:
             # Sets of strings have another order in each process, here always.
             os.environ["PYTHONHASHSEED"] = str(1 + int(os.environ["RANK"]))
             os.execv(sys.executable, [sys.executable, *sys.argv])
         folder, out = map(Path, options.worker)
-        worker(folder, out, json.loads((out / "cells").read_text()))
+        wanted = json.loads((out / "cells").read_text())
+        if options.play:
+            imports()
+            played(folder, out, 0, wanted[0])
+        worker(folder, out, wanted, options.limit, options.fresh)
         return
+    begin = time.monotonic()
     wanted = [cell for cell in cells() if fnmatch.fnmatch(" | ".join(cell), options.only)]
-    verdicts = run(wanted, SIDES)
-    for cell, sides in verdicts.items():
-        for side, (kind, detail) in sides.items():
-            print(" | ".join(cell), f"| {side}: {kind} | {detail[:300]}", flush=True)
+    verdicts, lines = {cell: {} for cell in wanted}, []
+
+    def report(cell, side, kind, detail):
+        verdicts[cell][side] = kind, detail
+        lines.append([round(time.monotonic() - begin), *cell, side, kind, detail])
+        print(" | ".join(cell), f"| {side}: {kind} | {detail[:300]}", flush=True)
+        if options.details:
+            stored_as = options.details.with_suffix(".part")
+            stored_as.write_text("[" + ",\n".join(map(json.dumps, lines)) + "]\n")
+            stored_as.replace(options.details)
+
+    if options.jobs:
+        run_apart(wanted, SIDES, options.jobs, options.seconds, options.limit, report)
+    else:
+        for cell, sides in run(wanted, SIDES).items():
+            for side, found in sides.items():
+                report(cell, side, *found)
     if not options.print:
-        write(options.stack, verdicts)
+        write(options.stack, {cell: sides for cell, sides in verdicts.items() if sides})
 
 
 if __name__ == "__main__":

@@ -351,7 +351,10 @@ def test_the_plans_agree_with_what_was_measured(
     folder = {"e2b": e2b_dir, "e4b": e4b_dir}[shape]
     found = plan(folder, "130GB", quant=quant, context=tokens, train=train)
     predicted = found.needed[0] - found.bytes_of("outside")
-    assert predicted / 2**20 == pytest.approx(measured, rel=0.02)
+    if train:  # never too little
+        assert measured <= predicted / 2**20 <= 1.15 * measured
+    else:
+        assert predicted / 2**20 == pytest.approx(measured, rel=0.02)
 
 
 def test_a_new_table_replaces_the_old_one():

@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gemma4_compat.planning import plan
 from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
 from tests import engines
-from tests.engines import SAMPLE, SIDES, VERDICTS, check, judge
+from tests.engines import (
+    ENGINES,
+    QUANTISED,
+    RANKS,
+    SAMPLE,
+    SIDES,
+    VERDICTS,
+    WHOLE,
+    check,
+    judge,
+)
 
 STACKS = {"newest": NEWEST, "users": USERS}
 #: by engine: what is an error of the libraries that says what to do
@@ -41,6 +52,34 @@ def test_page():
 @pytest.mark.parametrize("cell", SAMPLE, ids=" | ".join)
 def test_a_sample(cell):
     check(*cell)
+
+
+@pytest.mark.xdist_group("engines")
+def test_cells_with_processes_of_their_own():
+    """As on GPUs."""
+    cell, found = ("torchrun, fully_shard", WHOLE, "step"), []
+    engines.run_apart([cell], {"now": {}}, 1, 300, 60, lambda *each: found.append(each[:3]))
+    assert found == [(cell, "now", "=")]
+
+
+@pytest.mark.xdist_group("engines")
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_plan_counts_what_a_process_holds(name, tmp_path):
+    engine = f"accelerate launch, Accelerator, {'FSDP2' if name == 'fsdp' else 'DDP'}"
+    engines.build(tmp_path)
+    cell = (engine, QUANTISED, "bytes")
+    results = engines.launched(tmp_path, ENGINES[engine][0], [cell], {})[cell]
+    options = {"train": True, "context": 64, "keep_ple": True}
+    planned = plan(tmp_path / "dense", "24GiB", engine=name, processes=RANKS, **options)
+    alone = plan(tmp_path / "dense", "24GiB", **options)
+    for found in results:
+        for kind in ("weights", "adapter", "gradients", "optimizer"):
+            assert found[kind] == pytest.approx(planned.bytes_of(kind), rel=0.01), kind
+        gathered = planned.bytes_of("activations") - alone.bytes_of("activations")
+        assert gathered * 0.75 <= found["gathered"] <= gathered
+    if name == "fsdp":
+        assert planned.bytes_of("weights") < 0.6 * alone.bytes_of("weights")
+        assert planned.loading - 2**29 == pytest.approx(alone.bytes_of("weights"), rel=0.01)
 
 
 def values(number, part=None):

@@ -467,8 +467,14 @@ def test_json(model_dir, adapter_dir, capsys):
         (["MODEL", "--context", "99999999999999"], "the model supports"),
         (["MODEL", "--adapter", "nowhere"], "nowhere: no such file or folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
+        (["MODEL", "--processes", "2"], "several processes need an engine"),
+        (["MODEL", "--engine", "ddp", "--processes", "2"], "it needs --train"),
+        (["MODEL", "--engine", "ddp", "--train"], "at least 2 processes"),
+        (
+            ["MODEL", "--engine", "fsdp", "--train", "--processes", "2", "--quant", "int8"],
+            "FSDP2 cannot shard weights in 8 bits",
+        ),
     ],
-    ids=["folder", "context", "long-context", "adapter", "no-adapter"],
 )
 def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
     given = [str(model_dir) if each == "MODEL" else each for each in arguments]

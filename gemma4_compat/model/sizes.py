@@ -7,7 +7,7 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..files.checkpoint import Location, adapter_header
@@ -30,12 +30,14 @@ class TensorSize:
 
     ``name`` is the name of the parameter or buffer.  The statistics of a quantised weight have its
     name with a suffix such as ``.absmax``.  ``buffer`` tells buffers from parameters, as accelerate
-    leaves the buffers of an offloaded module on the execution device.
+    leaves the buffers of an offloaded module on the execution device.  ``rows`` is the number of
+    rows that FSDP2 can distribute; each process holds all of a tensor without rows.
     """
 
     name: str
     bytes: int
     buffer: bool = False
+    rows: int | None = None
 
     @property
     def on_cuda(self) -> int:
@@ -45,6 +47,12 @@ class TensorSize:
     @property
     def part(self) -> str:
         return part_of(self.name)
+
+    def shard(self, processes: int) -> TensorSize:
+        """The part of it that each process holds; FSDP2 makes all as large as the largest."""
+        if self.rows is None or processes == 1:
+            return self
+        return replace(self, bytes=self.bytes // self.rows * -(-self.rows // processes))
 
 
 # -- the model's tensors ------------------------------------------------------------------------
@@ -79,7 +87,7 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         linear = hasattr(module, "in_features")  # else all experts of a layer, on meta
         elements = module.in_features * module.out_features if linear else tensor.numel()
         blocks = -(-elements // tensor.blocksize)
-        yield TensorSize(name, -(-elements // 2))
+        yield TensorSize(name, -(-elements // 2), rows=-(-elements // 2))
         yield TensorSize(f"{name}.quant_map", 4 * 16)
         if not tensor.compress_statistics:
             yield TensorSize(f"{name}.absmax", 4 * blocks)
@@ -92,7 +100,8 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         yield TensorSize(name, module.in_features * module.out_features)
         yield TensorSize(f"{name}.SCB", 4 * module.out_features)
     else:
-        yield TensorSize(name, tensor.numel() * 2)  # bfloat16, whatever the replaced layer has
+        # bfloat16, whatever the replaced layer has
+        yield TensorSize(name, tensor.numel() * 2, rows=len(tensor) if tensor.ndim else None)
 
 
 def adapter_sizes(adapter_dir: Location) -> tuple[TensorSize, ...]:

@@ -12,10 +12,26 @@ from ..model import parts
 from ..model.meta import bnb_options
 from .demand import EXCLUDED, TARGETS
 
+#: the options of ``accelerate launch`` by engine
+ENGINES = {
+    "ddp": "",
+    "fsdp": "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
+    "--fsdp_cpu_ram_efficient_loading false ",
+}
+
+
+def launch(engine: str, processes: int) -> str:
+    """The command that starts the processes."""
+    options = f"--num_processes {processes} {ENGINES[engine]}"
+    return f"gemma4-compat run accelerate launch {options}train.py"
+
 
 @dataclass(frozen=True)
 class Load:
-    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already."""
+    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already.
+
+    With an ``engine``, GPU 0 is that of the process.
+    """
 
     model: str
     architecture: str
@@ -25,6 +41,7 @@ class Load:
     adapter_dir: str | None
     train: bool
     rank: int
+    engine: str | None = None
 
     @property
     def offloaded(self) -> list[str]:
@@ -56,8 +73,9 @@ class Load:
         trains = self.train and self.adapter_dir is None
         yield "import gemma4_compat"
         yield "import torch"
-        if self.dispatches:
-            yield "from accelerate import dispatch_model"
+        used = ["PartialState"] * (self.engine is not None) + ["dispatch_model"] * self.dispatches
+        if used:
+            yield f"from accelerate import {', '.join(used)}"
         if trains:
             yield "from peft import LoraConfig, get_peft_model"
         elif self.adapter_dir is not None:
@@ -66,7 +84,9 @@ class Load:
         yield f"from transformers import {names}"
         yield ""
         yield "device_map = {"
-        yield from (f'    "{name}": {_quoted(to)},' for name, to in self.device_map.items())
+        own = "PartialState().local_process_index" if self.engine else "0"
+        for name, to in self.device_map.items():
+            yield f'    "{name}": {own if to == 0 else _quoted(to)},'
         yield "}"
         if options:
             yield "quantization = BitsAndBytesConfig("

@@ -87,7 +87,7 @@ def training(model: Any) -> Job:
     from ..model.peak import training_peak
 
     adapter = tuple(
-        TensorSize(name, parameter.numel() * parameter.element_size())
+        TensorSize(name, parameter.numel() * parameter.element_size(), rows=len(parameter))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )

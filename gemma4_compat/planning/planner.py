@@ -14,7 +14,7 @@ from ..model.device_maps import covering
 from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line
-from .code import Load, unquantised
+from .code import ENGINES, Load, launch, unquantised
 from .demand import (
     CONTEXT,
     TRAINED_CONTEXT,
@@ -42,6 +42,8 @@ def plan(
     reserve: int | str = 0,
     ram: int | str | None = None,
     keep_ple: bool = False,
+    engine: str | None = None,
+    processes: int | None = None,
 ) -> Plan:
     """Plan a model for one or more GPUs: the least offloading that leaves room for a context.
 
@@ -69,6 +71,9 @@ def plan(
         ram: the CPU memory that the model may use.  The default is what this machine has free if
             the plan is for its GPUs, else the CPU is not checked.
         keep_ple: leave the per-layer embeddings on the GPU if they fit.
+        engine: when training, "ddp" or "fsdp" (FSDP2): several processes with a GPU each.  The plan
+            is for the smallest GPU, and offloads no decoder layers.
+        processes: the number of these processes; by default that of the GPUs.
 
     Raises:
         InputError: an argument is invalid, a file is missing or damaged, the adapter does not fit
@@ -82,6 +87,8 @@ def plan(
     if not 0 <= reserved < gpus[0].free:
         raise InputError(f"cannot reserve {reserved} bytes of a GPU with {gpus[0].free}")
     gpus = (replace(gpus[0], free=gpus[0].free - reserved), *gpus[1:])
+    gpus, processes = _processes(engine, processes, gpus, train)
+    shards = processes if engine == "fsdp" else 1
     if context is None:
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
@@ -92,19 +99,26 @@ def plan(
         _check_adapter(adapter, model_dir)
 
     whole = sizes.tensor_sizes(model)
+    if shards > 1 and any(tensor.name.endswith(".SCB") for tensor in whole):
+        raise InputError("FSDP2 cannot shard weights in 8 bits")
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
     if train:  # PEFT changes a model, so this is another one.
         job = training(with_adapter(_model(model_dir, quant)[0], adapter, rank))
     else:
         job = generating(model, () if adapter is None else sizes.adapter_sizes(adapter))
+    if engine == "ddp":
+        job = replace(job, states=job.states + 1)  # buckets: DDP's own copy of the gradients
     demand = job.demand(context)
     available = None if ram is None else parse_size(ram)
     if ram is None and all(each.here for each in gpus):
         available = available_memory()
 
     def placed(keep_ple: bool) -> Placement:
-        units = units_of(model, whole, onloaded, job.adapter)
-        return place(Placement(units, gpus, job), demand, keep_ple=keep_ple)
+        units = units_of(model, whole, onloaded, job.adapter, shards)
+        if engine is not None:
+            units = [unit if unit.layer is None else replace(unit, modules=()) for unit in units]
+        several = Placement(units, gpus, job, processes=processes, shards=shards)
+        return place(several, demand, keep_ple=keep_ple)
 
     placement = placed(keep_ple)
     if available is not None and placement.cpu() > available:
@@ -121,6 +135,7 @@ def plan(
         adapter_dir=None if adapter is None else str(adapter),
         train=train,
         rank=rank,
+        engine=engine,
     )
     memory = tuple(_memory(placement, demand, _placed_sizes(whole, load, model_dir)))
     return Plan(
@@ -138,10 +153,32 @@ def plan(
         longest_context=longest_context(job, demand, limit, placement.fits),
         ram=available,
         code="\n".join(load.lines()),
+        engine=engine,
+        processes=processes,
+        loading=placement.loading() + gpus[0].outside if shards > 1 else 0,
+        launch=None if engine is None else launch(engine, processes),
     )
 
 
 # -- arguments ------------------------------------------------------------------------------------
+
+
+def _processes(
+    engine: str | None, processes: int | None, gpus: tuple[Gpu, ...], train: bool
+) -> tuple[tuple[Gpu, ...], int]:
+    """The GPUs of a process, and the number of processes."""
+    if engine is None:
+        if processes is not None:
+            raise InputError(f"several processes need an engine: {' or '.join(ENGINES)}")
+        return gpus, 1
+    if engine not in ENGINES:
+        raise InputError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
+    if not train:
+        raise InputError("an engine trains: it needs --train")
+    processes = len(gpus) if processes is None else processes
+    if processes < 2:
+        raise InputError("an engine needs at least 2 processes, or as many GPUs")
+    return (min(gpus, key=lambda gpu: gpu.free),), processes
 
 
 def _limit(model: Any, context: int) -> int:
@@ -213,9 +250,10 @@ def _memory(
         for tensor in (tensor for tensor in placed if tensor.part == part):
             device = devices[covering(tensor.name, devices) or ""]
             if not isinstance(device, int) and not tensor.buffer:
-                cpu += tensor.bytes
+                cpu += placement.processes * tensor.bytes
             else:  # accelerate leaves the buffers of an offloaded module on the GPU
-                gpus[device if isinstance(device, int) else 0] += tensor.on_cuda
+                held = tensor.shard(placement.shards)
+                gpus[device if isinstance(device, int) else 0] += held.on_cuda
         if any(gpus) or cpu:
             yield Memory("weights", part, tuple(gpus), cpu)
 
@@ -228,8 +266,12 @@ def _memory(
     of = "estimate"
     if placement.job.states:
         yield Memory("gradients", "gradients, float32", adapter)
+        if placement.job.states > 3:
+            yield Memory("gradients", "DDP's copy of the gradients", adapter)
         yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in adapter))
         of = f"{demand.context} tokens"
+        if placement.shards > 1:
+            of += ", and gathered weights"
     else:
         cache = each(lambda number: placement.cache(demand, number))
         yield Memory("kv_cache", f"KV cache, {demand.context} tokens", cache)

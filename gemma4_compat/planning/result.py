@@ -65,6 +65,10 @@ class Plan(Result):
         longest_context: the longest context in tokens that fits with this device map; 0 if none.
         ram: the CPU memory that may be used, or ``None`` if it is unknown.
         code: Python code that loads the model as planned.
+        engine: "ddp" or "fsdp" if there are several processes.  The GPU is then that of each
+            process, and the CPU memory that of all together.
+        loading: with FSDP2, what the GPU of each process needs before the weights are sharded.
+        launch: the command that starts the processes.
     """
 
     model: str
@@ -81,6 +85,10 @@ class Plan(Result):
     longest_context: int
     ram: int | None
     code: str
+    engine: str | None = None
+    processes: int = 1
+    loading: int = 0
+    launch: str | None = None
 
     def bytes_of(self, kind: str, gpu: int | None = None) -> int:
         """The bytes of one kind on one GPU, or on all GPUs together."""
@@ -105,7 +113,7 @@ class Plan(Result):
     def _excess(self) -> int:
         """The bytes that the fullest GPU lacks."""
         both = zip(self.needed, self.gpus, strict=True)
-        return max(needed - gpu.free for needed, gpu in both)
+        return max(max(needed, self.loading) - gpu.free for needed, gpu in both)
 
     def _ram_excess(self) -> int:
         return 0 if self.ram is None else self.cpu - self.ram
@@ -117,6 +125,8 @@ class Plan(Result):
     def verdict(self) -> str:
         sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
         where = f"{len(self.gpus)} GPUs of {sizes}" if len(self.gpus) > 1 else f"a GPU of {sizes}"
+        if self.engine is not None:
+            where += f" in each of {self.processes} processes"
         if self._excess() > 0:
             return f"does NOT fit on {where}: {size(self._excess())} too much"
         if self._ram_excess() > 0:
@@ -135,7 +145,8 @@ class Plan(Result):
         if self.ok:
             rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
-            paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
+            paragraphs += [self.code, *([] if self.launch is None else [self.launch])]
+            paragraphs += [table(rest, head, right=(1,))] if rest else []
         return "\n\n".join(paragraphs)
 
 
@@ -163,6 +174,10 @@ def _table(plan: Plan) -> str:
 
 def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
+    if plan.engine is not None and plan.cpu:
+        yield wrap(f"CPU memory is that of all {plan.processes} processes.")
+    if plan.loading:
+        yield wrap(f"Before FSDP2 shards the model, each GPU needs {size(plan.loading)}.")
     if plan.longest_context:
         # Another map, with more on the CPU, may have room for more.
         longest = f"{plan.longest_context} tokens"
