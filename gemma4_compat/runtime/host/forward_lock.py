@@ -211,10 +211,11 @@ def _finish(root: Any) -> None:
     """
     for module in root.modules():
         hook = offload_hook(module)
-        weights = [] if hook is None else list(module._parameters.values())
+        if hook is None or not hasattr(hook, "tied_pointers_to_remove"):  # no forward has begun
+            continue
+        weights = module._parameters.values()
         if any(weight is not None and not weight.is_meta for weight in weights):
-            if hasattr(hook, "tied_pointers_to_remove"):  # a forward has begun
-                hook.post_forward(module, None)
+            hook.post_forward(module, None)
 
 
 def lock_of(module: Any) -> AbstractContextManager[None]:
