@@ -187,19 +187,17 @@ class LazyLogits:
         from torch.autograd.graph import saved_tensors_hooks
 
         head, cap = self.head, _cap_of(self.steps)
-        fused = (
-            hidden.device == head.device
-            and target.dtype == torch.int64
-            and token_loss.can_compute(head.device, head.dtype, head.entries)
-        )
-        rows = _rows_of(head.entries, hidden)
-        if fused and cap is not None:
+        if hidden.device != head.device or target.dtype != torch.int64:
+            cap = None
+        if cap is None or not token_loss.can_compute(head.device, head.dtype, head.entries):
+            cap, rows = None, _rows_of(head.entries, hidden)
+        else:
             rows = max(1, BYTES // (head.entries * head.dtype.itemsize))
         losses, gradients = [], []
         # A checkpoint around the forward must not see the tensors of a piece.
         with head.modes(), saved_tensors_hooks(_same, _same):
             for piece, labels in zip(hidden.split(rows), target.split(rows), strict=True):
-                if fused and cap is not None:
+                if cap is not None:
                     with torch.no_grad():
                         logits = head(piece)
                         losses.append(token_loss.losses_(logits, labels, cap, ignore_index))

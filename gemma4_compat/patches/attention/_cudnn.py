@@ -83,10 +83,10 @@ def _may_be_wrong(module: Any, hidden_states: Any) -> bool:
     autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if autocast else hidden_states.dtype
     example = (hidden_states.device, dtype, module.head_dim)
-    # In a backward, the example's own backward would wait for it.
-    if example not in _wrong and torch._C._current_graph_task_id() != -1:
-        return True
     if example not in _wrong:
+        # In a backward, the example's own backward would wait for it.
+        if torch._C._current_graph_task_id() != -1:
+            return True
         # Autocast, hooks for saved tensors and other modes of a forward belong to its thread.
         with ThreadPoolExecutor(1) as thread:
             _wrong[example] = thread.submit(_has_wrong_gradients, *example).result()

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .compiler import exponents
 from .step import running
 from .streams import is_capturing
 
@@ -67,7 +68,7 @@ def _obstacle(inputs: Any, state: Any) -> str | None:
     weight = state.CB
     if state.has_fp16_weights or weight is None or not weight.is_contiguous() or state.SCB is None:
         return "the weight of an 8-bit layer is not in 8 bits"
-    if inputs.device.type != "cuda" or inputs.dtype not in _exponents():
+    if inputs.device.type != "cuda" or inputs.dtype not in exponents():
         return f"an 8-bit layer has {inputs.dtype} inputs"
     return None
 
@@ -113,16 +114,8 @@ def _kernels(device: Any, dtype: Any) -> tuple[Kernel, Kernel]:
     from .compiler import compiled
 
     file = Path(__file__).with_suffix(".cu")
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": _exponents()[dtype]}
+    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents()[dtype]}
     return (
         compiled(file, "separate", constants, device, _SEPARATE_THREADS, 0),
         compiled(file, "add", constants, device, _ADD_THREADS, 0),
     )
-
-
-@cache
-def _exponents() -> dict[Any, int]:
-    """The bits of the exponent of each dtype that the kernels compute."""
-    import torch
-
-    return {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}

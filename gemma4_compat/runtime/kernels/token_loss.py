@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .compiler import Kernel, KernelError, compiled
+from .compiler import Kernel, KernelError, compiled, exponents
 from .step import is_short_of_memory
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def can_compute(device: Any, dtype: Any, size: int) -> bool:
 
     On meta, where sizes are counted, the answer is that of a GPU.
     """
-    if dtype not in _exponents() or device.type not in ("cuda", "meta"):
+    if dtype not in exponents() or device.type not in ("cuda", "meta"):
         return False
     try:
         return device.type == "meta" or _kernel(device, dtype, _values(dtype, size)) is not None
@@ -68,7 +68,7 @@ def _values(dtype: Any, size: int) -> int:
 @cache
 def _kernel(device: Any, dtype: Any, values: int) -> Kernel | None:
     file = Path(__file__).with_suffix(".cu")
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": _exponents()[dtype], "VALUES": values}
+    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents()[dtype], "VALUES": values}
     try:
         return compiled(file, "token_loss", constants, device, _THREADS, 0)
     except KernelError as error:
@@ -76,11 +76,3 @@ def _kernel(device: Any, dtype: Any, values: int) -> Kernel | None:
             raise
         logger.info("PyTorch computes the loss: %s", error)
         return None
-
-
-@cache
-def _exponents() -> dict[Any, int]:
-    """The bits of the exponent of each dtype that the kernel computes."""
-    import torch
-
-    return {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
