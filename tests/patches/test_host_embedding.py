@@ -16,6 +16,7 @@ from torch import nn
 
 import gemma4_compat
 from gemma4_compat.runtime.host import page_locked
+from gemma4_compat.runtime.host import table as table_module
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, split
 
@@ -209,6 +210,30 @@ def test_deepcopy_after_an_interrupted_forward(tmp_path):
     assert copied.weight.is_meta
     assert torch.equal(copied(IDS), pair.whole(IDS))
     pair.check(IDS)
+
+
+def test_interrupted_while_the_weight_is_put_back(tmp_path):
+    """The next one who leaves, or the next forward, puts back what was not put back."""
+    pair = Offloaded("cpu", tmp_path)
+    leave = table_module._Lookups.leave.__code__
+    first = leave.co_firstlineno
+    for line in range(first + 1, max(line for *_, line in leave.co_lines() if line) + 1):
+
+        def at_line(frame, event, arg, line=line):
+            if frame.f_code is leave and event == "line" and frame.f_lineno == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return at_line
+
+        sys.settrace(at_line)
+        try:
+            pair.embedding(IDS)
+        except KeyboardInterrupt:
+            pair.embedding._hf_hook.post_forward(pair.embedding, torch.zeros(1))
+            assert type(pair.embedding.weight) is nn.Parameter, line - first
+        finally:
+            sys.settrace(None)
+        pair.check(IDS)
 
 
 @pytest.mark.skipif(Version(accelerate.__version__) < Version("1.13"), reason="breaks compiling")

@@ -90,10 +90,10 @@ class _Lookups(NotCopied):
         with self.lock.now:
             if thread not in self.threads:
                 return False
-            self.threads.discard(thread)
-            if not self.threads:
+            if len(self.threads) == 1:
                 weight = module._parameters["weight"]
                 module._parameters["weight"] = getattr(weight, "placeholder", weight)
+            self.threads.discard(thread)  # last: after an interruption, leaving again does the rest
             return True
 
 
