@@ -4,98 +4,94 @@
 // block computes a range of keys ("split"); the second kernel combines the ranges.  Scores, weights
 // and sums are float32.  The order of all sums depends on the shapes alone.
 //
-// Constants from the compiler's command line: BITS and EXPONENT of the dtype; SIZE of a head, a power
-// of two from 32 to 512; HEADS that a block computes, at most 8; MASK: 0 none, 1 bool, else the bits
-// of the mask's dtype, whose exponent is MASK_EXPONENT.
+// Constants from the compiler's command line: EXPONENT, the bits of the dtype's exponent (8: bfloat16,
+// 5: float16); SIZE of a head, a power of two from 32 to 512; HEADS that a block computes, at most 8;
+// MASK: 0 none, 1 bool, 2 the dtype.
+
+typedef unsigned short Value;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 #define NONE __int_as_float(0xff800000)  // -inf
-constexpr int POWER = HEADS > 4 ? 8 : HEADS > 2 ? 4 : HEADS;  // HEADS, or the next power of two
-constexpr int KEYS = 32 / POWER;  // keys whose scores fit in the lanes of a warp
 
-template <int BITS_>
-struct Bits { typedef unsigned short Type; };
-template <>
-struct Bits<32> { typedef unsigned int Type; };
-template <>
-struct Bits<1> { typedef unsigned char Type; };
-typedef Bits<BITS>::Type Value;
-typedef Bits<MASK>::Type Mask;
-
-template <int BITS_, int EXPONENT_>
-__device__ __forceinline__ float load(unsigned int bits) {
-    if (BITS_ == 32) return __uint_as_float(bits);
-    if (EXPONENT_ == 8) return __uint_as_float(bits << 16);
+__device__ __forceinline__ float load(Value bits) {
+#if EXPONENT == 8
+    return __uint_as_float((unsigned int)bits << 16);
+#else
     float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
+#endif
 }
 
 __device__ __forceinline__ Value store(float value) {
-#if BITS == 32
-    return __float_as_uint(value);
-#elif EXPONENT == 8
+#if EXPONENT == 8
     const unsigned int bits = __float_as_uint(value);
     if (value != value) return 0x7fff;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, or to even
 #else
-    unsigned short bits;
+    Value bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
 #endif
 }
 
-// Neighbouring values of a row that one lane reads.
+// Neighbouring values of a row that one lane reads at once.
 template <int COUNT>
-struct Pack {
-    static constexpr int PER_LOAD = COUNT * sizeof(Value) > 16 ? 16 / sizeof(Value) : COUNT;
-    struct alignas(PER_LOAD * sizeof(Value)) Load { Value values[PER_LOAD]; };
-    Load loads[COUNT / PER_LOAD];
+struct alignas(COUNT * sizeof(Value)) Pack { Value values[COUNT]; };
 
-    __device__ __forceinline__ void read(const Value* from) {
-#pragma unroll
-        for (int i = 0; i < COUNT / PER_LOAD; ++i) loads[i] = ((const Load*)from)[i];
-    }
-    __device__ __forceinline__ float get(int i) const {
-        return load<BITS, EXPONENT>(loads[i / PER_LOAD].values[i % PER_LOAD]);
-    }
-};
-
-// Adds COUNT values over the lanes whose numbers differ in the bits from STEP down to LAST.  A lane
-// ends with the values that its bits select, COUNT / (2 * STEP / LAST) of them.
+// Adds COUNT values over the lanes whose numbers differ in the bits from STEP down to LAST.  While
+// there are several values, each lane keeps half of them: those that its bit selects.
 template <int COUNT, int STEP, int LAST>
-__device__ __forceinline__ void scatter_sum(float* values, int lane) {
+__device__ __forceinline__ void add_lanes(float* values, int lane) {
     if constexpr (STEP >= LAST) {
         constexpr int HALF = COUNT / 2;
-        const bool upper = lane & STEP;
+        if constexpr (HALF == 0) {
+            values[0] += __shfl_xor_sync(0xffffffff, values[0], STEP);
+        } else {
+            const bool upper = lane & STEP;
 #pragma unroll
-        for (int i = 0; i < HALF; ++i) {
-            const float keep = upper ? values[i + HALF] : values[i];
-            const float give = upper ? values[i] : values[i + HALF];
-            values[i] = keep + __shfl_xor_sync(0xffffffff, give, STEP);
+            for (int i = 0; i < HALF; ++i) {
+                const float keep = upper ? values[i + HALF] : values[i];
+                const float give = upper ? values[i] : values[i + HALF];
+                values[i] = keep + __shfl_xor_sync(0xffffffff, give, STEP);
+            }
         }
-        scatter_sum<HALF, STEP / 2, LAST>(values, lane);
+        add_lanes<(HALF > 0 ? HALF : 1), STEP / 2, LAST>(values, lane);
     }
 }
 
-struct Strides { int batch, head, row; };
+#if MASK == 1
+typedef unsigned char Mask;
+#else
+typedef Value Mask;
+#endif
 
-// What a mask adds to a score; NONE if the key is left out.
-__device__ __forceinline__ float masked(const Mask* mask, long long at) {
+// What the mask adds to a score; NONE if it leaves the key out.
+__device__ __forceinline__ float bias_of(const Mask* mask, long long at) {
 #if MASK == 0
     return 0.0f;
 #elif MASK == 1
     return mask[at] ? 0.0f : NONE;
 #else
-    return load<MASK, MASK_EXPONENT>(mask[at]);
+    return load(mask[at]);
 #endif
 }
 
+constexpr int POWER = HEADS > 4 ? 8 : HEADS > 2 ? 4 : HEADS;  // HEADS, or the next power of two
+constexpr int KEYS = 4;  // that a warp reads at once
+constexpr int OWN = SIZE / 32, VECTOR = OWN < 8 ? OWN : 8, PARTS = OWN / VECTOR;
+
+// The keys that a warp reads at once, and what the mask adds to the lane's own score.
+struct Keys {
+    Pack<VECTOR> packs[KEYS][PARTS];
+    float bias;
+    bool seen;
+};
+
 // Grid: splits, then batch * groups, where a group is HEADS query heads.
 extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_token_attention(
-    Value* out, float* sums, float2* scales, const Value* queries, const Value* keys,
-    const Value* values, const Mask* mask, float scale, int length, int range, int groups,
-    int groups_of_key, int query_batch, int query_head, int key_batch, int key_head, int key_row,
+    Value* out, float* sums, const Value* queries, const Value* keys, const Value* values,
+    const Mask* mask, float scale, int length, int range, int groups, int groups_of_key, int query_batch, int query_head, int key_batch, int key_head, int key_row,
     int value_batch, int value_head, int value_row, int mask_batch, int mask_head, int mask_row
 ) {
     extern __shared__ float weights[];  // [range][POWER]
@@ -108,74 +104,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     values += (long long)batch * value_batch + (long long)(group / groups_of_key) * value_head;
     const long long mask_at = (long long)batch * mask_batch + (long long)head * mask_head;
 
-    // Scores.  A warp computes KEYS keys at a time; lane key * POWER + head gets one score.
-    constexpr int OWN = SIZE / 32, VECTOR = OWN < 8 ? OWN : 8, PARTS = OWN / VECTOR;
-    const int my_head = lane % POWER, my_key = lane / POWER;
+    // Scores.  A lane gets the score of one key and head, or several lanes the same.
+    constexpr int SAME = 32 / (KEYS * POWER), KEY_STEP = POWER * SAME;
+    const int my_head = lane / SAME % POWER, my_key = lane / KEY_STEP;
+    const auto fetch = [&](Keys& to, int start) {
+        to.bias = NONE;
+        if (start + my_key < count && my_head < HEADS) {
+            to.bias = bias_of(
+                mask, mask_at + (long long)my_head * mask_head
+                    + (long long)(first + start + my_key) * mask_row
+            );
+        }
+        to.seen = __any_sync(0xffffffff, to.bias != NONE);
+        if (!to.seen) return;
+#pragma unroll
+        for (int key = 0; key < KEYS; ++key) {
+            const Value* row = keys + (long long)min(first + start + key, length - 1) * key_row;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                to.packs[key][part] = ((const Pack<VECTOR>*)row)[part * 32 + lane];
+            }
+        }
+    };
+    Keys now, next;
+    fetch(now, warp * KEYS);
     float query[HEADS][OWN];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            Pack<VECTOR> pack;
-            pack.read(queries + (long long)h * query_head + (part * 32 + lane) * VECTOR);
+            const Value* row = queries + (long long)h * query_head;
+            const Pack<VECTOR> pack = ((const Pack<VECTOR>*)row)[part * 32 + lane];
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = pack.get(i);
+            for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = load(pack.values[i]);
         }
     }
     float maximum = NONE;
     for (int start = warp * KEYS; start < count; start += WARPS * KEYS) {
-        const int key = start + my_key;
-        const bool inside = key < count && my_head < HEADS;
-        float bias = NONE;
-        if (inside) {
-            bias = masked(mask, mask_at + (long long)my_head * mask_head
-                + (long long)(first + key) * mask_row);
-        }
+        fetch(next, start + WARPS * KEYS);
         float score = NONE;
-        if (__any_sync(0xffffffff, bias != NONE)) {
-            float scores[32] = {};
-            constexpr int AT_ONCE = KEYS < 4 ? KEYS : 4;
+        if (now.seen) {
+            float scores[KEYS * POWER] = {};
 #pragma unroll
-            for (int k = 0; k < KEYS; k += AT_ONCE) {
-                Pack<VECTOR> packs[AT_ONCE][PARTS];
+            for (int key = 0; key < KEYS; ++key) {
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) {
-                    const int row = min(first + start + k + j, length - 1);
+                for (int i = 0; i < OWN; ++i) {
+                    const float value = load(now.packs[key][i / VECTOR].values[i % VECTOR]);
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part) {
-                        packs[j][part].read(
-                            keys + (long long)row * key_row + (part * 32 + lane) * VECTOR
-                        );
-                    }
-                }
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; ++j) {
-#pragma unroll
-                    for (int i = 0; i < OWN; ++i) {
-                        const float value = packs[j][i / VECTOR].get(i % VECTOR);
-#pragma unroll
-                        for (int h = 0; h < HEADS; ++h) {
-                            float& sum = scores[(k + j) * POWER + h];
-                            sum = fmaf(query[h][i], value, sum);
-                        }
+                    for (int h = 0; h < HEADS; ++h) {
+                        float& sum = scores[key * POWER + h];
+                        sum = fmaf(query[h][i], value, sum);
                     }
                 }
             }
-            scatter_sum<32, 16, 1>(scores, lane);
-            if (bias != NONE) score = scores[0] * scale + bias;
+            add_lanes<KEYS * POWER, 16, 1>(scores, lane);
+            if (now.bias != NONE) score = scores[0] * scale + now.bias;
         }
-        if (key < count) weights[key * POWER + my_head] = score;
+        if (start + my_key < count) weights[(start + my_key) * POWER + my_head] = score;
         maximum = fmaxf(maximum, score);
+        now = next;
     }
-    for (int step = 16; step >= POWER; step >>= 1) {
+    for (int step = 16; step >= KEY_STEP; step >>= 1) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, step));
     }
-    if (lane < POWER) maxima[warp][lane] = maximum;
+    if (lane < KEY_STEP) maxima[warp][my_head] = maximum;
+
+    // The sums' first values.  A warp sums a slice of the head; its lanes read ROWS at a time.
+    constexpr int SLICE = SIZE / WARPS, MINE = SLICE < 8 ? SLICE : 8;
+    constexpr int LANES = SLICE / MINE, ROWS = 32 / LANES;
+    const int row = lane / LANES, column = warp * SLICE + lane % LANES * MINE;
+    struct Values { Pack<MINE> packs[KEYS]; } these, those;
+    const auto read = [&](Values& to, int start) {
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            const int at = min(first + start + i * ROWS, length - 1);
+            to.packs[i] = *(const Pack<MINE>*)(values + (long long)at * value_row + column);
+        }
+    };
+    const bool early = __any_sync(0xffffffff, maximum != NONE);
+    if (early) read(these, row);
     __syncthreads();
 
-    // Weights.
+    // Weights.  A thread computes weights of one head.
+    const int head_of_weights = lane % POWER;
+    maximum = NONE;
 #pragma unroll
-    for (int other = 0; other < WARPS; ++other) maximum = fmaxf(maximum, maxima[other][my_head]);
+    for (int other = 0; other < WARPS; ++other) {
+        maximum = fmaxf(maximum, maxima[other][head_of_weights]);
+    }
     const float base = maximum == NONE ? 0.0f : maximum;
     float total = 0.0f;
     for (int i = threadIdx.x; i < count * POWER; i += THREADS) {
@@ -189,92 +205,82 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     if (lane < POWER) totals[warp][lane] = total;
     __syncthreads();
     total = 0.0f;
+    float all = 0.0f;  // 0 if the mask leaves out all keys
 #pragma unroll
-    for (int other = 0; other < WARPS; ++other) total += totals[other][my_head];
+    for (int other = 0; other < WARPS; ++other) total += totals[other][head_of_weights];
+#pragma unroll
+    for (int h = 0; h < POWER; ++h) all += __shfl_sync(0xffffffff, total, h);
 
-    // Sums.  A warp computes a slice of the head; its lanes read ROWS values' slices at a time.
-    constexpr int SLICE = SIZE / WARPS, MINE = SLICE < 8 ? SLICE : 8;
-    constexpr int LANES = SLICE / MINE, ROWS = 32 / LANES;
-    const int row = lane / LANES;
-    const int column = warp * SLICE + lane % LANES * MINE;
+    // Sums.
     float sum[HEADS * MINE] = {};
-    // All weights are 0 if all scores are NONE.
-    float largest = maximum, all = total;
-    for (int step = 1; step < POWER; step <<= 1) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, step));
-        all += __shfl_xor_sync(0xffffffff, all, step);
-    }
-    if (largest != NONE || all != 0.0f) {
-        constexpr int AT_ONCE = 4;
-        for (int start = row; start < count; start += ROWS * AT_ONCE) {
-            Pack<MINE> packs[AT_ONCE];
+    if (all != 0.0f) {
+        if (!early) read(these, row);
+        for (int start = row; start < count; start += ROWS * KEYS) {
+            read(those, start + ROWS * KEYS);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const int at = min(first + start + j * ROWS, length - 1);
-                packs[j].read(values + (long long)at * value_row + column);
-            }
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                if (start + j * ROWS < count) {
-                    const float* weight = weights + (start + j * ROWS) * POWER;
+            for (int k = 0; k < KEYS; ++k) {
+                if (start + k * ROWS < count) {
+                    const float* weight = weights + (start + k * ROWS) * POWER;
 #pragma unroll
                     for (int h = 0; h < HEADS; ++h) {
                         const float factor = weight[h];
 #pragma unroll
                         for (int i = 0; i < MINE; ++i) {
-                            sum[h * MINE + i] = fmaf(factor, packs[j].get(i), sum[h * MINE + i]);
+                            float& to = sum[h * MINE + i];
+                            to = fmaf(factor, load(these.packs[k].values[i]), to);
                         }
                     }
                 }
             }
+            these = those;
         }
     }
-    // Over the rows of the warp.
+    // Over the rows of the warp; a lane ends with the columns of MINE that its row selects.
+    constexpr int LEFT = MINE * LANES / 32 > 0 ? MINE * LANES / 32 : 1;  // per head
+    constexpr int COPIES = 32 / LANES * LEFT / MINE;  // lanes with the same columns
 #pragma unroll
-    for (int i = 0; i < HEADS * MINE; ++i) {
-        for (int step = LANES; step < 32; step <<= 1) {
-            sum[i] += __shfl_xor_sync(0xffffffff, sum[i], step);
-        }
-    }
+    for (int h = 0; h < HEADS; ++h) add_lanes<MINE, 16, LANES>(sum + h * MINE, lane);
+    const int place = column + row / COPIES * LEFT;
     const long long first_head = (long long)batch * groups * HEADS + head;
+    const bool writes = row % COPIES == 0;
     if (gridDim.x == 1) {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
             const float divisor = __shfl_sync(0xffffffff, total, h);
-            if (row == 0) {
 #pragma unroll
-                for (int i = 0; i < MINE; ++i) {
-                    const float value = sum[h * MINE + i];
-                    out[(first_head + h) * SIZE + column + i] =
-                        store(divisor == 0.0f ? 0.0f : value / divisor);
-                }
+            for (int i = 0; i < LEFT; ++i) {
+                const float value = divisor == 0.0f ? 0.0f : sum[h * MINE + i] / divisor;
+                if (writes) out[(first_head + h) * SIZE + place + i] = store(value);
             }
         }
         return;
     }
-    // Partial results: [batch * heads][splits][SIZE].
+    // Partial results: [batch * heads][splits][SIZE], then the base and total of each.
+    float2* scales = (float2*)(sums + (long long)gridDim.y * HEADS * gridDim.x * SIZE);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
         const long long at = (first_head + h) * gridDim.x + blockIdx.x;
-        if (row == 0) {
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) sums[at * SIZE + column + i] = sum[h * MINE + i];
+        for (int i = 0; i < LEFT; ++i) {
+            if (writes) sums[at * SIZE + place + i] = sum[h * MINE + i];
         }
         if (warp == 0 && lane == h) scales[at] = make_float2(base, total);
     }
 }
 
+constexpr int MOST = 4096;  // splits
 constexpr int COLUMNS = SIZE < 64 ? SIZE : 64, FOURS = COLUMNS / 4, SHARES = THREADS / FOURS;
 
 // Grid: SIZE / COLUMNS, then batch * heads.
 extern "C" __global__ void __launch_bounds__(THREADS) combined(
-    Value* out, const float* sums, const float2* scales, int splits
+    Value* out, const float* sums, int splits
 ) {
-    __shared__ float factors[1024];
+    const float2* scales = (const float2*)(sums + (long long)gridDim.y * splits * SIZE)
+        + (long long)blockIdx.y * splits;
+    __shared__ float factors[MOST];
     __shared__ float4 shares[SHARES][FOURS];
     __shared__ float reduced[WARPS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    scales += (long long)blockIdx.y * splits;
     float maximum = NONE;
     for (int i = threadIdx.x; i < splits; i += THREADS) {
         if (scales[i].y != 0.0f) maximum = fmaxf(maximum, scales[i].x);

@@ -1,4 +1,4 @@
-"""Computes the attention of one token in a kernel that splits the keys (``one_token_attention.cu``).
+"""Computes the attention of one token in a kernel that splits the keys, ``one_token_attention.cu``.
 
 PyTorch's kernels give each head of a single query to one block, or to a few.  The GPU then reads a
 long cache with a few of its processors.  This kernel gives each range of keys to a block, and reads
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compiler import Kernel, KernelError, compiled, exponents
 from .step import is_short_of_memory
@@ -23,20 +23,36 @@ _THREADS = 256
 _HEADS = 8  # that one block computes, at most
 _SIZES = (32, 64, 128, 256, 512)  # of a head
 #: Keys of one block, at least and at most.  So many keys or fewer are computed by one block.
-_LEAST, _MOST, _ONE_BLOCK = 32, 1024, 128
+_LEAST, _MOST, _ONE_BLOCK = 16, 1024, 32
+_LONGEST = 4096 * _MOST  # keys
 _FAR = 2**31  # strides are 32-bit numbers in the kernel
 _ALIGNED = 16  # bytes of a load
+_PLANS = 4096  # that are kept
+
+
+class _Plan(NamedTuple):
+    """What the layout of the inputs decides."""
+
+    attend: Kernel
+    combine: Kernel | None
+    grid: tuple[int, int]
+    numbers: tuple[int, ...]
+    output: tuple[int, ...]
+    partial: int  # float32 values of partial results
+
+
+_plans: dict[Any, _Plan | None] = {}
 
 
 def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any | None:
     """The attention of one query per head; ``None`` if the kernel cannot compute it.
 
     Args:
-        query: [batch, heads, 1, size] on a GPU, in bfloat16, float16 or float32.
+        query: [batch, heads, 1, size] on a GPU, in bfloat16 or float16.
         key: [batch, key heads, length, size].
         value: Like ``key``.
-        mask: ``None``, or [batch or 1, heads or 1, 1, length]: bool, or a dtype of queries that is
-            added to the scores.
+        mask: ``None``, or [batch or 1, heads or 1, 1, length]: bool, or in the dtype of the query,
+            which is added to the scores.
         scale: The factor of the scores.
 
     Returns:
@@ -45,68 +61,101 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
     """
     import torch
 
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    layout = tuple(
+        (type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % _ALIGNED) for t in tensors
+    )
+    try:
+        if layout in _plans:
+            plan = _plans[layout]
+        else:
+            plan = _plan_of(*tensors)
+            if plan is None and is_capturing(query.device):
+                return None
+            if len(_plans) >= _PLANS:
+                _plans.clear()
+            _plans[layout] = plan
+        if plan is None:
+            return None
+        output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
+        partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
+        with torch.cuda.device(query.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            # A mask that does not exist is not read.
+            inputs = (output, partial, query, key, value, tensors[-1])
+            plan.attend(plan.grid, *inputs, float(scale), *plan.numbers, stream=stream)
+            if plan.combine is not None:
+                size = output.shape[3]
+                grid = (max(size // 64, 1), output.numel() // size)
+                plan.combine(grid, output, partial, plan.grid[0], stream=stream)
+    except KernelError as error:
+        if not is_short_of_memory(error):  # else the next call tries again
+            logger.info("PyTorch computes the attention of one token: %s", error)
+            _plans[layout] = None
+        return None
+    return output
+
+
+def _plan_of(query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
+    """How to compute these inputs; ``None`` if the kernel cannot, or is not compiled in a capture.
+
+    Raises:
+        KernelError: This machine cannot compile or load the kernel.
+    """
     if not _fits(query, key, value, mask):
         return None
     batch, heads, _, size = query.shape
     key_heads, length = key.shape[1:3]
     per_block = next(n for n in range(_HEADS, 0, -1) if heads // key_heads % n == 0)
     groups = heads // per_block
-    device, dtype = query.device, query.dtype
-    keys = _keys_of_a_block(length, batch * groups, size, device)
-    splits, masked = -(-length // keys), mask is not None
-    first = (device, dtype, size, per_block, mask.dtype if masked else None)
-    second = (device, dtype, size, 1, None)
-    try:
-        attend = _kernel("one_token_attention", *first)
-        combine = _kernel("combined", *second) if splits > 1 else attend
-    except KernelError:  # Memory is short; the next call tries again.
+    keys = _keys_of_a_block(length, batch * groups, size, query.device)
+    splits = -(-length // keys)
+    masked = 0 if mask is None else 1 if mask.dtype not in exponents() else 2
+    kind = (query.device, query.dtype, size)
+    attend = _kernel(*kind, "one_token_attention", per_block, masked)
+    combine = _kernel(*kind, "combined", 1, 0) if splits > 1 else None
+    if attend is None or (combine is None and splits > 1):
         return None
-    if attend is None or combine is None:
-        return None
-    out = torch.empty((batch, 1, heads, size), dtype=dtype, device=device)
-    partial = batch * heads * splits if splits > 1 else 0
-    sums = torch.empty(partial * size, dtype=torch.float32, device=device)
-    scales = torch.empty(partial * 2, dtype=torch.float32, device=device)
-    masks = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1, 3)] if masked else [0] * 3
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        attend(
-            (splits, batch * groups), out, sums, scales, query, key, value,
-            mask if masked else query,  # not read without a mask
-            float(scale), length, keys, groups, heads // key_heads // per_block,
-            query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3], *masks,
-            stream=stream,
-        )  # fmt: skip
-        if splits > 1:
-            columns = max(size // 64, 1)
-            combine((columns, batch * heads), out, sums, scales, splits, stream=stream)
-    return out
+    strides = [0, 0, 0]
+    if mask is not None:
+        strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1, 3)]
+    return _Plan(
+        attend,
+        combine,
+        grid=(splits, batch * groups),
+        numbers=(
+            *(length, keys, groups, heads // key_heads // per_block),
+            *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
+        ),
+        output=(batch, 1, heads, size),
+        partial=batch * heads * splits * (size + 2) if splits > 1 else 0,
+    )
 
 
 def _fits(query: Any, key: Any, value: Any, mask: Any) -> bool:
     import torch
 
-    tensors = (query, key, value)
-    if not all(
-        type(each) is torch.Tensor
-        and each.ndim == 4
-        and each.device == query.device
-        and each.dtype == query.dtype
-        and each.stride(3) == 1
-        and _is_aligned(each)
-        for each in tensors
-    ):
-        return False
+    for each in (query, key, value):
+        if (
+            type(each) is not torch.Tensor
+            or not each.is_cuda
+            or each.ndim != 4
+            or each.device != query.device
+            or each.dtype != query.dtype
+            or each.stride(3) != 1
+            or not _is_aligned(each)
+        ):
+            return False
     batch, heads, queries, size = query.shape
     if (
-        not query.is_cuda
-        or query.dtype not in exponents()
+        query.dtype not in (torch.bfloat16, torch.float16)
         or queries != 1
         or size not in _SIZES
         or key.shape != value.shape
         or key.shape[0] != batch
         or key.shape[3] != size
-        or not batch * key.shape[1] * key.shape[2]
+        or not 0 < key.shape[2] <= _LONGEST
+        or not key.shape[0] * key.shape[1]
         or heads % key.shape[1]
     ):
         return False
@@ -114,7 +163,7 @@ def _fits(query: Any, key: Any, value: Any, mask: Any) -> bool:
         type(mask) is torch.Tensor
         and mask.ndim == 4
         and mask.device == query.device
-        and (mask.dtype == torch.bool or mask.dtype in exponents())
+        and mask.dtype in (torch.bool, query.dtype)
         and mask.shape[0] in (1, batch)
         and mask.shape[1] in (1, heads)
         and tuple(mask.shape[2:]) == (1, key.shape[2])
@@ -124,9 +173,8 @@ def _fits(query: Any, key: Any, value: Any, mask: Any) -> bool:
 
 def _is_aligned(tensor: Any) -> bool:
     """Whether the kernel can read 16 bytes at a time, and count with 32-bit strides."""
-    size = tensor.itemsize
     return tensor.data_ptr() % _ALIGNED == 0 and all(
-        stride * size % _ALIGNED == 0 and stride < _FAR
+        stride * tensor.itemsize % _ALIGNED == 0 and stride < _FAR
         for stride, count in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
         if count > 1
     )
@@ -148,38 +196,20 @@ def _processors(device: Any) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_kernels: dict[Any, Kernel | None] = {}
+_kernels: dict[Any, Kernel] = {}
 
 
-def _kernel(name: str, device: Any, dtype: Any, size: int, heads: int, mask: Any) -> Kernel | None:
-    """The compiled kernel; ``None`` if this machine cannot compile it, or not in a capture.
+def _kernel(device: Any, dtype: Any, size: int, name: str, heads: int, mask: int) -> Kernel | None:
+    """The compiled kernel; ``None`` if it is to be compiled in a capture.
 
     Raises:
-        KernelError: Memory is short.
+        KernelError: This machine cannot compile or load it.
     """
-    kind = (name, device, dtype, size, heads, mask)
-    if kind in _kernels:
-        return _kernels[kind]
-    if is_capturing(device):
-        return None
-    bits = 0 if mask is None else 1 if mask not in exponents() else 8 * mask.itemsize
-    constants = {
-        "BITS": 8 * dtype.itemsize,
-        "EXPONENT": exponents()[dtype],
-        "SIZE": size,
-        "HEADS": heads,
-        "MASK": bits,
-        "MASK_EXPONENT": exponents().get(mask, 0),
-    }
-    shared = 0 if name == "combined" else 4 * _MOST * (1 << (heads - 1).bit_length())
-    try:
-        kernel = compiled(
-            Path(__file__).with_suffix(".cu"), name, constants, device, _THREADS, shared
-        )
-    except KernelError as error:
-        if is_short_of_memory(error):
-            raise
-        logger.info("PyTorch computes the attention of one token: %s", error)
-        kernel = None
-    _kernels[kind] = kernel
+    kind = (device, dtype, size, name, heads, mask)
+    kernel = _kernels.get(kind)
+    if kernel is None and not is_capturing(device):
+        constants = {"EXPONENT": exponents()[dtype], "SIZE": size, "HEADS": heads, "MASK": mask}
+        shared = 0 if name == "combined" else 4 * _MOST * (1 << (heads - 1).bit_length())
+        file = Path(__file__).with_suffix(".cu")
+        kernel = _kernels[kind] = compiled(file, name, constants, device, _THREADS, shared)
     return kernel
