@@ -9,6 +9,8 @@ from ...runtime.capture.decoding import forget
 from ...runtime.kernels import one_token_attention
 from ._sdpa import replace
 
+#: Device types that have the kernel.
+COMPUTED_ON = ("cuda",)
 #: The options of ``sdpa_attention_forward`` that the kernel does not know.
 _UNKNOWN = ("softcap", "position_bias", "cache")
 
@@ -24,10 +26,10 @@ def _is_one_token(layer: Any, hidden_states: Any) -> bool:
 
     return (
         hidden_states.shape[1] == 1
-        and hidden_states.is_cuda
+        and (device := hidden_states.device.type) in COMPUTED_ON
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled(device)
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
     )

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted
-from .._code import code_at
+from ...engine import Finding, Patch, drifted, fixed_if
+from .._code import code_at, mentions
 
 _SDPA = "transformers.integrations.sdpa_attention"
 
@@ -42,7 +42,8 @@ def replace(
     def layer_looks_the_function_up() -> Finding:
         if "ALL_ATTENTION_FUNCTIONS" not in code_at(module, f"{layer}.forward").co_names:
             return drifted(f"{layer} does not look up its attention function")
-        return broken()
+        chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "decod")
+        return fixed_if(chosen, "transformers computes decode steps in another way")
 
     @patch.around(module, f"{layer}.forward")
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

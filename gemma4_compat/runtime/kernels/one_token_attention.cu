@@ -79,6 +79,7 @@ __device__ __forceinline__ float bias_of(const Mask* mask, long long at) {
 
 constexpr int POWER = HEADS > 4 ? 8 : HEADS > 2 ? 4 : HEADS;  // HEADS, or the next power of two
 constexpr int KEYS = 4;  // that a warp reads at once
+constexpr bool AHEAD = HEADS <= 4;  // whether registers hold the next keys, too
 constexpr int OWN = SIZE / 32, VECTOR = OWN < 8 ? OWN : 8, PARTS = OWN / VECTOR;
 
 // The keys that a warp reads at once, and what the mask adds to the lane's own score.
@@ -126,8 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
             }
         }
     };
-    Keys now, next;
-    fetch(now, warp * KEYS);
     float query[HEADS][OWN];
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
@@ -139,9 +138,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
             for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = load(pack.values[i]);
         }
     }
+    Keys now, next;
+    fetch(now, warp * KEYS);
     float maximum = NONE;
     for (int start = warp * KEYS; start < count; start += WARPS * KEYS) {
-        fetch(next, start + WARPS * KEYS);
+        if (AHEAD) fetch(next, start + WARPS * KEYS);
         float score = NONE;
         if (now.seen) {
             float scores[KEYS * POWER] = {};
@@ -162,7 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
         }
         if (start + my_key < count) weights[(start + my_key) * POWER + my_head] = score;
         maximum = fmaxf(maximum, score);
-        now = next;
+        if (AHEAD) {
+            now = next;
+        } else {
+            fetch(now, start + WARPS * KEYS);
+        }
     }
     for (int step = 16; step >= KEY_STEP; step >>= 1) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, step));

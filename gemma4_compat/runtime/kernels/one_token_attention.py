@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 256
 _HEADS = 8  # that one block computes, at most
+_FEW = 4096  # keys, with which blocks of half as many heads use more of the GPU
 _SIZES = (32, 64, 128, 256, 512)  # of a head
 #: Keys of one block, at least and at most.  So many keys or fewer are computed by one block.
 _LEAST, _MOST, _ONE_BLOCK = 16, 1024, 32
@@ -106,7 +107,8 @@ def _plan_of(query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None
         return None
     batch, heads, _, size = query.shape
     key_heads, length = key.shape[1:3]
-    per_block = next(n for n in range(_HEADS, 0, -1) if heads // key_heads % n == 0)
+    most = _HEADS if batch * key_heads * length > _FEW else _HEADS // 2
+    per_block = next(n for n in range(most, 0, -1) if heads // key_heads % n == 0)
     groups = heads // per_block
     keys = _keys_of_a_block(length, batch * groups, size, query.device)
     splits = -(-length // keys)
