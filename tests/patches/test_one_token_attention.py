@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.patches.attention import _one_token
+from gemma4_compat.patches.attention import _one_token, _sdpa
 from gemma4_compat.runtime.kernels import one_token_attention
 from tests.patches.test_captured_decoding import (
     PLE_ON_CPU,
@@ -145,7 +145,7 @@ def seen(monkeypatch):
         assert scale == 1.0
         assert key.shape[:2] == (query.shape[0], 1)
 
-    monkeypatch.setattr(_one_token, "COMPUTED_ON", ("cpu",))
+    monkeypatch.setattr(_sdpa, "COMPUTED_ON", ("cpu",))
     monkeypatch.setattr(one_token_attention, "attention", attention)
     return shapes
 

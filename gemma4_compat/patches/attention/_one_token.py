@@ -9,8 +9,6 @@ from ...runtime.capture.decoding import forget
 from ...runtime.kernels import one_token_attention
 from ._sdpa import replace
 
-#: Device types that have the kernel.
-COMPUTED_ON = ("cuda",)
 #: The options of ``sdpa_attention_forward`` that the kernel does not know.
 _UNKNOWN = ("softcap", "position_bias", "cache")
 
@@ -22,17 +20,7 @@ def mend(patch: Patch, module: str, layer: str) -> None:
 
 
 def _is_one_token(layer: Any, hidden_states: Any) -> bool:
-    import torch
-
-    return (
-        hidden_states.shape[1] == 1
-        and (device := hidden_states.device.type) in COMPUTED_ON
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(device)
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    return bool(hidden_states.shape[1] == 1)
 
 
 def _attention(

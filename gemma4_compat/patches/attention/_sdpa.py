@@ -17,6 +17,8 @@ from ...engine import Finding, Patch, drifted, fixed_if
 from .._code import code_at, mentions
 
 _SDPA = "transformers.integrations.sdpa_attention"
+#: Device types whose attention is replaced.
+COMPUTED_ON = ("cuda",)
 
 
 def replace(
@@ -32,8 +34,8 @@ def replace(
         patch: The patch.
         module: The module of the class.
         layer: The class.
-        applies: Gets a layer and its hidden states [batch, tokens, width]; says whether
-            ``attention`` is called.
+        applies: Gets a layer and its hidden states [batch, tokens, width], on a GPU and without
+            gradients; says whether ``attention`` is called.
         attention: Gets ``sdpa_attention_forward``, then what that would get.
     """
     thread = threading.local()  # .inside: whether this thread is in a forward that it applies to
@@ -47,7 +49,7 @@ def replace(
 
     @patch.around(module, f"{layer}.forward")
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not applies(self, hidden_states):
+        if not _is_plain(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
         before = getattr(thread, "inside", False)
         try:
@@ -65,3 +67,18 @@ def replace(
             return function
         usual = sys.modules[_SDPA].sdpa_attention_forward
         return partial(attention, function) if function is usual else function
+
+
+def _is_plain(hidden_states: Any) -> bool:
+    """Whether a forward computes these hidden states on a GPU at once, and nothing else."""
+    import torch
+
+    return (
+        type(hidden_states) is torch.Tensor
+        and (device := hidden_states.device.type) in COMPUTED_ON
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(device)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
