@@ -24,7 +24,7 @@ def ids_of(length, batch=1, device="cpu"):
 
 
 def keys_read(model, length):
-    """The numbers of keys that PyTorch's attention gets in the sliding layer, which is the first."""
+    """How many keys PyTorch's attention gets, in the first layer, which slides."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
