@@ -58,7 +58,7 @@ def test_a_decode_step():
 @pytest.mark.parametrize("device_map", [{"": 0}, PLE_ON_CPU], ids=["whole", "PLE on the CPU"])
 def test_captured_steps_equal_eager_ones(model_dir, device_map, batch):
     """Static cache, over windows and padding."""
-    model = load_model(model_dir, None, device_map, dtype=torch.bfloat16)
+    model = load_model(model_dir, "nf4", device_map)
     inputs = prompt(model, 20, batch=batch)
     inputs["attention_mask"][1:, :7] = 0
     assert_same(generated(model, inputs, tokens=60), generated(model, inputs, True, tokens=60))
