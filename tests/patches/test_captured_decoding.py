@@ -1144,7 +1144,7 @@ def test_branches_are_ended(tmp_path, monkeypatch):
 
     def logits_of_branches():
         device = torch.device("cpu")
-        with branches.side_by_side(model.modules(), device) as calls, in_step({}, calls):
+        with branches.side_by_side(model.modules(), device) as calls, in_step(calls):
             return logits()
 
     def fail(*_):
@@ -1194,7 +1194,7 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experts, "forward", meanwhile)
     device = torch.device("cpu")
-    with branches.side_by_side(model.modules(), device) as forks, in_step({}, forks):
+    with branches.side_by_side(model.modules(), device) as forks, in_step(forks):
         forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 

@@ -1,0 +1,78 @@
+"""What a forward needs to launch a kernel of this package in place of PyTorch's, at little cost.
+
+Each decode step calls these functions hundreds of times, and the CPU is its bottleneck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from .step import is_short_of_memory
+
+
+@cache
+def plain() -> Callable[[Any], bool]:
+    """A function that says whether only the values of this tensor decide what PyTorch computes.
+
+    That is a tensor on a GPU, without gradients, autocast, tracing, transforms or modes, which
+    would see the operators.
+    """
+    import torch
+    from torch.autograd import forward_ad
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    own, transform = torch._C, torch._C._functorch.peek_interpreter_stack
+    modes, function_modes = own._len_torch_dispatch_stack, own._len_torch_function_stack
+    is_traced, autocasts = own._get_tracing_state, torch.is_autocast_enabled
+    is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
+    Tensor = torch.Tensor
+
+    def are_defaults() -> bool:
+        """Whether the modes only choose the device of new tensors."""
+        return all(type(each) is DeviceContext for each in _get_current_function_mode_stack())
+
+    def is_plain(tensor: Any) -> bool:
+        return (
+            not is_compiling()
+            and type(tensor) is Tensor
+            and tensor.is_cuda
+            and not has_gradients()
+            and not autocasts("cuda")
+            and not modes()
+            and (not function_modes() or are_defaults())
+            and transform() is None
+            and is_traced() is None
+            and forward_ad._current_level < 0
+            and not tensor.is_neg()
+        )
+
+    return is_plain
+
+
+@cache
+def current_device() -> Callable[[], int]:
+    """A function that returns the index of the current GPU."""
+    import torch
+
+    get: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    return get
+
+
+@cache
+def raw_stream() -> Callable[[int], int]:
+    """A function that returns the handle of a GPU's current stream."""
+    import torch
+
+    def stream_of(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    get: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", stream_of)
+    return get
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a kernel that failed may work later: memory is short, or a stream is captured."""
+    return is_short_of_memory(error) or "captur" in str(error)
