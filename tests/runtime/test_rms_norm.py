@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gemma4_compat.runtime.kernels import compiler, rms_norm
+from gemma4_compat.runtime.kernels import compiler, replacing, rms_norm
 from gemma4_compat.runtime.kernels.rms_norm import in_one_kernel
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
@@ -47,7 +47,7 @@ def norm_of(size, weight=F32, cls=Norm, device="cuda:0"):
 def used(monkeypatch):
     """The numbers of rows for which the kernel was used, except in comparisons."""
     rows, inside = [], []
-    output, compared = rms_norm._Kind.output, rms_norm._compared
+    output, compared = rms_norm._Kind.output, rms_norm._equal_kind
 
     def is_used(kind, inputs, count, *pointers):
         out = output(kind, inputs, count, *pointers)
@@ -63,7 +63,7 @@ def used(monkeypatch):
             inside.pop()
 
     monkeypatch.setattr(rms_norm._Kind, "output", is_used)
-    monkeypatch.setattr(rms_norm, "_compared", comparing)
+    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
     return rows
 
 
@@ -352,7 +352,7 @@ def test_comparisons_that_fail(without_gpu, monkeypatch, error, tries):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(rms_norm, "_kernel", fail)
+    monkeypatch.setattr(rms_norm, "kernel_of", fail)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     module, inputs = norm_of(256, device="cpu"), torch.randn(2, 256)
     for _ in range(3):
@@ -369,16 +369,15 @@ def test_a_machine_without_a_compiler(monkeypatch, caplog):
         raise compiler.KernelError("no NVRTC")
 
     monkeypatch.setattr(compiler, "compiled", fail)
-    rms_norm._kernel.cache_clear()
+    device, constants = torch.device("cuda:7"), (("INPUT", 1),)
     with caplog.at_level("INFO"):
         for _ in range(3):
-            assert rms_norm._kernel(torch.device("cuda:0"), F32, None, True) is None
-    rms_norm._kernel.cache_clear()
+            assert replacing.kernel_of(rms_norm._FILE, constants, device, 512) is None
     assert len(tried) == len(caplog.records) == 1
 
 
 def test_the_number_of_kinds_is_limited(without_gpu, monkeypatch):
-    monkeypatch.setattr(rms_norm, "_KINDS", 3)
+    monkeypatch.setattr(replacing, "_KINDS", 3)
     monkeypatch.setattr(rms_norm, "_equal_kind", lambda *args: without_gpu.append(args))
     for size in (128, 256, 384, 512, 640, 128):
         check(norm_of(size, device="cpu"), torch.randn(1, size))

@@ -11,7 +11,7 @@ from ._norms import mend
 PATCH = Patch(
     name="gemma3n_norm_kernels",
     kind=Kind.SPEED,
-    symptom=("Gemma 3n: generate is slow on a GPU, because each norm launches nine kernels"),
+    symptom="Gemma 3n: generate is slow on a GPU, because each norm launches nine kernels",
     affects=("transformers",),
     changes=(
         "On a GPU and without gradients, an RMS norm of Gemma 3n runs in one kernel, "

@@ -11,7 +11,7 @@ from ._norms import mend
 PATCH = Patch(
     name="unified_norm_kernels",
     kind=Kind.SPEED,
-    symptom=("Gemma 4 unified: generate is slow on a GPU, because each norm launches nine kernels"),
+    symptom="Gemma 4 unified: generate is slow on a GPU, because each norm launches nine kernels",
     affects=("transformers>=5.10",),
     changes=(
         "On a GPU and without gradients, an RMS norm of Gemma 4 unified runs in one kernel, "

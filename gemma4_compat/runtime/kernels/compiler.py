@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+_INCLUDE = re.compile(r'#include "(.+)"')
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -114,7 +116,7 @@ def compiled(
     """Compile a kernel for one GPU.
 
     Args:
-        file: CUDA C++ without headers.
+        file: CUDA C++, with no headers but files in the same folder.
         name: An ``extern "C"`` function of the file.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
@@ -128,7 +130,7 @@ def compiled(
 
     if torch.version.cuda is None:
         raise KernelError("this PyTorch is not built for CUDA")
-    source = file.read_text(encoding="utf-8")
+    source = _INCLUDE.sub(lambda name: _text(file.with_name(name[1])), _text(file))
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
@@ -141,6 +143,10 @@ def compiled(
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
     return Kernel(function, module, threads, shared)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 @cache

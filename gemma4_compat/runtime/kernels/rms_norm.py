@@ -13,12 +13,11 @@ shows, and in the dtype of the input.  If an output differs, the norm stays as i
 from __future__ import annotations
 
 import logging
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plain import current_device, may_pass, plain, raw_stream
-from .streams import is_capturing
+from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
 
 if TYPE_CHECKING:
     from .compiler import Kernel
@@ -27,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _WARP = 32
 _MAX_THREADS = 512  # of a block in PyTorch's reductions
+_FILE, _MOST = Path(__file__).with_suffix(".cu"), ("THREADS", _MAX_THREADS)
 #: PyTorch adds longer rows in another order.
 _SIZES = range(4 * _WARP, 15 * _MAX_THREADS + 1, 4)
 #: PyTorch adds the rows of this number and of all larger ones in the same order (``_threads``).
@@ -35,8 +35,6 @@ _ROWS_IN_BLOCK = 4  # if a warp computes a row
 _TRIALS = 8
 _ALIGNMENT = 16  # bytes of the longest load
 _VALUES = 1 << 19  # of the trial with most rows
-_KINDS = 512  # at most
-_UNKNOWN = object()
 
 
 class _Kind:
@@ -80,8 +78,7 @@ def in_one_kernel(original: Any) -> Any:
     import torch
     from torch.nn import Parameter
 
-    kinds: dict[Any, Any] = {}  # a ``_Kind``, or ``None`` if the original stays
-    is_plain, get_device = plain(), current_device()
+    compared, is_plain, get_device = Compared(), plain(), current_device()
     Tensor = torch.Tensor
 
     def output(self: Any, inputs: Any) -> Any:
@@ -108,9 +105,7 @@ def in_one_kernel(original: Any) -> Any:
         rows = inputs.numel() // size
         cls, few = type(self), rows if rows < _MANY_ROWS else _MANY_ROWS
         key = cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
-        kind = kinds.get(key, _UNKNOWN)
-        if kind is _UNKNOWN:
-            kind = _compared(kinds, key, original, self, inputs, weight)
+        kind = compared.get(key, inputs.device, _equal_kind, original, self, inputs, weight)
         return None if kind is None else kind.output(inputs, rows, pointer, weights)
 
     @wraps(original)
@@ -121,37 +116,15 @@ def in_one_kernel(original: Any) -> Any:
     return forward
 
 
-def _compared(
-    kinds: dict[Any, Any], key: Any, original: Any, module: Any, inputs: Any, weight: Any
-) -> _Kind | None:
-    """Compare a kind with the original, and store it under the key; ``None`` if they differ.
-
-    Nothing is stored if the reason may pass: memory is short, or a stream is captured.
-    """
-    if is_capturing(inputs.device):
-        return None
-    kind = None
-    try:
-        # A class of a user may have a property of this name.
-        if getattr(module, "weight", None) is weight:
-            kind = _equal_kind(original, module, inputs, weight)
-    except Exception as error:
-        logger.debug("an RMS norm was not compared", exc_info=True)
-        if may_pass(error):
-            return None
-    if len(kinds) >= _KINDS:
-        kinds.clear()
-    kinds[key] = kind
-    return kind
-
-
 def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind | None:
     """The kind whose outputs equal those of a norm bit for bit; ``None`` if there is none."""
     import torch
 
-    size, device, known = inputs.shape[-1], inputs.device, {None, *_dtypes()}
+    size, device, numbers = inputs.shape[-1], inputs.device, {None: 0, **dtypes()}
     dtype, weights = (None, 0) if weight is None else (weight.dtype, weight.data_ptr())
-    if size not in _SIZES or not {inputs.dtype, dtype} <= known or not inputs.numel():
+    if size not in _SIZES or not {inputs.dtype, dtype} <= numbers.keys() or not inputs.numel():
+        return None
+    if getattr(module, "weight", None) is not weight:  # a user's class may have such a property
         return None
     rows = min(inputs.numel() // size, _MANY_ROWS)
     rows = 1 << (rows.bit_length() - 1)
@@ -162,7 +135,8 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
     ]
 
     def kind_of(count: int, of: Any, halving: bool) -> _Kind | None:
-        kernel = _kernel(device, of, dtype, halving)
+        constants = {"INPUT": numbers[of], "WEIGHT": numbers[dtype], "HALVING": int(halving)}
+        kernel = kernel_of(_FILE, (*constants.items(), _MOST), device, _MAX_THREADS)
         return None if kernel is None else _Kind(kernel, count, size, module.eps)
 
     def is_equal(trial: Any, halving: bool) -> bool:
@@ -184,36 +158,3 @@ def _threads(rows: int, fours: int) -> int:
     width, height = (min(1 << (n.bit_length() - 1), _MAX_THREADS) for n in (fours, rows))
     height = min(height, _MAX_THREADS // min(width, _WARP))
     return min(width, _MAX_THREADS // height)
-
-
-@cache
-def _kernel(device: Any, dtype: Any, weight: Any, halving: bool) -> Kernel | None:
-    """The compiled kernel; ``None`` if this machine cannot compile it.
-
-    Raises:
-        KernelError: Memory is short, or a stream is captured.
-    """
-    from .compiler import KernelError, compiled
-
-    file = Path(__file__).with_suffix(".cu")
-    constants = {
-        "INPUT": _dtypes()[dtype],
-        "WEIGHT": 0 if weight is None else _dtypes()[weight],
-        "THREADS": _MAX_THREADS,
-        "HALVING": int(halving),
-    }
-    try:
-        return compiled(file, "rms_norm", constants, device, _MAX_THREADS, 0)
-    except KernelError as error:
-        if may_pass(error):
-            raise
-        logger.info("transformers computes RMS norms in many kernels: %s", error)
-        return None
-
-
-@cache
-def _dtypes() -> dict[Any, int]:
-    """The numbers of the dtypes in the kernel's source."""
-    import torch
-
-    return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
