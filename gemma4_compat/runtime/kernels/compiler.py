@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+_INCLUDE = re.compile(r'#include "(.+)"')
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -55,6 +58,49 @@ class Kernel:
         )
 
 
+class Launch:
+    """Launches one kernel many times, with little work for the CPU.
+
+    Args:
+        kernel: The compiled kernel.  Its first parameters are pointers or 64-bit integers.
+        passed: How many of these there are; each call passes them.
+        numbers: The other arguments, of each call: an ``int`` or ``float`` in 32 bits.
+        block: Threads in x and y.
+    """
+
+    def __init__(
+        self, kernel: Kernel, passed: int, numbers: Sequence[float], block: tuple[int, int]
+    ) -> None:
+        self._kernel, self._passed, self._block = kernel, passed, block
+        self._numbers = [_value(number) for number in numbers]
+        self._free: list[tuple[Any, Any]] = []  # the memory of arguments that no launch uses
+        self._launch = driver()["cuLaunchKernel"]  # an own object, for the types
+        pointer, size = ctypes.c_void_p, ctypes.c_uint
+        self._launch.argtypes = [pointer, *[size] * 7, pointer, pointer, pointer]
+
+    def __call__(self, blocks: int, stream: int, *arguments: int) -> bool:
+        """Whether the driver accepted the launch."""
+        try:
+            used = self._free.pop()
+        except IndexError:
+            used = self._arguments()
+        used[0][:] = arguments
+        kernel, (x, y) = self._kernel, self._block
+        result = self._launch(
+            kernel._function, blocks, 1, 1, x, y, 1, kernel._shared, stream, used[1], None
+        )
+        self._free.append(used)
+        return not result
+
+    def _arguments(self) -> tuple[Any, Any]:
+        """The arguments that change, and the addresses of all."""
+        values = (ctypes.c_int64 * self._passed)()
+        first, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
+        places = [first + number * size for number in range(self._passed)]
+        places += map(ctypes.addressof, self._numbers)
+        return values, (ctypes.c_void_p * len(places))(*places)
+
+
 def _value(argument: Any) -> Any:
     if isinstance(argument, int):
         return ctypes.c_int(argument)
@@ -70,7 +116,7 @@ def compiled(
     """Compile a kernel for one GPU.
 
     Args:
-        file: CUDA C++ without headers.
+        file: CUDA C++, with no headers but files in the same folder.
         name: An ``extern "C"`` function of the file.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
@@ -84,7 +130,7 @@ def compiled(
 
     if torch.version.cuda is None:
         raise KernelError("this PyTorch is not built for CUDA")
-    source = file.read_text(encoding="utf-8")
+    source = _INCLUDE.sub(lambda name: _text(file.with_name(name[1])), _text(file))
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
@@ -97,6 +143,10 @@ def compiled(
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
     return Kernel(function, module, threads, shared)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 @cache
