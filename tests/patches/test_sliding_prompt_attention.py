@@ -10,6 +10,7 @@ import torch
 import gemma4_compat
 from gemma4_compat.patches.attention import _sdpa, _sliding
 from tests.patches.test_cudnn_attention import make
+from tests.patches.test_one_token_attention import plain_on_the_cpu
 
 SDPA = "aten::scaled_dot_product_attention"
 PATCHES = (
@@ -75,7 +76,7 @@ def test_logits_are_as_exact_as_pytorchs(padded, dtype):
 @pytest.fixture
 def short(monkeypatch):
     """On the CPU, prompts of 64 tokens are long; a window has 16."""
-    monkeypatch.setattr(_sdpa, "COMPUTED_ON", ("cpu",))
+    monkeypatch.setattr(_sdpa, "plain", lambda: plain_on_the_cpu)
     monkeypatch.setattr(_sliding, "_LEAST", 64)
     monkeypatch.setattr(_sliding, "_PART", 16)
     monkeypatch.setattr(_sliding, "_ALIGNED", 4)

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...runtime.kernels.replacing import plain
 from .._code import code_at, mentions
 
 _SDPA = "transformers.integrations.sdpa_attention"
-#: Device types whose attention is replaced.
-COMPUTED_ON = ("cuda",)
 
 
 def replace(
@@ -49,7 +48,7 @@ def replace(
 
     @patch.around(module, f"{layer}.forward")
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_plain(hidden_states) or not applies(self, hidden_states):
+        if not plain()(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
         before = getattr(thread, "inside", False)
         try:
@@ -67,18 +66,3 @@ def replace(
             return function
         usual = sys.modules[_SDPA].sdpa_attention_forward
         return partial(attention, function) if function is usual else function
-
-
-def _is_plain(hidden_states: Any) -> bool:
-    """Whether a forward computes these hidden states on a GPU at once, and nothing else."""
-    import torch
-
-    return (
-        type(hidden_states) is torch.Tensor
-        and (device := hidden_states.device.type) in COMPUTED_ON
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled(device)
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )

@@ -4,40 +4,19 @@
 // block computes a range of keys ("split"); the second kernel combines the ranges.  Scores, weights
 // and sums are float32.  The order of all sums depends on the shapes alone.
 //
-// Constants from the compiler's command line: EXPONENT, the bits of the dtype's exponent (8: bfloat16,
-// 5: float16); SIZE of a head, a power of two from 32 to 512; HEADS that a block computes, at most 8;
-// MASK: 0 none, 1 bool, 2 the dtype.
+// Constants from the compiler's command line: INPUT, the dtype; SIZE of a head, a power of two from 32
+// to 512; HEADS that a block computes, at most 8; MASK: 0 none, 1 bool, 2 the dtype.
 
-typedef unsigned short Value;
+#include "values.cuh"
+
+typedef Value<INPUT> Input;
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 #define NONE __int_as_float(0xff800000)  // -inf
 
-__device__ __forceinline__ float load(Value bits) {
-#if EXPONENT == 8
-    return __uint_as_float((unsigned int)bits << 16);
-#else
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#endif
-}
-
-__device__ __forceinline__ Value store(float value) {
-#if EXPONENT == 8
-    const unsigned int bits = __float_as_uint(value);
-    if (value != value) return 0x7fff;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, or to even
-#else
-    Value bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-#endif
-}
-
 // Neighbouring values of a row that one lane reads at once.
 template <int COUNT>
-struct alignas(COUNT * sizeof(Value)) Pack { Value values[COUNT]; };
+struct alignas(COUNT * sizeof(Input)) Pack { Input values[COUNT]; };
 
 // Adds COUNT values over the lanes whose numbers differ in the bits from STEP down to LAST.  While
 // there are several values, each lane keeps half of them: those that its bit selects.
@@ -63,7 +42,7 @@ __device__ __forceinline__ void add_lanes(float* values, int lane) {
 #if MASK == 1
 typedef unsigned char Mask;
 #else
-typedef Value Mask;
+typedef Input Mask;
 #endif
 
 // What the mask adds to a score; NONE if it leaves the key out.
@@ -73,7 +52,7 @@ __device__ __forceinline__ float bias_of(const Mask* mask, long long at) {
 #elif MASK == 1
     return mask[at] ? 0.0f : NONE;
 #else
-    return load(mask[at]);
+    return mask[at].get();
 #endif
 }
 
@@ -89,17 +68,18 @@ struct Keys {
     bool seen;
 };
 
-// Grid: splits, then batch * groups, where a group is HEADS query heads.
+// Grid: batch * groups * splits, where a group is HEADS query heads.
 extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_token_attention(
-    Value* out, float* sums, const Value* queries, const Value* keys, const Value* values,
-    const Mask* mask, float scale, int length, int range, int groups, int groups_of_key, int query_batch, int query_head, int key_batch, int key_head, int key_row,
+    Input* out, float* sums, const Input* queries, const Input* keys, const Input* values,
+    const Mask* mask, float scale, int splits, int length, int range, int groups, int groups_of_key, int query_batch, int query_head, int key_batch, int key_head, int key_row,
     int value_batch, int value_head, int value_row, int mask_batch, int mask_head, int mask_row
 ) {
     extern __shared__ float weights[];  // [range][POWER]
     __shared__ float maxima[WARPS][POWER], totals[WARPS][POWER];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int batch = blockIdx.y / groups, group = blockIdx.y % groups, head = group * HEADS;
-    const int first = blockIdx.x * range, count = min(range, length - first);
+    const int split = blockIdx.x % splits, batch = blockIdx.x / splits / groups;
+    const int group = blockIdx.x / splits % groups, head = group * HEADS;
+    const int first = split * range, count = min(range, length - first);
     queries += (long long)batch * query_batch + (long long)head * query_head;
     keys += (long long)batch * key_batch + (long long)(group / groups_of_key) * key_head;
     values += (long long)batch * value_batch + (long long)(group / groups_of_key) * value_head;
@@ -120,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
         if (!to.seen) return;
 #pragma unroll
         for (int key = 0; key < KEYS; ++key) {
-            const Value* row = keys + (long long)min(first + start + key, length - 1) * key_row;
+            const Input* row = keys + (long long)min(first + start + key, length - 1) * key_row;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 to.packs[key][part] = ((const Pack<VECTOR>*)row)[part * 32 + lane];
@@ -132,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
-            const Value* row = queries + (long long)h * query_head;
+            const Input* row = queries + (long long)h * query_head;
             const Pack<VECTOR> pack = ((const Pack<VECTOR>*)row)[part * 32 + lane];
 #pragma unroll
-            for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = load(pack.values[i]);
+            for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = pack.values[i].get();
         }
     }
     Keys now, next;
@@ -150,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
             for (int key = 0; key < KEYS; ++key) {
 #pragma unroll
                 for (int i = 0; i < OWN; ++i) {
-                    const float value = load(now.packs[key][i / VECTOR].values[i % VECTOR]);
+                    const float value = now.packs[key][i / VECTOR].values[i % VECTOR].get();
 #pragma unroll
                     for (int h = 0; h < HEADS; ++h) {
                         float& sum = scores[key * POWER + h];
@@ -232,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
 #pragma unroll
                         for (int i = 0; i < MINE; ++i) {
                             float& to = sum[h * MINE + i];
-                            to = fmaf(factor, load(these.packs[k].values[i]), to);
+                            to = fmaf(factor, these.packs[k].values[i].get(), to);
                         }
                     }
                 }
@@ -248,23 +228,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     const int place = column + row / COPIES * LEFT;
     const long long first_head = (long long)batch * groups * HEADS + head;
     const bool writes = row % COPIES == 0;
-    if (gridDim.x == 1) {
+    if (splits == 1) {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
             const float divisor = __shfl_sync(0xffffffff, total, h);
 #pragma unroll
             for (int i = 0; i < LEFT; ++i) {
                 const float value = divisor == 0.0f ? 0.0f : sum[h * MINE + i] / divisor;
-                if (writes) out[(first_head + h) * SIZE + place + i] = store(value);
+                if (writes) out[(first_head + h) * SIZE + place + i].set(value);
             }
         }
         return;
     }
     // Partial results: [batch * heads][splits][SIZE], then the base and total of each.
-    float2* scales = (float2*)(sums + (long long)gridDim.y * HEADS * gridDim.x * SIZE);
+    float2* scales = (float2*)(sums + (long long)gridDim.x * HEADS * SIZE);
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
-        const long long at = (first_head + h) * gridDim.x + blockIdx.x;
+        const long long at = (first_head + h) * splits + split;
 #pragma unroll
         for (int i = 0; i < LEFT; ++i) {
             if (writes) sums[at * SIZE + place + i] = sum[h * MINE + i];
@@ -274,14 +254,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
 }
 
 constexpr int MOST = 4096;  // splits
-constexpr int COLUMNS = SIZE < 64 ? SIZE : 64, FOURS = COLUMNS / 4, SHARES = THREADS / FOURS;
+constexpr int COLUMNS = SIZE < 64 ? SIZE : 64, PARTS_OF_HEAD = SIZE / COLUMNS, FOURS = COLUMNS / 4, SHARES = THREADS / FOURS;
 
-// Grid: SIZE / COLUMNS, then batch * heads.
+// Grid: batch * heads * SIZE / COLUMNS.
 extern "C" __global__ void __launch_bounds__(THREADS) combined(
-    Value* out, const float* sums, int splits
+    Input* out, const float* sums, int splits, int heads
 ) {
-    const float2* scales = (const float2*)(sums + (long long)gridDim.y * splits * SIZE)
-        + (long long)blockIdx.y * splits;
+    const int head = blockIdx.x / PARTS_OF_HEAD, part = blockIdx.x % PARTS_OF_HEAD;
+    const float2* scales = (const float2*)(sums + (long long)heads * splits * SIZE)
+        + (long long)head * splits;
     __shared__ float factors[MOST];
     __shared__ float4 shares[SHARES][FOURS];
     __shared__ float reduced[WARPS];
@@ -313,18 +294,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) combined(
     for (int other = 0; other < WARPS; ++other) total += reduced[other];
 
     const int four = threadIdx.x % FOURS, share = threadIdx.x / FOURS;
-    const float4* from = (const float4*)(sums + (long long)blockIdx.y * splits * SIZE)
-        + blockIdx.x * FOURS + four;
+    const float4* from = (const float4*)(sums + (long long)head * splits * SIZE)
+        + part * FOURS + four;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
     for (int i = share; i < splits; i += SHARES) {
         const float factor = factors[i];
-        const float4 part = from[(long long)i * (SIZE / 4)];
+        const float4 other = from[(long long)i * (SIZE / 4)];
         if (factor != 0.0f) {
-            sum.x = fmaf(factor, part.x, sum.x);
-            sum.y = fmaf(factor, part.y, sum.y);
-            sum.z = fmaf(factor, part.z, sum.z);
-            sum.w = fmaf(factor, part.w, sum.w);
+            sum.x = fmaf(factor, other.x, sum.x);
+            sum.y = fmaf(factor, other.y, sum.y);
+            sum.z = fmaf(factor, other.z, sum.z);
+            sum.w = fmaf(factor, other.w, sum.w);
         }
     }
     shares[share][four] = sum;
@@ -339,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combined(
     }
     if (share == 0) {
         const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-        Value* to = out + (long long)blockIdx.y * SIZE + blockIdx.x * COLUMNS + four * 4;
+        Input* to = out + (long long)head * SIZE + part * COLUMNS + four * 4;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = store(total == 0.0f ? 0.0f : values[i] / total);
+        for (int i = 0; i < 4; ++i) to[i].set(total == 0.0f ? 0.0f : values[i] / total);
     }
 }

@@ -9,11 +9,13 @@ read, such as the free part of a static cache.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .compiler import Kernel, KernelError, compiled, exponents
+from .compiler import Kernel, KernelError, compiled, launcher
+from .replacing import current_device, dtypes, raw_stream
 from .step import is_short_of_memory
 from .streams import is_capturing
 
@@ -34,10 +36,10 @@ _PLANS = 4096  # that are kept
 class _Plan(NamedTuple):
     """What the layout of the inputs decides."""
 
-    attend: Kernel
-    combine: Kernel | None
-    grid: tuple[int, int]
-    numbers: tuple[int, ...]
+    attend: Callable[..., bool]
+    blocks: int
+    combine: Callable[..., bool] | None
+    combining: int  # blocks
     output: tuple[int, ...]
     partial: int  # float32 values of partial results
 
@@ -63,46 +65,51 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
     import torch
 
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    layout = tuple(
-        (type(t), t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % _ALIGNED) for t in tensors
-    )
-    try:
-        if layout in _plans:
-            plan = _plans[layout]
-        else:
-            plan = _plan_of(*tensors)
-            if plan is None and is_capturing(query.device):
+    layout = (float(scale), *map(_layout, tensors))
+    if layout not in _plans:
+        try:
+            plan = _plan_of(float(scale), *tensors)
+        except KernelError as error:
+            if is_short_of_memory(error):
                 return None
-            if len(_plans) >= _PLANS:
-                _plans.clear()
-            _plans[layout] = plan
-        if plan is None:
-            return None
-        output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
-        partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
-        with torch.cuda.device(query.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            # A mask that does not exist is not read.
-            inputs = (output, partial, query, key, value, tensors[-1])
-            plan.attend(plan.grid, *inputs, float(scale), *plan.numbers, stream=stream)
-            if plan.combine is not None:
-                size = output.shape[3]
-                grid = (max(size // 64, 1), output.numel() // size)
-                plan.combine(grid, output, partial, plan.grid[0], stream=stream)
-    except KernelError as error:
-        if not is_short_of_memory(error):  # else the next call tries again
             logger.info("PyTorch computes the attention of one token: %s", error)
-            _plans[layout] = None
+            plan = None
+        if plan is None and is_capturing(query.device):
+            return None
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        _plans[layout] = plan
+    plan = _plans[layout]
+    if plan is None:
         return None
-    return output
+    index = query.get_device()
+    if current_device()() != index:
+        with torch.cuda.device(index):
+            return attention(query, key, value, mask, scale)
+    output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
+    pointers, stream = (output.data_ptr(), partial.data_ptr()), raw_stream()(index)
+    inputs = [tensor.data_ptr() for tensor in tensors]
+    inputs += [0] * (4 - len(inputs))  # a mask that does not exist is not read
+    done = plan.attend(plan.blocks, stream, *pointers, *inputs)
+    if plan.combine is not None:
+        done = done and plan.combine(plan.combining, stream, *pointers)
+    return output if done else None
 
 
-def _plan_of(query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    shape, stride, device = tensor.shape, tensor.stride(), tensor.device
+    return type(tensor), shape, stride, tensor.dtype, device, tensor.data_ptr() % _ALIGNED
+
+
+def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
     """How to compute these inputs; ``None`` if the kernel cannot, or is not compiled in a capture.
 
     Raises:
         KernelError: This machine cannot compile or load the kernel.
     """
+    import torch
+
     if not _fits(query, key, value, mask):
         return None
     batch, heads, _, size = query.shape
@@ -112,7 +119,7 @@ def _plan_of(query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None
     groups = heads // per_block
     keys = _keys_of_a_block(length, batch * groups, size, query.device)
     splits = -(-length // keys)
-    masked = 0 if mask is None else 1 if mask.dtype not in exponents() else 2
+    masked = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     kind = (query.device, query.dtype, size)
     attend = _kernel(*kind, "one_token_attention", per_block, masked)
     combine = _kernel(*kind, "combined", 1, 0) if splits > 1 else None
@@ -121,14 +128,15 @@ def _plan_of(query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None
     strides = [0, 0, 0]
     if mask is not None:
         strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1, 3)]
+    numbers = (
+        *(scale, splits, length, keys, groups, heads // key_heads // per_block),
+        *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
+    )
     return _Plan(
-        attend,
-        combine,
-        grid=(splits, batch * groups),
-        numbers=(
-            *(length, keys, groups, heads // key_heads // per_block),
-            *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
-        ),
+        attend=launcher(attend, 6, numbers, (_THREADS, 1)),
+        blocks=batch * groups * splits,
+        combine=launcher(combine, 2, (splits, batch * heads), (_THREADS, 1)) if combine else None,
+        combining=batch * heads * max(size // 64, 1),
         output=(batch, 1, heads, size),
         partial=batch * heads * splits * (size + 2) if splits > 1 else 0,
     )
@@ -210,7 +218,7 @@ def _kernel(device: Any, dtype: Any, size: int, name: str, heads: int, mask: int
     kind = (device, dtype, size, name, heads, mask)
     kernel = _kernels.get(kind)
     if kernel is None and not is_capturing(device):
-        constants = {"EXPONENT": exponents()[dtype], "SIZE": size, "HEADS": heads, "MASK": mask}
+        constants = {"INPUT": dtypes()[dtype], "SIZE": size, "HEADS": heads, "MASK": mask}
         shared = 0 if name == "combined" else 4 * _MOST * (1 << (heads - 1).bit_length())
         file = Path(__file__).with_suffix(".cu")
         kernel = _kernels[kind] = compiled(file, name, constants, device, _THREADS, shared)
