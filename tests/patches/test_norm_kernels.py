@@ -165,23 +165,25 @@ def test_a_captured_step(monkeypatch):
     """All its norms use kernels that the eager step before it has compared."""
     model, ids = make(), torch.randint(5, 96, (1, 9), device="cuda")
     model.hf_device_map = {"": 0, "a tower": "cpu"}  # transformers does not compile such a model
-    used, tried = [], []
-    output, compare = rms_norm._Kind.output, rms_norm._equal_kind
-
-    def using(*args):
-        used.append(torch.cuda.is_current_stream_capturing())
-        return output(*args)
+    used, tried, compare = [], [], rms_norm._equal_kind
 
     def comparing(*args):
         tried.append(torch.cuda.is_current_stream_capturing())
-        return compare(*args)
+        kind = compare(*args)
+        launch = kind.launch
 
+        def launching(*arguments):
+            used.append(torch.cuda.is_current_stream_capturing())
+            return launch(*arguments)
+
+        kind.launch = launching
+        return kind
+
+    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     with gemma4_compat.disabled("norm_kernels"):
         expected = model.generate(ids, **options).logits
-    monkeypatch.setattr(rms_norm._Kind, "output", using)
-    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
     assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
     norms = sum(type(module).__name__ == "Gemma4RMSNorm" for module in model.modules())
     assert sum(used) == norms

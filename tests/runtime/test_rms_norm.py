@@ -45,26 +45,24 @@ def norm_of(size, weight=F32, cls=Norm, device="cuda:0"):
 
 @pytest.fixture
 def used(monkeypatch):
-    """The numbers of rows for which the kernel was used, except in comparisons."""
-    rows, inside = [], []
-    output, compared = rms_norm._Kind.output, rms_norm._equal_kind
-
-    def is_used(kind, inputs, count, *pointers):
-        out = output(kind, inputs, count, *pointers)
-        if out is not None and not inside:
-            rows.append(count)
-        return out
+    """The number of rows of each launch, except in comparisons."""
+    seen, compare = [], rms_norm._equal_kind
 
     def comparing(*args):
-        inside.append(1)
-        try:
-            return compared(*args)
-        finally:
-            inside.pop()
+        kind = compare(*args)
+        if kind is not None:
+            launch = kind.launch
 
-    monkeypatch.setattr(rms_norm._Kind, "output", is_used)
+            def launching(*arguments):
+                seen.append(arguments[-1])
+                return launch(*arguments)
+
+            kind.launch = launching
+        return kind
+
     monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
-    return rows
+    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
+    return seen
 
 
 def check(module, inputs):
@@ -183,7 +181,7 @@ def test_gradients_and_modes(used):
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(inputs, inputs)
             assert forward_ad.unpack_dual(module(dual)).tangent is not None
-        traced = torch.jit.trace(module, inputs)
+        traced = torch.jit.trace(module, inputs, check_trace=False)
         assert torch.equal(traced(2 * inputs), original(module, 2 * inputs))
         negative = torch._neg_view(inputs)
         assert torch.equal(module(negative), original(module, -inputs))
@@ -300,6 +298,9 @@ def test_threads_and_streams(used):
     inputs = [torch.randn(rows, 1536, device="cuda") for rows in (1, 5, 40)]
     with torch.no_grad():
         expected = [original(module, each) for each in inputs]
+    for each in inputs:
+        check(module, each)
+    used.clear()
     torch.cuda.synchronize()
 
     def run():
@@ -419,30 +420,26 @@ def test_copies():
 
 def test_launches_reuse_their_memory(monkeypatch):
     """Also if several run at once: each has its own."""
-    launched, inside = [], []
+    launched, inside, places = [], [], set()
 
     class Driver:
-        def __getitem__(self, name):
-            return self
-
-        def __call__(self, function, blocks, *rest):
+        def cuLaunchKernel(self, function, blocks, *rest):
             if blocks == 1 and not inside:
                 inside.append(1)
-                assert launch(2, 0, 5, 6)
-            pointers = ctypes.cast(rest[7], ctypes.POINTER(ctypes.c_void_p))
+                assert launch(2, 1 << 40, 5, 6)
+            assert rest[:6] == (1, 1, 32, 4, 1, 0)
+            assert rest[6].value == 1 << 40
+            pointers = rest[7]
+            places.add(pointers[0])
             values = [ctypes.c_int64.from_address(pointers[i]).value for i in range(2)]
             number = ctypes.c_int.from_address(pointers[2]).value
-            factor = ctypes.c_float.from_address(pointers[3]).value
-            assert rest[:6] == (1, 1, 32, 4, 1, 0)
-            launched.append((*values, number, factor))
+            launched.append((*values, number, ctypes.c_float.from_address(pointers[3]).value))
             return 0 if blocks < 3 else 1
 
     monkeypatch.setattr(compiler, "driver", Driver)
     kernel = compiler.Kernel(None, None, 64, 0)
-    launch = compiler.Launch(kernel, 2, (7, 0.5), (32, 4))
-    assert launch(1, 0, 1 << 40, 3)
-    assert not launch(3, 0, 8, 9)
-    assert launched == [
-        (5, 6, 7, 0.5), (1 << 40, 3, 7, 0.5), (8, 9, 7, 0.5),
-    ]  # fmt: skip
-    assert len(launch._free) == 2
+    launch = compiler.launcher(kernel, 2, (7, 0.5), (32, 4))
+    assert launch(1, 1 << 40, 1 << 41, 3)
+    assert not launch(3, 1 << 40, 8, 9)
+    assert launched == [(5, 6, 7, 0.5), (1 << 41, 3, 7, 0.5), (8, 9, 7, 0.5)]
+    assert len(places) == 2

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,47 +59,43 @@ class Kernel:
         )
 
 
-class Launch:
-    """Launches one kernel many times, with little work for the CPU.
+def launcher(
+    kernel: Kernel, passed: int, numbers: Sequence[float], block: tuple[int, int]
+) -> Callable[..., bool]:
+    """A function that launches a kernel with little work for the CPU.
+
+    It gets the number of blocks, the handle of a stream, and the arguments that change.  It returns
+    whether the driver accepted the launch.
 
     Args:
         kernel: The compiled kernel.  Its first parameters are pointers or 64-bit integers.
-        passed: How many of these there are; each call passes them.
-        numbers: The other arguments, of each call: an ``int`` or ``float`` in 32 bits.
+        passed: How many of these there are.
+        numbers: The other arguments, which stay: an ``int`` or ``float`` in 32 bits.
         block: Threads in x and y.
     """
+    function, shared, (x, y) = kernel._function, kernel._shared, block
+    constants, pointer, free = [_value(number) for number in numbers], ctypes.c_void_p, []
+    launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
 
-    def __init__(
-        self, kernel: Kernel, passed: int, numbers: Sequence[float], block: tuple[int, int]
-    ) -> None:
-        self._kernel, self._passed, self._block = kernel, passed, block
-        self._numbers = [_value(number) for number in numbers]
-        self._free: list[tuple[Any, Any]] = []  # the memory of arguments that no launch uses
-        self._launch = driver()["cuLaunchKernel"]  # an own object, for the types
-        pointer, size = ctypes.c_void_p, ctypes.c_uint
-        self._launch.argtypes = [pointer, *[size] * 7, pointer, pointer, pointer]
+    def arguments() -> tuple[Any, Any]:
+        """Memory for the arguments that change, and the addresses of all."""
+        values = (ctypes.c_int64 * passed)()
+        places = [ctypes.addressof(values) + number * 8 for number in range(passed)]
+        places += map(ctypes.addressof, constants)
+        return values, (pointer * len(places))(*places)
 
-    def __call__(self, blocks: int, stream: int, *arguments: int) -> bool:
-        """Whether the driver accepted the launch."""
+    def launched(blocks: int, stream: int, *changing: int) -> bool:
         try:
-            used = self._free.pop()
+            used = free.pop()  # no other launch uses it now
         except IndexError:
-            used = self._arguments()
-        used[0][:] = arguments
-        kernel, (x, y) = self._kernel, self._block
-        result = self._launch(
-            kernel._function, blocks, 1, 1, x, y, 1, kernel._shared, stream, used[1], None
-        )
-        self._free.append(used)
+            used = arguments()
+        values, places = used
+        pack(values, 0, *changing)
+        result = launch(function, blocks, 1, 1, x, y, 1, shared, pointer(stream), places, None)
+        free.append(used)
         return not result
 
-    def _arguments(self) -> tuple[Any, Any]:
-        """The arguments that change, and the addresses of all."""
-        values = (ctypes.c_int64 * self._passed)()
-        first, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_int64)
-        places = [first + number * size for number in range(self._passed)]
-        places += map(ctypes.addressof, self._numbers)
-        return values, (ctypes.c_void_p * len(places))(*places)
+    return launched
 
 
 def _value(argument: Any) -> Any:

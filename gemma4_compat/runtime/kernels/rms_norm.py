@@ -41,32 +41,14 @@ class _Kind:
     """How the kernel is launched for one kind of norms and inputs."""
 
     def __init__(self, kernel: Kernel, rows: int, size: int, eps: float) -> None:
-        import torch
-
-        from .compiler import Launch
+        from .compiler import launcher
 
         threads = _threads(rows, size // 4)
         self.rows_in_block = _ROWS_IN_BLOCK if threads == _WARP else 1
         numbers = size // 4, 1 / size, eps
-        self.launch = Launch(kernel, 4, numbers, (threads, self.rows_in_block))
+        self.launch = launcher(kernel, 4, numbers, (threads, self.rows_in_block))
         # PyTorch's factor is the number of rows divided by that of values, both in float32.
         self.most_rows = (1 << 24) // (size // (size & -size))
-        self.empty_like, self.stream_of = torch.empty_like, raw_stream()
-
-    def output(self, inputs: Any, rows: int, pointer: int, weights: int) -> Any:
-        """The norm of rows on the current device; ``None`` if the kernel does not compute it.
-
-        Args:
-            inputs: [..., size], contiguous.
-            rows: Their number, at least one.
-            pointer: The address of the inputs.
-            weights: The address of the weight; 0 for none.
-        """
-        if rows > self.most_rows:
-            return None
-        out, blocks = self.empty_like(inputs), -(-rows // self.rows_in_block)
-        stream = self.stream_of(inputs.get_device())
-        return out if self.launch(blocks, stream, out.data_ptr(), pointer, weights, rows) else None
 
 
 def in_one_kernel(original: Any) -> Any:
@@ -78,8 +60,8 @@ def in_one_kernel(original: Any) -> Any:
     import torch
     from torch.nn import Parameter
 
-    compared, is_plain, get_device = Compared(), plain(), current_device()
-    Tensor = torch.Tensor
+    compared, is_plain, get_device, stream_of = Compared(), plain(), current_device(), raw_stream()
+    known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
 
     def output(self: Any, inputs: Any) -> Any:
         """The norm of a plain tensor; ``None`` if the kernel does not compute it."""
@@ -97,16 +79,24 @@ def in_one_kernel(original: Any) -> Any:
             weight = self._parameters.get("weight")
             if type(weight) is not Parameter and type(weight) is not Tensor:
                 return None
-            if weight.get_device() != index or weight.shape != (size,) or weight.stride() != (1,):
+            if weight.get_device() != index or weight.numel() != size or weight.dim() != 1:
+                return None
+            if not weight.is_contiguous():
                 return None
             dtype, weights = weight.dtype, weight.data_ptr()
         if (pointer | weights) % _ALIGNMENT:
             return None
-        rows = inputs.numel() // size
-        cls, few = type(self), rows if rows < _MANY_ROWS else _MANY_ROWS
+        rows, cls = inputs.numel() // size, type(self)
+        few = rows if rows < _MANY_ROWS else _MANY_ROWS
         key = cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
-        kind = compared.get(key, inputs.device, _equal_kind, original, self, inputs, weight)
-        return None if kind is None else kind.output(inputs, rows, pointer, weights)
+        kind = known.get(key)
+        if kind is None:
+            kind = compared.get(key, inputs.device, _equal_kind, original, self, inputs, weight)
+        if kind is None or rows > kind.most_rows:
+            return None
+        out, blocks = empty_like(inputs), -(-rows // kind.rows_in_block)
+        done = kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
+        return out if done else None
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
@@ -126,7 +116,7 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
         return None
     if getattr(module, "weight", None) is not weight:  # a user's class may have such a property
         return None
-    rows = min(inputs.numel() // size, _MANY_ROWS)
+    stream, rows = raw_stream()(inputs.get_device()), min(inputs.numel() // size, _MANY_ROWS)
     rows = 1 << (rows.bit_length() - 1)
     generator = torch.Generator(device).manual_seed(0)
     trials = [
@@ -140,10 +130,13 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
         return None if kernel is None else _Kind(kernel, count, size, module.eps)
 
     def is_equal(trial: Any, halving: bool) -> bool:
-        count = len(trial)
+        count, out = len(trial), torch.empty_like(trial)
         kind = kind_of(count, trial.dtype, halving)
-        output = kind and kind.output(trial, count, trial.data_ptr(), weights)
-        return output is not None and torch.equal(output, original(module, trial))
+        if kind is None:
+            return False
+        blocks, pointers = -(-count // kind.rows_in_block), (out.data_ptr(), trial.data_ptr())
+        done = kind.launch(blocks, stream, *pointers, weights, count)
+        return done and torch.equal(out, original(module, trial))
 
     for halving in (True, False):
         if all(is_equal(t.to(d), halving) for d in (torch.float32, inputs.dtype) for t in trials):
