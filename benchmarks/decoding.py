@@ -95,7 +95,7 @@ def looked_up_by_the_cpu() -> Iterator[None]:
 
 
 def warmed(action: Callable[[], Any]) -> Callable[[], list[float]]:
-    """Time an action after it ran once, because a patch that is switched on compares its kernels."""
+    """Time an action once it ran: patches that are switched on first compare their kernels."""
 
     def timed_action() -> list[float]:
         action()
