@@ -325,6 +325,7 @@ def without_gpu(monkeypatch):
     tried = []
     monkeypatch.setattr(rms_norm, "plain", lambda: lambda tensor: True)
     monkeypatch.setattr(rms_norm, "current_device", lambda: lambda: -1)
+    monkeypatch.setattr(rms_norm, "raw_stream", lambda: lambda index: 0)
 
     def comparing(*args):
         tried.append(args)

@@ -1,6 +1,8 @@
 """An RMS norm of Gemma 3n has nine kernels, and a token has hundreds of norms.
 
-This is the same as in Gemma 4 (see ``norm_kernels``), and the fix is the same, too.
+This is the same as in Gemma 4 (see ``norm_kernels``).
+
+The fix is the same, too.
 """
 
 from __future__ import annotations

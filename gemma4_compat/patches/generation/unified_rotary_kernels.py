@@ -1,6 +1,8 @@
 """The rotary embedding of Gemma 4 unified has five kernels, and runs twice in each layer.
 
-This is the same as in Gemma 4 (see ``rotary_kernels``), and the fix is the same, too.
+This is the same as in Gemma 4 (see ``rotary_kernels``).
+
+The fix is the same, too.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def launcher(
         block: Threads in x and y.
     """
     function, shared, (x, y) = kernel._function, kernel._shared, block
-    constants, pointer, free = [_value(number) for number in numbers], ctypes.c_void_p, []
+    constants, pointer = [_value(number) for number in numbers], ctypes.c_void_p
+    free: list[Any] = []
     launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
 
     def arguments() -> tuple[Any, Any]:

@@ -63,13 +63,10 @@ def in_one_kernel(original: Any) -> Any:
     compared, is_plain, get_device, stream_of = Compared(), plain(), current_device(), raw_stream()
     known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
 
-    def output(self: Any, inputs: Any) -> Any:
-        """The norm of a plain tensor; ``None`` if the kernel does not compute it."""
-        own, index = self.__dict__, inputs.get_device()
-        if get_device() != index:
-            with torch.cuda.device(index):
-                return output(self, inputs)
-        shape, eps = inputs.shape, own.get("eps")
+    def output(self: Any, inputs: Any, index: int) -> Any:
+        """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
+        own, shape = self.__dict__, inputs.shape
+        eps = own.get("eps")
         size = shape[-1] if shape else 0
         if not size or type(eps) is not float or "_norm" in own or not inputs.is_contiguous():
             return None
@@ -100,7 +97,14 @@ def in_one_kernel(original: Any) -> Any:
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
-        out = output(self, hidden_states) if is_plain(hidden_states) else None
+        out = None
+        if is_plain(hidden_states):
+            index = hidden_states.get_device()
+            if get_device() == index:
+                out = output(self, hidden_states, index)
+            else:
+                with torch.cuda.device(index):
+                    out = output(self, hidden_states, index)
         return original(self, hidden_states) if out is None else out
 
     return forward

@@ -34,12 +34,8 @@ def in_one_kernel(original: Any) -> Any:
     stream_of, namespace = raw_stream(), original.__globals__
     known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
 
-    def output(x: Any, cos: Any, sin: Any) -> Any:
+    def output(x: Any, cos: Any, sin: Any, index: int) -> Any:
         """Of plain inputs with heads in dimension 2; ``None`` if the kernel cannot compute it."""
-        index = x.get_device()
-        if get_device() != index:
-            with torch.cuda.device(index):
-                return output(x, cos, sin)
         shape, angles, dtype = x.shape, cos.shape, x.dtype
         if len(shape) != 4 or len(angles) != 3 or sin.shape != angles:
             return None
@@ -78,7 +74,12 @@ def in_one_kernel(original: Any) -> Any:
             and not cos.is_neg()
             and not sin.is_neg()
         ):
-            out = output(x, cos, sin)
+            index = x.get_device()
+            if get_device() == index:
+                out = output(x, cos, sin, index)
+            else:
+                with torch.cuda.device(index):
+                    out = output(x, cos, sin, index)
         return original(x, cos, sin, unsqueeze_dim) if out is None else out
 
     return apply_rotary_pos_emb
