@@ -42,9 +42,11 @@ class Kernel:
         """
         values = [_value(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        self.launch(grid, threads or self._threads, stream, pointers)
+        self.launch(grid, threads or self._threads, self._shared, stream, pointers)
 
-    def launch(self, grid: tuple[int, int], threads: int, stream: int, pointers: Any) -> None:
+    def launch(
+        self, grid: tuple[int, int], threads: int, shared: int, stream: int, pointers: Any
+    ) -> None:
         """Launch the kernel with a ctypes array of pointers to the values of its parameters.
 
         Raises:
@@ -55,7 +57,7 @@ class Kernel:
                 self._function,
                 *(*grid, 1),
                 *(threads, 1, 1),
-                self._shared,
+                shared,
                 ctypes.c_void_p(stream),
                 pointers,
                 None,

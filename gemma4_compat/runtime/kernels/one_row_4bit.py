@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 _thread = threading.local()  # .launch: the ``_Launch`` of this thread's one-token forward
 
-_LANES = 16  # of a group of threads
+_LANES = 16  # threads that share rows
 _VECTOR = 32  # values
 _NESTED_BLOCK = 256
-#: How many threads a multiprocessor has for all rows, at most, for a thread to have so many rows.
-_ROWS = ((1, 1536), (2, 5000), (4, None))
+#: How many threads of a multiprocessor one row for each thread takes, at most, for so many rows.
+_ROWS = ((1, 1750), (2, 5000), (4, None))
 _THREADS = 384  # of a block, about
-_MOST_THREADS = 512, 1024
 _BLOCKS = 4  # of a multiprocessor, at most
+_SHARED = 48 << 10, 96 << 10  # bytes of a block
 
 
 class _Launch:
@@ -58,8 +58,9 @@ class _Plan(NamedTuple):
     """How the kernel multiplies with weights of one shape."""
 
     kernel: Kernel
-    blocks: int
+    grid: tuple[int, int]
     threads: int
+    shared: int
     splits: int
     shift: int
 
@@ -159,11 +160,12 @@ def _product(launch: _Launch, inputs: Any, weight: Any, state: Any) -> Any:
         outputs, size // _VECTOR, plan.splits, plan.shift,
     )  # fmt: skip
     stream = torch._C._cuda_getCurrentRawStream(device)
+    how = plan.grid, plan.threads, plan.shared, stream, values
     if torch.cuda.current_device() == device:
-        plan.kernel.launch((plan.blocks, 1), plan.threads, stream, values)
+        plan.kernel.launch(*how)
     else:
         with torch.cuda.device(device):
-            plan.kernel.launch((plan.blocks, 1), plan.threads, stream, values)
+            plan.kernel.launch(*how)
     return out
 
 
@@ -210,31 +212,38 @@ def _new_plan(
     import torch
 
     vectors, shift = size // _VECTOR, (blocksize // _VECTOR).bit_length() - 1
-    splits = -(-vectors // _LANES)
-    splits += splits % 2 if splits * _LANES > _THREADS // 2 else 0
+    each = 1 if vectors <= 512 else 3  # vectors of a thread in a row
+    splits = -(-vectors // (_LANES * each))
+    parts = max(1, _THREADS // (splits * _LANES))
+    splits += parts * splits % 2  # whole warps
+    threads = parts * splits * _LANES
+    most = 512 if threads <= 512 else 1024
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    share = outputs * splits * _LANES / count
+    rows = next(rows for rows, limit in _ROWS if limit is None or share <= limit)
+    if each > 1:
+        rows = 2
+    chunks = dtype.itemsize * _VECTOR // 16 * ((vectors + 5) // 8 * 8 + 2)
+    shared = 4096 + 1024 * nested + 8 * (most // _LANES) * rows + 16 * chunks
     if (
         dtype not in exponents()
         or blocksize != _VECTOR << max(shift, 0)
         or size % blocksize
-        or splits * _LANES > _MOST_THREADS[1]
+        or threads > most
+        or shared > _SHARED[1]
         or outputs * vectors >= 1 << 31
     ):
         return None
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    share = outputs * splits * _LANES / count
-    rows = next(rows for rows, most in _ROWS if most is None or share <= most)
-    most = _MOST_THREADS[splits * _LANES > _MOST_THREADS[0]]
-    if most > _MOST_THREADS[0]:
-        rows = 1
-    parts = max(1, _THREADS // (splits * _LANES))
-    parts += parts * splits % 2  # whole warps
     blocks = min(-(-outputs // (rows * parts)), _BLOCKS * count)
-    kernel = _kernel(device, dtype, nested, rows, most)
-    return _Plan(kernel, blocks, parts * splits * _LANES, splits, shift)
+    limit = next(limit for limit in _SHARED if shared <= limit)
+    kernel = _kernel(device, dtype, nested, rows, each, most, limit)
+    return _Plan(kernel, (blocks, 1), threads, shared, splits, shift)
 
 
 @cache
-def _kernel(device: int, dtype: Any, nested: bool, rows: int, threads: int) -> Kernel:
+def _kernel(
+    device: int, dtype: Any, nested: bool, rows: int, vectors: int, threads: int, shared: int
+) -> Kernel:
     """The compiled kernel.
 
     Raises:
@@ -247,7 +256,8 @@ def _kernel(device: int, dtype: Any, nested: bool, rows: int, threads: int) -> K
         "EXPONENT": exponents()[dtype],
         "NESTED": int(nested),
         "ROWS": rows,
+        "VECTORS": vectors,
         "THREADS": threads,
     }
     file = Path(__file__).with_suffix(".cu")
-    return compiled(file, "one_row_4bit", constants, torch.device("cuda", device), threads, 0)
+    return compiled(file, "one_row_4bit", constants, torch.device("cuda", device), threads, shared)
