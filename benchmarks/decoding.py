@@ -90,19 +90,11 @@ def looked_up_by_the_cpu() -> Iterator[None]:
         table.in_place_of = original
 
 
-@contextlib.contextmanager
-def norms_in_many_kernels() -> Iterator[None]:
-    """Captured steps compute their RMS norms as transformers does."""
-    from gemma4_compat.runtime.capture import decoding
+def in_many_kernels() -> contextlib.AbstractContextManager[Any]:
+    """Norms and rotary embeddings are computed as transformers does."""
+    import gemma4_compat
 
-    original = decoding.norms_in_one_kernel
-    decoding.norms_in_one_kernel = lambda modules: contextlib.nullcontext()
-    decoding.forget()
-    try:
-        yield
-    finally:
-        decoding.norms_in_one_kernel = original
-        decoding.forget()
+    return gemma4_compat.disabled("norm_kernels", "rotary_kernels")
 
 
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -225,23 +217,31 @@ def measure_steps(
         say()
 
 
-def measure_norms(
+def measure_kernels(
     model: Any, figures: dict[str, Any], contexts: Sequence[int], rounds: int
 ) -> None:
-    """The time of a captured token: an RMS norm in one kernel, and in many."""
-    both = {"one": contextlib.nullcontext, "many": norms_in_many_kernels}
-    for length in contexts:
-        steps: dict[str, list[float]] = {name: [] for name in both}
+    """Norms and rotary embeddings in one kernel each, and in many: tokens, and prompts."""
+    import torch
+
+    both = {"one": contextlib.nullcontext, "many": in_many_kernels}
+
+    def measured(action: Callable[[], list[float]], unit: str) -> None:
+        times: dict[str, list[float]] = {name: [] for name in both}
         for _ in range(rounds):
             for name, context in both.items():
                 with context():
-                    call(model, length, STEPS, "captured")
-                    steps[name] += timed(model, length, "captured")
-        token = {name: statistics.median(times) for name, times in steps.items()}
-        figures[f"{length}: ms a token, kernels of a norm"] = {
-            name: 1e3 * each for name, each in token.items()
-        }
-        figures[f"{length}: tok/s, one kernel ÷ many"] = token["many"] / token["one"]
+                    action()
+                    times[name] += action()
+        middle = {name: statistics.median(each) for name, each in times.items()}
+        figures[f"{unit}, kernels"] = {name: 1e3 * each for name, each in middle.items()}
+        figures[f"{unit}: one kernel ÷ many"] = middle["one"] / middle["many"]
+
+    for length in contexts:
+        for way in WAYS:
+            measured(lambda n=length, w=way: timed(model, n, w), f"{length}, {way}: ms a token")
+    for length, action in prefills(model):
+        with torch.no_grad():
+            measured(lambda a=action: [seconds(a)], f"prefill of {length}: ms")
 
 
 def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
@@ -272,7 +272,7 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = ("steps", "norms", "calls", "equal")
+    parts = ("steps", "kernels", "calls", "equal")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
@@ -317,8 +317,8 @@ def main() -> None:
     if args.only in (None, "steps"):
         measure(model, figures, say, before)
         measure_steps(model, figures, say, args.contexts, args.rounds)
-    if args.only in (None, "norms"):
-        measure_norms(model, figures, args.contexts, args.rounds)
+    if args.only in (None, "kernels"):
+        measure_kernels(model, figures, args.contexts, args.rounds)
         say()
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
