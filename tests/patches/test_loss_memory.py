@@ -689,3 +689,141 @@ def test_the_metrics_of_trl(model_dir, tmp_path):
     )
     assert len(whole) == 2
     assert pieces == [pytest.approx(each, rel=1e-3) for each in whole]
+
+
+def linear_steps(kind, folder, **options):
+    """For three steps with updates that are as exact as the gradients: AdamW of a large epsilon."""
+    options = {"per_device_train_batch_size": 2, **options}
+    return kind(
+        output_dir=str(folder), max_steps=3, adam_epsilon=1.0, learning_rate=1.0, warmup_steps=0,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, logging_steps=1, **options,
+    )  # fmt: skip
+
+
+def accumulating(model_dir, folder):
+    from transformers import Trainer, TrainingArguments
+
+    model = adapted(load_model(model_dir).float())
+    rows = batch(model.config, rows=12)
+    data = [{name: value[row] for name, value in rows.items()} for row in range(12)]
+    for index, row in enumerate(data):
+        row["labels"][: 4 * index] = -100
+    arguments = linear_steps(
+        TrainingArguments, folder, gradient_accumulation_steps=2, save_strategy="no"
+    )
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def saving(model_dir, folder):
+    """QLoRA, saved after each step."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import Trainer, TrainingArguments
+
+    model = adapted(prepare_model_for_kbit_training(load_model(model_dir, "nf4-nested")))
+    rows = batch(model.config, rows=6)
+    data = [{name: value[row] for name, value in rows.items()} for row in range(6)]
+    arguments = linear_steps(TrainingArguments, folder, save_strategy="steps", save_steps=1)
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def preferring(model_dir, folder):
+    trl, datasets = of_trl()
+    from tests.test_training import tokenizer
+
+    words = [" ".join(f"w{4 + (7 * i + n) % 490}" for i in range(50)) for n in range(6)]
+    answers = {"chosen": words, "rejected": words[::-1], "prompt": ["w5 w6 w7"] * 6}
+    arguments = linear_steps(trl.DPOConfig, folder, save_strategy="no", bf16=False, max_length=64)
+    return trl.DPOTrainer(
+        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(answers), peft_config=lora_of_trl(),
+    )  # fmt: skip
+
+
+def rewarded(model_dir, folder):
+    """Two generations of four tokens."""
+    trl, datasets = of_trl()
+    from tests.test_training import tokenizer
+
+    prompts = {"prompt": [" ".join(f"w{4 + 7 * i + n}" for i in range(40)) for n in range(6)]}
+    arguments = linear_steps(
+        trl.GRPOConfig, folder, save_strategy="no", bf16=False, num_generations=2,
+        max_completion_length=4, per_device_train_batch_size=2,
+    )  # fmt: skip
+    return trl.GRPOTrainer(
+        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(prompts), peft_config=lora_of_trl(),
+        reward_funcs=lambda completions, **_: [sum(map(ord, each)) % 7.0 for each in completions],
+    )  # fmt: skip
+
+
+def of_trl():
+    datasets = pytest.importorskip("datasets", reason="TRL needs datasets")
+    return pytest.importorskip("trl", reason="trl is not installed"), datasets
+
+
+def lora_of_trl():
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    return LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def learnt(trainer, **options):
+    """The loss of each step, and what the adapter has learnt, by name."""
+    adapter = {n: p for n, p in trainer.model.named_parameters() if "lora_" in n}
+    before = {name: each.detach().clone() for name, each in adapter.items()}
+    trainer.train(**options)
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    assert len(losses) == 3
+    return losses, {name: each.detach() - before[name] for name, each in adapter.items()}
+
+
+def assert_learnt_the_same(trained, expected, tolerance=0.0):
+    (losses, changes), (expected_losses, expected_changes) = trained, expected
+    assert losses == pytest.approx(expected_losses, rel=tolerance / 10, abs=0)
+    assert any(each.any() for each in expected_changes.values())
+    errors = {name: error(each, expected_changes[name]) for name, each in changes.items()}
+    assert not {name: each for name, each in errors.items() if each > tolerance}
+
+
+#: by trainer: the number of losses that are computed in pieces, and the tolerance
+TRAINERS = {
+    accumulating: (6, TOLERANCE[torch.float32]),
+    saving: (3, TOLERANCE[torch.bfloat16]),
+    # TRL computes these losses itself.
+    preferring: (0, 0.0),
+    rewarded: (0, 0.0),
+}
+
+
+@pytest.fixture
+def pieced(monkeypatch):
+    """The losses that were computed in pieces."""
+    calls = []
+    cross_entropy = logits.LazyLogits._cross_entropy
+
+    def counted(lazy, *args, **kwargs):
+        calls.append(lazy)
+        return cross_entropy(lazy, *args, **kwargs)
+
+    monkeypatch.setattr(logits.LazyLogits, "_cross_entropy", counted)
+    return calls
+
+
+@pytest.mark.parametrize("make", TRAINERS)
+def test_what_trainers_learn(model_dir, tmp_path, pieced, make):
+    with disabled(*PATCHES):
+        expected = learnt(make(model_dir, tmp_path / "without"))
+    assert not pieced
+    number, tolerance = TRAINERS[make]
+    assert_learnt_the_same(learnt(make(model_dir, tmp_path / "with")), expected, tolerance)
+    assert len(pieced) == number
+
+
+def test_a_run_that_is_resumed(model_dir, tmp_path, pieced):
+    """It learns the same, bit for bit, as one that was not interrupted."""
+    expected = learnt(saving(model_dir, tmp_path))
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = learnt(saving(model_dir, tmp_path), resume_from_checkpoint=checkpoint)
+    assert_learnt_the_same(resumed, expected)
+    assert len(pieced) == 3 + 1
