@@ -417,6 +417,136 @@ def test_ddp(model, tmp_path, monkeypatch):
     assert torch.equal(found.logits, whole)
 
 
+# -- a head that is trained
+
+
+def tied(model):
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    return model.train()
+
+
+def untied(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model.train()
+
+
+def head_alone(model):
+    untied(model).requires_grad_(False).lm_head.requires_grad_(True)
+    return model
+
+
+TRAINED = {
+    "modules_to_save": lambda model: adapted(model, modules_to_save=["lm_head"]),
+    "full fine-tuning": tied,
+    "not tied": untied,
+    "the head alone": head_alone,
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_trained_head(model, case):
+    model = TRAINED[case](model)
+    inputs = batch(model.config)
+    with Largest() as largest:
+        output, _ = step(model, **inputs)
+    assert largest.entries // VOCABULARY <= ROWS
+    assert is_lazy(output)
+    assert_equal(model, **inputs)
+    assert_equal(model, **inputs, num_items_in_batch=37)
+    assert_equal(model, lambda output: output.loss + output.logits.square().mean(), **inputs)
+
+
+@pytest.mark.parametrize("case", ["full fine-tuning", "modules_to_save"])
+def test_a_trained_head_with_autocast(model, case):
+    model = TRAINED[case](model)
+    inputs = batch(model.config)
+    results = []
+    for names in (PATCHES, NONE):
+        with disabled(*names), torch.autocast("cpu", torch.bfloat16):
+            results.append(step(model, **inputs))
+    (expected, gradients), (found, own) = results
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0)
+    assert not {n: e for n in own if (e := error(own[n], gradients[n])) > 0.03}
+    assert torch.equal(found.logits, expected.logits)
+
+
+LATE = {
+    "step": lambda model: torch.optim.SGD(model.parameters(), 0.1).step(),
+    "other data": lambda model: setattr(
+        model.lm_head.weight, "data", 2 * model.lm_head.weight.data
+    ),
+    "another dtype": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_logits_of_a_trained_head_that_are_read_late(model_dir, change):
+    """After the step of the optimizer, as a loop of the user's may do."""
+    found = []
+    for names in (PATCHES, NONE):
+        model = load_model(model_dir).float().train()
+        with disabled(*names):
+            output = model(**batch(model.config))
+            if change == "step":
+                output.loss.backward()
+            LATE[change](model)
+        found.append(output.logits)
+    assert torch.equal(*found)
+
+
+def test_a_trained_head_that_changes_before_backward(model):
+    """PyTorch's error, as without the patch."""
+    model = tied(model)
+    for names in (PATCHES, NONE):
+        with disabled(*names):
+            output = model(**batch(model.config))
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.loss.backward()
+
+
+def test_a_copy_of_the_weight_goes_with_the_output(model):
+    """Trainer drops the output before backward."""
+    from weakref import ref
+
+    output = tied(model)(**batch(model.config))
+    late, loss = ref(vars(output)["logits"].late), output.loss
+    assert late() is not None
+    del output
+    assert late() is None
+    loss.backward()
+
+
+def test_a_second_derivative_of_a_trained_head(model):
+    model.set_attn_implementation("eager")  # SDPA has no second derivative on the CPU
+    model = untied(model)
+    inputs = batch(model.config)
+    weights = [model.lm_head.weight, model.get_input_embeddings().weight]
+    derivatives = []
+    for names in (PATCHES, NONE):
+        with disabled(*names):
+            again = torch.autograd.grad(model(**inputs).loss, weights, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
+        derivatives.append([*again, *second])
+    for expected, found in zip(*derivatives, strict=True):
+        assert error(found, expected) < TOLERANCE[torch.float32]
+
+
+def test_a_frozen_model_needs_no_gradients(model, monkeypatch):
+    """With gradients enabled, nobody wants those of its hidden states."""
+    model.requires_grad_(False)
+    inputs = batch(model.config)
+    with disabled(*PATCHES):
+        expected = model(**inputs)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: pytest.fail("a gradient"))
+    found = model(**inputs)
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert not found.loss.requires_grad
+
+
 # -- where all logits are computed, as without the patch
 
 
@@ -437,9 +567,7 @@ def own_loss(model):
 
 
 WHOLE = {
-    "trained head": lambda model: adapted(model, modules_to_save=["lm_head"]),
     "adapter on the head": lambda model: adapted(model, target_modules=TARGETS + "|lm_head"),
-    "full fine-tuning": lambda model: model.train(),
     "hook": hook,
     "own forward": own_forward,
     "own loss": own_loss,
@@ -563,18 +691,20 @@ def test_checkpointing(model):
     assert_lazy_and_equal(model)
 
 
+@pytest.mark.parametrize("case", [adapted, TRAINED["modules_to_save"], tied])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_error_against_float64(model_dir, dtype):
+def test_the_error_against_float64(model_dir, dtype, case):
     """At most 1.5 times that of the whole logits, for loss and gradients."""
-    reference = adapted(load_model(model_dir).double())
+    reference = case(load_model(model_dir).double())
     inputs = batch(reference.config)
     with disabled(*PATCHES):
         exact, gradients = step(reference, **inputs)
     errors = []
     for names in (PATCHES, NONE):
-        model = adapted(load_model(model_dir).to(dtype))
+        model = case(load_model(model_dir).to(dtype))
         with disabled(*names):
             output, own = step(model, **inputs)
+        assert is_lazy(output) is (names is NONE)
         errors.append([error(output.loss.double(), exact.loss)])
         errors[-1] += [error(own[n].double(), g) for n, g in gradients.items()]
     for whole, pieces in zip(*errors, strict=True):
