@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ from gemma4_compat.runtime.kernels import rotary
 from gemma4_compat.runtime.kernels.rotary import in_one_kernel
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
-original = modeling.apply_rotary_pos_emb
-original = getattr(original, "__wrapped__", original)
-turned = in_one_kernel(original)
+#: Not in an attribute of this module, which ``install`` would bind to the replacement.
+held = SimpleNamespace(original=modeling.apply_rotary_pos_emb)
+held.original = getattr(held.original, "__wrapped__", held.original)
+turned = in_one_kernel(held.original)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Rows, tokens, heads, size of a head.
 SHAPES = [
@@ -36,7 +39,7 @@ def used(monkeypatch):
 
     monkeypatch.setattr(rotary, "_equal_launch", making)
     global turned
-    turned = in_one_kernel(original)
+    turned = in_one_kernel(held.original)
     return seen
 
 
@@ -48,7 +51,7 @@ def inputs_of(shape, dtype, device="cuda", angles=None):
 
 def check(*inputs, unsqueeze_dim=2):
     with torch.no_grad():
-        expected = original(*inputs, unsqueeze_dim=unsqueeze_dim)
+        expected = held.original(*inputs, unsqueeze_dim=unsqueeze_dim)
         output = turned(*inputs, unsqueeze_dim=unsqueeze_dim)
     assert output.dtype == expected.dtype
     assert output.stride() == expected.stride()
@@ -94,11 +97,11 @@ def test_what_the_kernel_cannot_compute(used):
     check(x.double(), cos.double(), sin.double())
     check(x[:0], cos[:0], sin[:0])
     with torch.no_grad():
-        assert torch.equal(turned(x, torch._neg_view(cos), sin, 2), original(x, -cos, sin, 2))
+        assert torch.equal(turned(x, torch._neg_view(cos), sin, 2), held.original(x, -cos, sin, 2))
         with torch.autocast("cuda"):
             turned(x, cos, sin, 2)
         output = torch.vmap(lambda each: turned(each, cos, sin, 2))(x[None])
-        assert torch.equal(output[0], original(x, cos, sin, 2))
+        assert torch.equal(output[0], held.original(x, cos, sin, 2))
         with pytest.raises(RuntimeError):
             turned(x, cos[..., :8], sin[..., :8], unsqueeze_dim=2)
     turned(x, cos, sin, unsqueeze_dim=2)
@@ -125,14 +128,14 @@ def test_torch_compile(device):
         lambda *each: turned(*each, unsqueeze_dim=2), fullgraph=True, backend="aot_eager"
     )
     with torch.no_grad():
-        assert torch.equal(compiled(*inputs), original(*inputs, unsqueeze_dim=2))
+        assert torch.equal(compiled(*inputs), held.original(*inputs, unsqueeze_dim=2))
 
 
 @pytest.mark.cuda
 def test_a_capture(monkeypatch):
     """It compares nothing: before the first comparison the original is captured."""
-    own, inputs = in_one_kernel(original), inputs_of((1, 1, 8, 256), torch.bfloat16)
-    expected = original(*inputs, unsqueeze_dim=2)
+    own, inputs = in_one_kernel(held.original), inputs_of((1, 1, 8, 256), torch.bfloat16)
+    expected = held.original(*inputs, unsqueeze_dim=2)
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(graph):
@@ -146,6 +149,6 @@ def test_a_capture(monkeypatch):
 def test_output_without_a_gpu():
     inputs = inputs_of((1, 5, 4, 64), torch.float32, "cpu")
     check(*inputs)
-    assert torch.equal(turned(*inputs, 2), original(*inputs, 2))
+    assert torch.equal(turned(*inputs, 2), held.original(*inputs, 2))
     heads_first = inputs[0].transpose(1, 2)
-    assert torch.equal(turned(heads_first, *inputs[1:]), original(heads_first, *inputs[1:]))
+    assert torch.equal(turned(heads_first, *inputs[1:]), held.original(heads_first, *inputs[1:]))

@@ -86,8 +86,11 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
     if current_device()() != index:
         with torch.cuda.device(index):
             return attention(query, key, value, mask, scale)
-    output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
-    partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
+    try:
+        output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
+        partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
+    except torch.cuda.OutOfMemoryError:  # PyTorch raises it, or needs less
+        return None
     pointers, stream = (output.data_ptr(), partial.data_ptr()), raw_stream()(index)
     inputs = [tensor.data_ptr() for tensor in tensors]
     inputs += [0] * (4 - len(inputs))  # a mask that does not exist is not read

@@ -62,6 +62,7 @@ def in_one_kernel(original: Any) -> Any:
 
     compared, is_plain, get_device, stream_of = Compared(), plain(), current_device(), raw_stream()
     known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
+    OutOfMemory = torch.cuda.OutOfMemoryError
 
     def output(self: Any, inputs: Any, index: int) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -91,7 +92,11 @@ def in_one_kernel(original: Any) -> Any:
             kind = compared.get(key, inputs.device, _equal_kind, original, self, inputs, weight)
         if kind is None or rows > kind.most_rows:
             return None
-        out, blocks = empty_like(inputs), -(-rows // kind.rows_in_block)
+        try:
+            out = empty_like(inputs)
+        except OutOfMemory:  # the original raises it, or needs less
+            return None
+        blocks = -(-rows // kind.rows_in_block)
         done = kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
         return out if done else None
 

@@ -33,6 +33,7 @@ def in_one_kernel(original: Any) -> Any:
     compared, is_plain, get_device = Compared(), plain(), current_device()
     stream_of, namespace = raw_stream(), original.__globals__
     known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
+    OutOfMemory = torch.cuda.OutOfMemoryError
 
     def output(x: Any, cos: Any, sin: Any, index: int) -> Any:
         """Of plain inputs with heads in dimension 2; ``None`` if the kernel cannot compute it."""
@@ -57,7 +58,11 @@ def in_one_kernel(original: Any) -> Any:
         launch = known.get(key) or compared.get(key, x.device, _equal_launch, original, x)
         if launch is None:
             return None
-        out, count = empty_like(x), count // _VALUES
+        try:
+            out = empty_like(x)
+        except OutOfMemory:  # the original raises it, or needs less
+            return None
+        count //= _VALUES
         sizes = count, size // _VALUES, heads, rows * length
         blocks = -(-count // _THREADS)
         done = launch(blocks, stream_of(index), out.data_ptr(), *pointers, *sizes)
