@@ -345,35 +345,29 @@ def test_only_forwards_of_one_token(model, calls):
     assert kernel._thread.launch is None
 
 
+@torch.no_grad()
 def test_only_in_the_forward_of_this_thread(model, calls):
-    """Other layers, and this layer in other threads, do not use the kernel."""
+    """Meanwhile, other threads do not use the kernel."""
     layer = model.model.language_model.layers[0].mlp.up_proj
     row = torch.randn(1, 1, layer.in_features, dtype=torch.bfloat16)
-    found = []
-    with torch.no_grad():
-        expected = layer(row)
+    expected, found = layer(row), []
 
-        def run():
-            with torch.no_grad():
-                found.append(layer(row))
+    @torch.no_grad()
+    def run():
+        found.append(layer(row))
 
-        def in_a_thread(*_):
-            calls.clear()
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            assert not calls
+    def in_another_thread(*_):
+        assert kernel._thread.launch is not None
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
 
-        handle = layer.register_forward_pre_hook(in_a_thread)
-        thread_own = threading.Thread(target=lambda: None)
-        thread_own.start()
-        thread_own.join()
-        handle.remove()
-        handle = model.model.language_model.layers[1].register_forward_pre_hook(in_a_thread)
-        one_token(model)
-        handle.remove()
+    handle = model.model.language_model.layers[1].register_forward_pre_hook(in_another_thread)
+    one_token(model)
+    handle.remove()
     assert torch.equal(found[0], expected)
     assert torch.equal(layer(row), expected)
+    assert set(calls) == {threading.get_ident()}
 
 
 def test_an_exception_ends_the_forward(model, calls):

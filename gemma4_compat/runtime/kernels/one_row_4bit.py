@@ -85,9 +85,12 @@ def in_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_one_token(input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **others: Any) -> bool:
-    if input_ids is not None:
-        return bool(input_ids.numel() == 1)
-    return inputs_embeds is not None and bool(inputs_embeds.numel() == inputs_embeds.shape[-1])
+    import torch
+
+    inputs = inputs_embeds if input_ids is None else input_ids
+    if not isinstance(inputs, torch.Tensor) or inputs.ndim < 1:
+        return False
+    return bool(inputs.numel() == (inputs.shape[-1] if input_ids is None else 1))
 
 
 def matmul(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
