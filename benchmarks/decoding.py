@@ -31,6 +31,11 @@ CONTEXTS = (64, 1500)
 STEPS = 24
 ROUNDS = 6
 EQUAL_TOKENS = 1200
+#: the patches whose kernels take the place of those of PyTorch and bitsandbytes
+KERNELS = (
+    "one_token_attention", "sliding_prompt_attention", "norm_kernels", "rotary_kernels",
+    "one_row_4bit",
+)  # fmt: skip
 
 
 def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
@@ -90,11 +95,14 @@ def looked_up_by_the_cpu() -> Iterator[None]:
         table.in_place_of = original
 
 
-def in_many_kernels() -> contextlib.AbstractContextManager[Any]:
-    """Norms and rotary embeddings are computed as transformers does."""
-    import gemma4_compat
+def warmed(action: Callable[[], Any]) -> Callable[[], list[float]]:
+    """Time an action once it ran: patches that are switched on first compare their kernels."""
 
-    return gemma4_compat.disabled("norm_kernels", "rotary_kernels")
+    def timed_action() -> list[float]:
+        action()
+        return [seconds(action)]
+
+    return timed_action
 
 
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -218,30 +226,43 @@ def measure_steps(
 
 
 def measure_kernels(
-    model: Any, figures: dict[str, Any], contexts: Sequence[int], rounds: int
+    model: Any, figures: dict[str, Any], say: Any, contexts: Sequence[int], rounds: int
 ) -> None:
-    """Norms and rotary embeddings in one kernel each, and in many: tokens, and prompts."""
+    """The time of a token and of a prompt, without and with the kernels of this package.
+
+    Captured steps compute norms in one kernel on both sides, as they did before these patches.
+    """
     import torch
 
-    both = {"one": contextlib.nullcontext, "many": in_many_kernels}
+    import gemma4_compat
 
-    def measured(action: Callable[[], list[float]], unit: str) -> None:
-        times: dict[str, list[float]] = {name: [] for name in both}
-        for _ in range(rounds):
-            for name, context in both.items():
-                with context():
-                    action()
-                    times[name] += action()
-        middle = {name: statistics.median(each) for name, each in times.items()}
-        figures[f"{unit}, kernels"] = {name: 1e3 * each for name, each in middle.items()}
-        figures[f"{unit}: one kernel ÷ many"] = middle["one"] / middle["many"]
+    def compare(name: str, patches: Sequence[str], action: Callable[[], list[float]]) -> None:
+        times: dict[str, list[float]] = {"off": [], "on": []}
+        for turn in range(rounds):
+            for side in sorted(times, reverse=bool(turn % 2)):
+                off = patches if side == "off" else ()
+                with gemma4_compat.disabled(*off) if off else contextlib.nullcontext():
+                    times[side] += action()
+        middle = {side: 1e3 * statistics.median(each) for side, each in times.items()}
+        figures[name] = {**middle, "on ÷ off": middle["on"] / middle["off"]}
+        say()
+
+    def steps(length: int, way: str) -> list[float]:
+        call(model, length, STEPS, way)
+        return timed(model, length, way)
 
     for length in contexts:
-        for way in WAYS:
-            measured(lambda n=length, w=way: timed(model, n, w), f"{length}, {way}: ms a token")
-    for length, action in prefills(model):
-        with torch.no_grad():
-            measured(lambda a=action: [seconds(a)], f"prefill of {length}: ms")
+        others = [name for name in KERNELS if "norm" not in name]
+        compare(f"{length}: ms a token", others, lambda n=length: steps(n, "captured"))
+    compare("dynamic, 64: ms a token", KERNELS, lambda: steps(64, "dynamic"))
+    for length in (2048, 8192):
+        ids = prompt(length, end=250_000)
+
+        def prefill(ids: Any = ids) -> None:
+            with torch.no_grad():
+                model(input_ids=ids, logits_to_keep=1, use_cache=True)
+
+        compare(f"prompt of {length}: ms", KERNELS, warmed(prefill))
 
 
 def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
@@ -318,8 +339,7 @@ def main() -> None:
         measure(model, figures, say, before)
         measure_steps(model, figures, say, args.contexts, args.rounds)
     if args.only in (None, "kernels"):
-        measure_kernels(model, figures, args.contexts, args.rounds)
-        say()
+        measure_kernels(model, figures, say, args.contexts, args.rounds)
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()

@@ -676,11 +676,13 @@ def test_deleted_model_is_freed(model_dir, device_map):
 @pytest.mark.cuda
 def test_uninstall_frees_the_graphs(model):
     inputs = prompt(model)
-    check(model, inputs)
-    expected = generated(model, inputs)
+    with gemma4_compat.disabled("one_token_attention"):  # which rounds in another way
+        check(model, inputs)
+        expected = generated(model, inputs)
     # Offloaded 4-bit layers need quant_state_offload, so it stays installed for them.
     layers = model.model.language_model.layers
-    names = ["captured_decoding"] if layers[1].mlp.up_proj.weight.is_meta else []
+    names = ["captured_decoding", "one_token_attention"]
+    names = names if layers[1].mlp.up_proj.weight.is_meta else []
     try:
         gemma4_compat.uninstall(*names)
         assert_same(generated(model, inputs), expected)

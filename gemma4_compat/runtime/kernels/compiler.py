@@ -46,12 +46,22 @@ class Kernel:
         """
         values = [_value(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        self.launch(grid, threads or self._threads, self._shared, stream, pointers)
+
+    def launch(
+        self, grid: tuple[int, int], threads: int, shared: int, stream: int, pointers: Any
+    ) -> None:
+        """Launch the kernel with a ctypes array of pointers to the values of its parameters.
+
+        Raises:
+            KernelError: The driver refused the launch.
+        """
         _check(
             driver().cuLaunchKernel(
                 self._function,
                 *(*grid, 1),
-                *(threads or self._threads, 1, 1),
-                self._shared,
+                *(threads, 1, 1),
+                shared,
                 ctypes.c_void_p(stream),
                 pointers,
                 None,

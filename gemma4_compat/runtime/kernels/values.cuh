@@ -1,4 +1,4 @@
-// Values of the dtypes that kernels read and write, four at a time.
+// Values of the dtypes that kernels read and write.
 
 constexpr int FLOAT32 = 1, BFLOAT16 = 2;  // 3: float16
 
@@ -15,9 +15,14 @@ struct Value {
 
     __device__ __forceinline__ void set(float value) {
         if (DTYPE == BFLOAT16) {
+#if __CUDA_ARCH__ >= 800
             unsigned pair;
             asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.f), "f"(value));
             bits = (unsigned short)pair;
+#else
+            const unsigned wide = __float_as_uint(value);  // to the nearest, or to even
+            bits = value != value ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+#endif
         } else {
             asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
         }

@@ -1,0 +1,240 @@
+// out = weight @ in, for one row of inputs and a weight in 4 bits (bitsandbytes' layout).
+//
+// A vector is 32 values of a row of the weight: 16 bytes.  16 threads, times `splits`, share the
+// vectors of ROWS rows.  Each thread loads all of its vectors at once, because the latency of the
+// memory matters most.  While they are on their way, the block fills its shared memory.
+//
+// All products are in float32, with the values of the code.  A block's maximum multiplies the sum of
+// 32 products.  The order of the additions depends on the shape of the weight only.
+//
+// Constants from the compiler's command line: BITS and EXPONENT of the dtype of inputs and outputs;
+// NESTED or not; ROWS and VECTORS of a thread; THREADS, the most in a block.
+
+typedef unsigned int u32;
+#if BITS == 32
+typedef unsigned int Bits;
+#else
+typedef unsigned short Bits;
+#endif
+
+struct Arguments {
+    Bits* out;
+    const uint4* in;
+    const uint4* packed;
+    const void* maxima;
+    const float* code;
+    const float* code2;
+    const float* maxima2;
+    const float* offset;
+    u32 outputs, vectors;  // of the weight, of a row
+    u32 splits;            // groups of threads that share a row
+    u32 shift;             // blocks have 2 ** shift vectors
+};
+
+constexpr int LANES = 16, CHUNKS = BITS / 4;  // of 16 bytes, in the inputs of a vector
+
+// The products are this much smaller, so that the sum of 32 large ones is finite before the maximum
+// multiplies it.
+constexpr float SCALE = 0.015625f;
+
+__device__ __forceinline__ uint4 load(const uint4* from) {
+    uint4 four;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w) : "l"(from));
+    return four;
+}
+
+__device__ __forceinline__ float of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ Bits store(float value) {
+    const u32 bits = __float_as_uint(value);
+#if BITS == 32
+    return bits;
+#elif EXPONENT == 8
+    if (value != value) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, or to even
+#else
+    return to_half(value);
+#endif
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+
+// Each entry of the code, once for each lane of a warp: no two lanes read one bank.  The offset of
+// an entry has the entry's number in its second byte, so that one permutation of bytes makes it.
+constexpr int STRIDE = 64;  // words
+
+template <int BYTE>
+__device__ __forceinline__ float value(const float* table, u32 word, u32 column) {
+    return *reinterpret_cast<const float*>(
+        reinterpret_cast<const char*>(table) + __byte_perm(word, column, 0x5504 + (BYTE << 4)));
+}
+
+// Two values of the inputs: those with the numbers 2 * i and 2 * i + 1 of eight.
+__device__ __forceinline__ void inputs(
+    float& first, float& second, const uint4* chunks, u32 stride, int i
+) {
+#if BITS == 32
+    const uint4& four = chunks[i / 2 * stride];
+    first = __uint_as_float(word_of(four, i % 2 * 2));
+    second = __uint_as_float(word_of(four, i % 2 * 2 + 1));
+#else
+    const u32 word = word_of(*chunks, i);
+#if EXPONENT == 8
+    first = __uint_as_float(word << 16);
+    second = __uint_as_float(word & 0xffff0000);
+#else
+    first = of_half(word & 0xffff);
+    second = of_half(word >> 16);
+#endif
+#endif
+}
+
+struct Shared {
+    float table[16 * STRIDE];
+#if NESTED
+    float code2[256];
+#endif
+    float sums[2][THREADS / LANES * ROWS];  // of the splits
+    uint4 chunks[1];                        // of the inputs, and more
+};
+
+// The vectors of a thread.
+struct Loaded {
+    uint4 packed[ROWS][VECTORS];
+#if NESTED
+    u32 bytes[ROWS][VECTORS];
+    float by[ROWS][VECTORS];
+#else
+    float maxima[ROWS][VECTORS];
+#endif
+
+    __device__ __forceinline__ void load(const Arguments& all, u32 row, u32 first, u32 step) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) {
+                const u32 vector = first + i * step;
+                const bool exists = vector < all.vectors && row + r < all.outputs;
+                const u32 at = exists ? (row + r) * all.vectors + vector : 0;
+                const u32 block = at >> all.shift;
+                packed[r][i] = ::load(all.packed + at);
+#if NESTED
+                bytes[r][i] = __ldg((const unsigned char*)all.maxima + block);
+                by[r][i] = __ldg(all.maxima2 + (block >> 8));
+#else
+                maxima[r][i] = __ldg((const float*)all.maxima + block);
+#endif
+            }
+        }
+    }
+
+    __device__ __forceinline__ float maximum(
+        const Shared& shared, float offset, int r, int i
+    ) const {
+#if NESTED  // rounded as bitsandbytes rounds it
+        return __fadd_rn(__fmul_rn(shared.code2[bytes[r][i]], by[r][i]), offset);
+#else
+        return maxima[r][i];
+#endif
+    }
+};
+
+extern __shared__ uint4 memory[];
+
+extern "C" __global__ void __launch_bounds__(THREADS) one_row_4bit(const Arguments all) {
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const u32 stride = (all.vectors + 5) / 8 * 8 + 2;  // of chunks: no two that are written on a bank
+    const u32 lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const u32 split = group % all.splits, part = group / all.splits;
+    const u32 parts = blockDim.x / LANES / all.splits, next = gridDim.x * parts * ROWS;
+    const u32 vector = split * LANES + lane, step = all.splits * LANES;
+    u32 row = (blockIdx.x * parts + part) * ROWS;
+
+    Loaded loaded;
+    loaded.load(all, row, vector, step);
+    for (u32 i = threadIdx.x; i < 16 * 32; i += blockDim.x)
+        shared.table[i / 32 * STRIDE + i % 32] = __ldg(all.code + i / 32) * SCALE;
+#if NESTED
+    for (u32 i = threadIdx.x; i < 256; i += blockDim.x) shared.code2[i] = __ldg(all.code2 + i);
+    const float offset = __ldg(all.offset);
+#else
+    const float offset = 0.f;
+#endif
+    for (u32 i = threadIdx.x; i < CHUNKS * all.vectors; i += blockDim.x)
+        shared.chunks[i % CHUNKS * stride + i / CHUNKS] = all.in[i];
+    __syncthreads();
+
+    u32 column = threadIdx.x % 32 * 4;
+    asm("" : "+r"(column));  // keeps the compiler from computing it for each value
+    for (u32 buffer = 0;; buffer ^= 1) {
+        float sum[ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            if (vector + i * step >= all.vectors) break;
+            const uint4* own = shared.chunks + vector + i * step;
+            float even[ROWS] = {}, odd[ROWS] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float x[8];
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    inputs(x[2 * k], x[2 * k + 1], own + j * (CHUNKS / 4) * stride, stride, k);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    const u32 word = word_of(loaded.packed[r][i], j);
+                    const u32 high = word >> 4 & 0x0f0f0f0f, low = word & 0x0f0f0f0f;
+                    even[r] = fmaf(value<0>(shared.table, high, column), x[0], even[r]);
+                    odd[r] = fmaf(value<0>(shared.table, low, column), x[1], odd[r]);
+                    even[r] = fmaf(value<1>(shared.table, high, column), x[2], even[r]);
+                    odd[r] = fmaf(value<1>(shared.table, low, column), x[3], odd[r]);
+                    even[r] = fmaf(value<2>(shared.table, high, column), x[4], even[r]);
+                    odd[r] = fmaf(value<2>(shared.table, low, column), x[5], odd[r]);
+                    even[r] = fmaf(value<3>(shared.table, high, column), x[6], even[r]);
+                    odd[r] = fmaf(value<3>(shared.table, low, column), x[7], odd[r]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+                sum[r] = fmaf(loaded.maximum(shared, offset, r, i), even[r] + odd[r], sum[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int distance = LANES / 2; distance > 0; distance /= 2)
+                sum[r] += __shfl_xor_sync(0xffffffff, sum[r], distance);
+        }
+        if (all.splits == 1) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+                if (lane == 0 && row + r < all.outputs) all.out[row + r] = store(sum[r] / SCALE);
+        } else {
+            float* sums = shared.sums[buffer] + part * all.splits * ROWS;
+            if (lane == 0) {
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) sums[split * ROWS + r] = sum[r];
+            }
+            __syncthreads();  // the other buffer's sums were read
+            if (split == 0 && lane < ROWS && row + lane < all.outputs) {
+                float total = 0.f;
+                for (u32 i = 0; i < all.splits; i++) total += sums[i * ROWS + lane];
+                all.out[row + lane] = store(total / SCALE);
+            }
+        }
+        row += next;
+        if (row - part * ROWS >= all.outputs) return;
+        loaded.load(all, row, vector, step);
+    }
+}
