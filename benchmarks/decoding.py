@@ -31,6 +31,11 @@ CONTEXTS = (64, 1500)
 STEPS = 24
 ROUNDS = 6
 EQUAL_TOKENS = 1200
+#: the patches whose kernels take the place of those of PyTorch and bitsandbytes
+KERNELS = (
+    "one_token_attention", "sliding_prompt_attention", "norm_kernels", "rotary_kernels",
+    "one_row_4bit",
+)  # fmt: skip
 
 
 def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
@@ -90,19 +95,14 @@ def looked_up_by_the_cpu() -> Iterator[None]:
         table.in_place_of = original
 
 
-@contextlib.contextmanager
-def norms_in_many_kernels() -> Iterator[None]:
-    """Captured steps compute their RMS norms as transformers does."""
-    from gemma4_compat.runtime.capture import decoding
+def warmed(action: Callable[[], Any]) -> Callable[[], list[float]]:
+    """Time an action once it ran: patches that are switched on first compare their kernels."""
 
-    original = decoding.norms_in_one_kernel
-    decoding.norms_in_one_kernel = lambda modules: contextlib.nullcontext()
-    decoding.forget()
-    try:
-        yield
-    finally:
-        decoding.norms_in_one_kernel = original
-        decoding.forget()
+    def timed_action() -> list[float]:
+        action()
+        return [seconds(action)]
+
+    return timed_action
 
 
 def prefills(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -225,23 +225,44 @@ def measure_steps(
         say()
 
 
-def measure_norms(
-    model: Any, figures: dict[str, Any], contexts: Sequence[int], rounds: int
+def measure_kernels(
+    model: Any, figures: dict[str, Any], say: Any, contexts: Sequence[int], rounds: int
 ) -> None:
-    """The time of a captured token: an RMS norm in one kernel, and in many."""
-    both = {"one": contextlib.nullcontext, "many": norms_in_many_kernels}
+    """The time of a token and of a prompt, without and with the kernels of this package.
+
+    Captured steps compute norms in one kernel on both sides, as they did before these patches.
+    """
+    import torch
+
+    import gemma4_compat
+
+    def compare(name: str, patches: Sequence[str], action: Callable[[], list[float]]) -> None:
+        times: dict[str, list[float]] = {"off": [], "on": []}
+        for turn in range(rounds):
+            for side in sorted(times, reverse=bool(turn % 2)):
+                off = patches if side == "off" else ()
+                with gemma4_compat.disabled(*off) if off else contextlib.nullcontext():
+                    times[side] += action()
+        middle = {side: 1e3 * statistics.median(each) for side, each in times.items()}
+        figures[name] = {**middle, "on ÷ off": middle["on"] / middle["off"]}
+        say()
+
+    def steps(length: int, way: str) -> list[float]:
+        call(model, length, STEPS, way)
+        return timed(model, length, way)
+
     for length in contexts:
-        steps: dict[str, list[float]] = {name: [] for name in both}
-        for _ in range(rounds):
-            for name, context in both.items():
-                with context():
-                    call(model, length, STEPS, "captured")
-                    steps[name] += timed(model, length, "captured")
-        token = {name: statistics.median(times) for name, times in steps.items()}
-        figures[f"{length}: ms a token, kernels of a norm"] = {
-            name: 1e3 * each for name, each in token.items()
-        }
-        figures[f"{length}: tok/s, one kernel ÷ many"] = token["many"] / token["one"]
+        others = [name for name in KERNELS if "norm" not in name]
+        compare(f"{length}: ms a token", others, lambda n=length: steps(n, "captured"))
+    compare("dynamic, 64: ms a token", KERNELS, lambda: steps(64, "dynamic"))
+    for length in (2048, 8192):
+        ids = prompt(length, end=250_000)
+
+        def prefill(ids: Any = ids) -> None:
+            with torch.no_grad():
+                model(input_ids=ids, logits_to_keep=1, use_cache=True)
+
+        compare(f"prompt of {length}: ms", KERNELS, warmed(prefill))
 
 
 def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
@@ -272,7 +293,7 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = ("steps", "norms", "calls", "equal")
+    parts = ("steps", "kernels", "calls", "equal")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
@@ -317,9 +338,8 @@ def main() -> None:
     if args.only in (None, "steps"):
         measure(model, figures, say, before)
         measure_steps(model, figures, say, args.contexts, args.rounds)
-    if args.only in (None, "norms"):
-        measure_norms(model, figures, args.contexts, args.rounds)
-        say()
+    if args.only in (None, "kernels"):
+        measure_kernels(model, figures, say, args.contexts, args.rounds)
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()

@@ -52,7 +52,7 @@ def sources(names: str, root: Path = ROOT) -> dict[str, str]:
     """The text of these files, and of those in these folders."""
     found = {}
     for path in (root / name for name in names.split()):
-        files = [each for each in path.rglob("*") if each.suffix in (".py", ".cu")]
+        files = [each for each in path.rglob("*") if each.suffix in (".py", ".cu", ".cuh")]
         for file in files if path.is_dir() else [path]:
             found[file.relative_to(root).as_posix()] = file.read_text(encoding="utf-8")
     return found

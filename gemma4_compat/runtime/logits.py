@@ -5,6 +5,14 @@ the head and the loss.  It holds the hidden states, and notes what the forward d
 ``cross_entropy`` then computes head, logits and loss for some tokens at a time, and at once the
 gradients of the hidden states, so that at most ``BYTES`` of memory are in use.
 
+If the head is trained, backward computes its gradient for some entries of the vocabulary at a time,
+each as one product of all tokens, so it is rounded as often as that of all logits.  This computes
+the logits once more.  The output then has a copy of the weight for those who read its logits after
+the step of the optimizer.
+
+The logits of a head with LoRA stay whole: PEFT adds two products that are rounded apart, and one
+product for both would be another arithmetic.
+
 The forward returns a ``LazyOutput``: its field ``logits`` is computed when it is first read, by the
 operations of the model on all tokens, so it has the same bits.
 """
@@ -56,12 +64,14 @@ class LazyLogits:
         hidden: the hidden states [..., size].
         head: makes logits of hidden states.
         steps: what was done to the logits since, elementwise: functions and their arguments.
+        late: the weight of a trained head, for a read after it has changed.
     """
 
     def __init__(
-        self, hidden: Any, head: _Head, steps: tuple[tuple[Callable[..., Any], Any], ...] = ()
-    ) -> None:
-        self.hidden, self.head, self.steps = hidden, head, steps
+        self, hidden: Any, head: _Head, steps: tuple[tuple[Callable[..., Any], Any], ...] = (),
+        late: Any = None,
+    ) -> None:  # fmt: skip
+        self.hidden, self.head, self.steps, self.late = hidden, head, steps, late
 
     def read(self) -> Any:
         """All logits, as the forward would have computed them."""
@@ -71,16 +81,18 @@ class LazyLogits:
         return found
 
     def _of(self, hidden: Any) -> Any:
-        logits = self.head(hidden)
+        return self._after(self.head(hidden, self.late))
+
+    def _after(self, logits: Any) -> Any:
         for function, arguments in self.steps:
             logits = function(logits, *arguments)
         return logits
 
     def _then(self, function: Callable[..., Any], *arguments: Any) -> LazyLogits:
-        return LazyLogits(self.hidden, self.head, (*self.steps, (function, arguments)))
+        return LazyLogits(self.hidden, self.head, (*self.steps, (function, arguments)), self.late)
 
     def _with(self, hidden: Any) -> LazyLogits:
-        return LazyLogits(hidden, self.head, self.steps)
+        return LazyLogits(hidden, self.head, self.steps, self.late)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -170,23 +182,21 @@ class LazyLogits:
         others = (weight, size_average, reduce)
         if len(self.shape) != 2 or label_smoothing or any(each is not None for each in others):
             return None
-        losses = _losses().apply(self.hidden, target, self._with(None), ignore_index)
+        lazy = LazyLogits(None, self.head, self.steps)  # backward needs no copy of the weight
+        losses = _losses().apply(self.hidden, self.head.trained, target, lazy, ignore_index)
         # As rows of one class, PyTorch reduces them as cross_entropy does.
         ignored = torch.where(target == ignore_index, -100, 0)
         return torch.nn.functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
 
-    def _losses_of(self, hidden: Any, target: Any, ignore_index: int) -> Any:
-        from torch.nn import functional
+    def _in_pieces(self, hidden: Any, target: Any, ignore_index: int, wanted: bool) -> Any:
+        """The loss of each row of hidden states, and its gradient if it is wanted, else ``None``.
 
-        logits = self._of(hidden)
-        return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
-
-    def _with_gradients(self, hidden: Any, target: Any, ignore_index: int) -> tuple[Any, Any]:
-        """The loss of each row of hidden states, and its gradient."""
+        If the head is trained, the logarithm of the sum of all exponentials in place of a gradient.
+        """
         import torch
         from torch.autograd.graph import saved_tensors_hooks
 
-        head, cap = self.head, _cap_of(self.steps)
+        head, cap = self.head, None if self.head.trained is not None else _cap_of(self.steps)
         if hidden.device != head.device or target.dtype != torch.int64:
             cap = None
         if cap is None or not token_loss.can_compute(head.device, head.dtype, head.entries):
@@ -201,13 +211,53 @@ class LazyLogits:
                     with torch.no_grad():
                         logits = head(piece)
                         losses.append(token_loss.losses_(logits, labels, cap, ignore_index))
-                        gradients.append(logits @ head.weight)
-                else:
+                        if wanted:
+                            gradients.append(logits @ head.weight)
+                    continue
+                with torch.set_grad_enabled(wanted and head.trained is None):
                     inputs = piece.detach().requires_grad_()
-                    own = self._losses_of(inputs, labels, ignore_index)
+                    logits = self._of(inputs)
+                    own = _losses_of(logits, labels, ignore_index)
+                losses.append(own.detach())
+                if own.requires_grad:
                     gradients += torch.autograd.grad(own.sum(), inputs)
-                    losses.append(own.detach())
-        return torch.cat(losses), torch.cat(gradients)
+                elif wanted:
+                    exact = torch.promote_types(logits.dtype, torch.float32)
+                    gradients.append(logits.to(exact).logsumexp(-1))
+        return torch.cat(losses), torch.cat(gradients) if gradients else None
+
+    def _gradients_of_trained(
+        self, weights: Any, hidden: Any, target: Any, sums: Any, weight: Any, wanted: bool
+    ) -> tuple[Any, Any]:
+        """Those of the hidden states, if they are wanted, and of the weight of a trained head.
+
+        Args:
+            weights: of the losses; 0 for tokens without a target.
+            sums: for each token the logarithm of the sum of all exponentials.
+        """
+        import torch
+        from torch.autograd.graph import saved_tensors_hooks
+
+        inputs = hidden.detach().to(weight.dtype)
+        of_hidden = torch.zeros_like(hidden, dtype=sums.dtype)
+        of_weight = torch.empty_like(weight, dtype=self.head.trained.dtype)
+        size, first = _rows_of(len(hidden), weight), 0
+        with self.head.modes(), saved_tensors_hooks(_same, _same):
+            for part, of_part in zip(weight.split(size), of_weight.split(size), strict=True):
+                logits = (inputs @ part.T).requires_grad_()
+                found = self._after(logits)
+                with torch.no_grad():
+                    change = found.to(sums.dtype, copy=True).sub_(sums[:, None]).exp_()
+                    index = (target - first).clamp(0, len(part) - 1)
+                    is_inside = (index == target - first).to(change.dtype)
+                    change.scatter_add_(1, index[:, None], -is_inside[:, None])
+                    change = change.mul_(weights[:, None]).to(found.dtype)
+                    [change] = torch.autograd.grad(found, logits, change)
+                    of_part.copy_(change.T @ inputs)
+                    if wanted:
+                        of_hidden += change @ part
+                first += len(part)
+        return of_hidden.to(hidden.dtype), of_weight
 
 
 @lru_cache
@@ -218,25 +268,51 @@ def _losses() -> Any:
         """The loss of each row; its backward has nothing left to compute."""
 
         @staticmethod
-        def forward(ctx: Any, hidden: Any, target: Any, lazy: Any, ignore_index: int) -> Any:
-            losses, gradients = lazy._with_gradients(hidden, target, ignore_index)
-            ctx.save_for_backward(hidden, target, gradients)
+        def forward(
+            ctx: Any, hidden: Any, trained: Any, target: Any, lazy: Any, ignore_index: int
+        ) -> Any:
+            wanted = any(ctx.needs_input_grad)
+            losses, found = lazy._in_pieces(hidden, target, ignore_index, wanted)
+            weight = None if lazy.head.trained is None else lazy.head.weight
+            ctx.save_for_backward(hidden, target, found, weight)
             ctx.lazy, ctx.ignore_index = lazy, ignore_index
             return losses
 
         @staticmethod
         def backward(ctx: Any, weights: Any) -> Any:
-            ctx.lazy.head.check_watchers()
-            hidden, target, gradients = ctx.saved_tensors
+            lazy, needed = ctx.lazy, ctx.needs_input_grad[:2]
+            lazy.head.check_watchers()
+            hidden, target, found, weight = ctx.saved_tensors
+            of_weight = None
             if torch.is_grad_enabled():  # for a second derivative
-                with ctx.lazy.head.modes():
-                    losses = ctx.lazy._losses_of(hidden, target, ctx.ignore_index)
-                [found] = torch.autograd.grad(losses, hidden, weights, create_graph=True)
+                inputs = zip((hidden, lazy.head.trained), needed, strict=True)
+                with lazy.head.modes():
+                    losses = _losses_of(lazy._of(hidden), target, ctx.ignore_index)
+                own = iter(
+                    torch.autograd.grad(
+                        losses,
+                        [each for each, is_needed in inputs if is_needed],
+                        weights,
+                        create_graph=True,
+                    )
+                )
+                of_hidden, of_weight = (next(own) if each else None for each in needed)
+            elif lazy.head.trained is None:
+                of_hidden = (weights[:, None] * found).to(hidden.dtype)
             else:
-                found = (weights[:, None] * gradients).to(hidden.dtype)
-            return found, None, None, None
+                weights = torch.where(target == ctx.ignore_index, 0, weights)
+                of_hidden, of_weight = lazy._gradients_of_trained(
+                    weights, hidden, target, found, weight, needed[0]
+                )
+            return of_hidden, of_weight, None, None, None
 
     return Losses
+
+
+def _losses_of(logits: Any, target: Any, ignore_index: int) -> Any:
+    from torch.nn import functional
+
+    return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
 
 
 def _same(tensor: Any) -> Any:
@@ -282,8 +358,11 @@ class _Head:
     def __init__(self, module: Any) -> None:
         import torch
 
+        #: the parameter if it is trained
+        self.trained: Any = module.weight if module.weight.requires_grad else None
         # Code that replaces the data of the parameter, or unfreezes it, leaves this tensor alone.
         weight = module.weight.detach()
+        self._address = weight.data_ptr()
         self.entries, self.device = int(module.out_features), weight.device
         self._module, self._weight, self._version = module, weight, weight._version
         #: returns the logits that were read, while they exist
@@ -297,12 +376,26 @@ class _Head:
         #: the weight in that dtype; autocast would convert it for each piece
         self.weight = weight.to(self.dtype)
 
-    def __call__(self, hidden: Any) -> Any:
-        if self._weight._version != self._version:
-            raise RuntimeError(_CHANGED)
+    def copy(self) -> Any:
+        """The weight of a trained head, for reads after the step of the optimizer."""
+        if self.trained is None:
+            return None
+        return self.weight.clone() if self.weight is self._weight else self.weight
+
+    def __call__(self, hidden: Any, late: Any = None) -> Any:
+        import torch
+
+        weight, has_changed = self.weight, self._weight._version != self._version
+        if self.trained is not None:
+            has_changed = has_changed or self.trained.data_ptr() != self._address
+            weight = self.trained if torch.is_grad_enabled() else weight
+        if has_changed:
+            if late is None:
+                raise RuntimeError(_CHANGED)
+            weight = late
         if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
             return self._module(hidden)
-        return type(self._module).forward(View(self._module, weight=self.weight), hidden)
+        return type(self._module).forward(View(self._module, weight=weight), hidden)
 
     def check_watchers(self) -> None:
         read = self.read()
@@ -432,10 +525,14 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
     if not hasattr(labels, "numel") or not _can_be_lazy(model, labels, kwargs):
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
-    head = _Head(model.lm_head)
-    try:
+    head = _Head(_plain(model.lm_head))
+
+    def lazy_head(hidden: Any) -> LazyLogits:
         # A copy, as the hidden states are also in the output.
-        lazy = View(model, model=backbone, lm_head=lambda hidden: LazyLogits(hidden.clone(), head))
+        return LazyLogits(hidden.clone(), head, late=head.copy())
+
+    try:
+        lazy = View(model, model=backbone, lm_head=lazy_head)
         output = original(lazy, *args, **kwargs)
         values = {each.name: getattr(output, each.name) for each in fields(output)}
         kind: Any = type(output)
@@ -451,22 +548,43 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         return original(whole, *args, **kwargs)
 
 
+def _plain(head: Any) -> Any:
+    """The copy of the head that PEFT's ``modules_to_save`` runs; another head itself."""
+    from torch import nn
+
+    kind = type(head)
+    if (kind.__module__, kind.__name__) != ("peft.utils.other", "ModulesToSaveWrapper"):
+        return head
+    if "forward" in vars(head):
+        return head
+    name, *others = head.active_adapters or [None]
+    if head.disable_adapters or others or name not in head.modules_to_save:
+        return head
+    own = head.modules_to_save[name]
+    return own if type(own) is nn.Linear else head
+
+
+def _hooks(module: Any) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks)
+
+
 def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     import torch
 
-    head = model.lm_head
+    head = _plain(model.lm_head)
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
         return False
-    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
     forward = vars(head).get("_old_forward" if hasattr(head, "_hf_hook") else "forward")
+    is_trained = any(each.requires_grad for each in head.parameters())
     special = (
-        any(each.requires_grad for each in head.parameters()),  # it changes before a late read
+        is_trained and (head.bias is not None or hasattr(head, "_hf_hook")),
         head.weight.is_meta and hasattr(head, "_hf_hook"),  # offloaded
         forward is not None and getattr(forward, "__func__", None) is not type(head).forward,
         getattr(head, "_is_fsdp_managed_module", False),
         hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away
         getattr(model, "_is_replica", False),  # DataParallel gathers the logits
-        any(hooks),
+        _hooks(head) or _hooks(model.lm_head),
         torch.nn.modules.module._has_any_global_hook(),
     )
     return (

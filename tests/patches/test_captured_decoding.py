@@ -26,7 +26,6 @@ from gemma4_compat.runtime.capture import branches, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
-from gemma4_compat.runtime.kernels import rms_norm
 from gemma4_compat.runtime.kernels.step import in_step
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
@@ -677,11 +676,13 @@ def test_deleted_model_is_freed(model_dir, device_map):
 @pytest.mark.cuda
 def test_uninstall_frees_the_graphs(model):
     inputs = prompt(model)
-    check(model, inputs)
-    expected = generated(model, inputs)
+    with gemma4_compat.disabled("one_token_attention", "one_row_4bit"):  # which round otherwise
+        check(model, inputs)
+        expected = generated(model, inputs)
     # Offloaded 4-bit layers need quant_state_offload, so it stays installed for them.
     layers = model.model.language_model.layers
-    names = ["captured_decoding"] if layers[1].mlp.up_proj.weight.is_meta else []
+    names = ["captured_decoding", "one_token_attention", "one_row_4bit"]
+    names = names if layers[1].mlp.up_proj.weight.is_meta else []
     try:
         gemma4_compat.uninstall(*names)
         assert_same(generated(model, inputs), expected)
@@ -1058,47 +1059,6 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
         assert said == ["its forward is called with output_router_logits"]
 
 
-def test_norms_of_a_step(model_dir, captured_on_cpu, monkeypatch):
-    """The step before a capture compares each norm with its kernel; the capture uses the kernels.
-
-    Without a GPU, a step runs the model instead of capturing it.
-    """
-    from torch.nn.modules.module import register_module_forward_hook
-
-    class Step:
-        def __init__(self, model, device, cache, memory, leaves, spec):
-            inputs = torch.utils._pytree.tree_unflatten(leaves, spec)
-            self.output = model(**inputs, **{cache_name(): cache})
-
-        def replay(self, cache, leaves):
-            return self.output
-
-    run, seen = [], []
-
-    def is_run(module, inputs, output):
-        if type(module).__name__ == "Gemma4RMSNorm":
-            run.append(module)
-
-    def norm(module, usual, inputs):
-        seen.append(module)
-        return usual(inputs)
-
-    monkeypatch.setattr(steps, "Step", Step)
-    model = load_model(model_dir)
-    step = {"input_ids": torch.tensor([[7]]), cache_name(): static_cache(model)}
-    decoder = steps.Decoder(model, pytest.fail)
-    with torch.no_grad():
-        with register_module_forward_hook(is_run):
-            model(**step)
-        assert len(run) > 4
-        monkeypatch.setattr(rms_norm, "_norm", norm)
-        for number in range(2):
-            decoder(**step)
-            assert seen == run
-            assert captures(model) == number
-            seen.clear()
-
-
 def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
     from accelerate import cpu_offload
 
@@ -1144,7 +1104,7 @@ def test_branches_are_ended(tmp_path, monkeypatch):
 
     def logits_of_branches():
         device = torch.device("cpu")
-        with branches.side_by_side(model.modules(), device) as calls, in_step({}, calls):
+        with branches.side_by_side(model.modules(), device) as calls, in_step(calls):
             return logits()
 
     def fail(*_):
@@ -1194,7 +1154,7 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experts, "forward", meanwhile)
     device = torch.device("cpu")
-    with branches.side_by_side(model.modules(), device) as forks, in_step({}, forks):
+    with branches.side_by_side(model.modules(), device) as forks, in_step(forks):
         forward()
     assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 

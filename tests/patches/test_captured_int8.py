@@ -64,7 +64,7 @@ def test_8_bit_with_a_threshold(model_dir, streamed):
     """Captured steps search on the GPU, and equal eager steps that do so bit for bit."""
     whole = load_model(model_dir, "int8", {"": 0}, llm_int8_threshold=1.5)
     own = generated(whole, prompt(whole), eager=True)
-    with in_step({}):
+    with in_step():
         expected = generated(whole, prompt(whole), eager=True)
     model = support.with_layers_on_the_cpu(whole, range(6)) if streamed else whole
     assert_same(generated(model, prompt(model)), expected)
@@ -141,7 +141,7 @@ def test_only_the_thread_of_a_step_searches_on_the_gpu(layer, searches):
     row = row_of(layer)
     expected = layer(row)
     found = []
-    with in_step({}) as step:
+    with in_step() as step:
         assert not layer(row).any()
         thread = threading.Thread(target=lambda: found.append(layer(row)))
         thread.start()
@@ -159,7 +159,7 @@ def test_other_code_may_replace_matmul_during_a_step(layer, searches, monkeypatc
     import bitsandbytes
 
     row, before = row_of(layer), bitsandbytes.matmul
-    with in_step({}):
+    with in_step():
         assert bitsandbytes.matmul is before
         with monkeypatch.context() as patch:
             patch.setattr(bitsandbytes, "matmul", lambda *args, **kwargs: before(*args, **kwargs))
@@ -178,7 +178,7 @@ def test_a_search_that_raises(layer, searches, monkeypatch):
     row = row_of(layer)
     expected = layer(row)
     monkeypatch.setattr(int8_outliers, "product", fail)
-    with in_step({}) as step:
+    with in_step() as step:
         assert torch.equal(layer(row), expected)
         assert str(step.failure) == "no kernel"
         monkeypatch.setattr(int8_outliers, "product", pytest.fail)
@@ -188,7 +188,7 @@ def test_a_search_that_raises(layer, searches, monkeypatch):
 @torch.no_grad()
 def test_uninstalled(layer, searches):
     original = sys.modules["bitsandbytes"].matmul.__wrapped__
-    with gemma4_compat.disabled("captured_int8"), in_step({}):
+    with gemma4_compat.disabled("captured_int8"), in_step():
         assert sys.modules["bitsandbytes"].matmul is original
         layer(row_of(layer))
     assert searches == []

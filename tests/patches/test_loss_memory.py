@@ -417,6 +417,136 @@ def test_ddp(model, tmp_path, monkeypatch):
     assert torch.equal(found.logits, whole)
 
 
+# -- a head that is trained
+
+
+def tied(model):
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    return model.train()
+
+
+def untied(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model.train()
+
+
+def head_alone(model):
+    untied(model).requires_grad_(False).lm_head.requires_grad_(True)
+    return model
+
+
+TRAINED = {
+    "modules_to_save": lambda model: adapted(model, modules_to_save=["lm_head"]),
+    "full fine-tuning": tied,
+    "not tied": untied,
+    "the head alone": head_alone,
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_trained_head(model, case):
+    model = TRAINED[case](model)
+    inputs = batch(model.config)
+    with Largest() as largest:
+        output, _ = step(model, **inputs)
+    assert largest.entries // VOCABULARY <= ROWS
+    assert is_lazy(output)
+    assert_equal(model, **inputs)
+    assert_equal(model, **inputs, num_items_in_batch=37)
+    assert_equal(model, lambda output: output.loss + output.logits.square().mean(), **inputs)
+
+
+@pytest.mark.parametrize("case", ["full fine-tuning", "modules_to_save"])
+def test_a_trained_head_with_autocast(model, case):
+    model = TRAINED[case](model)
+    inputs = batch(model.config)
+    results = []
+    for names in (PATCHES, NONE):
+        with disabled(*names), torch.autocast("cpu", torch.bfloat16):
+            results.append(step(model, **inputs))
+    (expected, gradients), (found, own) = results
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0)
+    assert not {n: e for n in own if (e := error(own[n], gradients[n])) > 0.03}
+    assert torch.equal(found.logits, expected.logits)
+
+
+LATE = {
+    "step": lambda model: torch.optim.SGD(model.parameters(), 0.1).step(),
+    "other data": lambda model: setattr(
+        model.lm_head.weight, "data", 2 * model.lm_head.weight.data
+    ),
+    "another dtype": lambda model: model.to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_logits_of_a_trained_head_that_are_read_late(model_dir, change):
+    """After the step of the optimizer, as a loop of the user's may do."""
+    found = []
+    for names in (PATCHES, NONE):
+        model = load_model(model_dir).float().train()
+        with disabled(*names):
+            output = model(**batch(model.config))
+            if change == "step":
+                output.loss.backward()
+            LATE[change](model)
+        found.append(output.logits)
+    assert torch.equal(*found)
+
+
+def test_a_trained_head_that_changes_before_backward(model):
+    """PyTorch's error, as without the patch."""
+    model = tied(model)
+    for names in (PATCHES, NONE):
+        with disabled(*names):
+            output = model(**batch(model.config))
+            with torch.no_grad():
+                model.lm_head.weight.mul_(1.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.loss.backward()
+
+
+def test_a_copy_of_the_weight_goes_with_the_output(model):
+    """Trainer drops the output before backward."""
+    from weakref import ref
+
+    output = tied(model)(**batch(model.config))
+    late, loss = ref(vars(output)["logits"].late), output.loss
+    assert late() is not None
+    del output
+    assert late() is None
+    loss.backward()
+
+
+def test_a_second_derivative_of_a_trained_head(model):
+    model.set_attn_implementation("eager")  # SDPA has no second derivative on the CPU
+    model = untied(model)
+    inputs = batch(model.config)
+    weights = [model.lm_head.weight, model.get_input_embeddings().weight]
+    derivatives = []
+    for names in (PATCHES, NONE):
+        with disabled(*names):
+            again = torch.autograd.grad(model(**inputs).loss, weights, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
+        derivatives.append([*again, *second])
+    for expected, found in zip(*derivatives, strict=True):
+        assert error(found, expected) < TOLERANCE[torch.float32]
+
+
+def test_a_frozen_model_needs_no_gradients(model, monkeypatch):
+    """With gradients enabled, nobody wants those of its hidden states."""
+    model.requires_grad_(False)
+    inputs = batch(model.config)
+    with disabled(*PATCHES):
+        expected = model(**inputs)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: pytest.fail("a gradient"))
+    found = model(**inputs)
+    assert is_lazy(found)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+    assert not found.loss.requires_grad
+
+
 # -- where all logits are computed, as without the patch
 
 
@@ -437,9 +567,7 @@ def own_loss(model):
 
 
 WHOLE = {
-    "trained head": lambda model: adapted(model, modules_to_save=["lm_head"]),
     "adapter on the head": lambda model: adapted(model, target_modules=TARGETS + "|lm_head"),
-    "full fine-tuning": lambda model: model.train(),
     "hook": hook,
     "own forward": own_forward,
     "own loss": own_loss,
@@ -563,18 +691,20 @@ def test_checkpointing(model):
     assert_lazy_and_equal(model)
 
 
+@pytest.mark.parametrize("case", [adapted, TRAINED["modules_to_save"], tied])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_error_against_float64(model_dir, dtype):
+def test_the_error_against_float64(model_dir, dtype, case):
     """At most 1.5 times that of the whole logits, for loss and gradients."""
-    reference = adapted(load_model(model_dir).double())
+    reference = case(load_model(model_dir).double())
     inputs = batch(reference.config)
     with disabled(*PATCHES):
         exact, gradients = step(reference, **inputs)
     errors = []
     for names in (PATCHES, NONE):
-        model = adapted(load_model(model_dir).to(dtype))
+        model = case(load_model(model_dir).to(dtype))
         with disabled(*names):
             output, own = step(model, **inputs)
+        assert is_lazy(output) is (names is NONE)
         errors.append([error(output.loss.double(), exact.loss)])
         errors[-1] += [error(own[n].double(), g) for n, g in gradients.items()]
     for whole, pieces in zip(*errors, strict=True):
@@ -689,3 +819,141 @@ def test_the_metrics_of_trl(model_dir, tmp_path):
     )
     assert len(whole) == 2
     assert pieces == [pytest.approx(each, rel=1e-3) for each in whole]
+
+
+def linear_steps(kind, folder, **options):
+    """For three steps with updates that are as exact as the gradients: AdamW of a large epsilon."""
+    options = {"per_device_train_batch_size": 2, **options}
+    return kind(
+        output_dir=str(folder), max_steps=3, adam_epsilon=1.0, learning_rate=1.0, warmup_steps=0,
+        lr_scheduler_type="constant", report_to=[], use_cpu=True, logging_steps=1, **options,
+    )  # fmt: skip
+
+
+def accumulating(model_dir, folder):
+    from transformers import Trainer, TrainingArguments
+
+    model = adapted(load_model(model_dir).float())
+    rows = batch(model.config, rows=12)
+    data = [{name: value[row] for name, value in rows.items()} for row in range(12)]
+    for index, row in enumerate(data):
+        row["labels"][: 4 * index] = -100
+    arguments = linear_steps(
+        TrainingArguments, folder, gradient_accumulation_steps=2, save_strategy="no"
+    )
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def saving(model_dir, folder):
+    """QLoRA, saved after each step."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import Trainer, TrainingArguments
+
+    model = adapted(prepare_model_for_kbit_training(load_model(model_dir, "nf4-nested")))
+    rows = batch(model.config, rows=6)
+    data = [{name: value[row] for name, value in rows.items()} for row in range(6)]
+    arguments = linear_steps(TrainingArguments, folder, save_strategy="steps", save_steps=1)
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def preferring(model_dir, folder):
+    trl, datasets = of_trl()
+    from tests.test_training import tokenizer
+
+    words = [" ".join(f"w{4 + (7 * i + n) % 490}" for i in range(50)) for n in range(6)]
+    answers = {"chosen": words, "rejected": words[::-1], "prompt": ["w5 w6 w7"] * 6}
+    arguments = linear_steps(trl.DPOConfig, folder, save_strategy="no", bf16=False, max_length=64)
+    return trl.DPOTrainer(
+        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(answers), peft_config=lora_of_trl(),
+    )  # fmt: skip
+
+
+def rewarded(model_dir, folder):
+    """Two generations of four tokens."""
+    trl, datasets = of_trl()
+    from tests.test_training import tokenizer
+
+    prompts = {"prompt": [" ".join(f"w{4 + 7 * i + n}" for i in range(40)) for n in range(6)]}
+    arguments = linear_steps(
+        trl.GRPOConfig, folder, save_strategy="no", bf16=False, num_generations=2,
+        max_completion_length=4, per_device_train_batch_size=2,
+    )  # fmt: skip
+    return trl.GRPOTrainer(
+        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(prompts), peft_config=lora_of_trl(),
+        reward_funcs=lambda completions, **_: [sum(map(ord, each)) % 7.0 for each in completions],
+    )  # fmt: skip
+
+
+def of_trl():
+    datasets = pytest.importorskip("datasets", reason="TRL needs datasets")
+    return pytest.importorskip("trl", reason="trl is not installed"), datasets
+
+
+def lora_of_trl():
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    return LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def learnt(trainer, **options):
+    """The loss of each step, and what the adapter has learnt, by name."""
+    adapter = {n: p for n, p in trainer.model.named_parameters() if "lora_" in n}
+    before = {name: each.detach().clone() for name, each in adapter.items()}
+    trainer.train(**options)
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    assert len(losses) == 3
+    return losses, {name: each.detach() - before[name] for name, each in adapter.items()}
+
+
+def assert_learnt_the_same(trained, expected, tolerance=0.0):
+    (losses, changes), (expected_losses, expected_changes) = trained, expected
+    assert losses == pytest.approx(expected_losses, rel=tolerance / 10, abs=0)
+    assert any(each.any() for each in expected_changes.values())
+    errors = {name: error(each, expected_changes[name]) for name, each in changes.items()}
+    assert not {name: each for name, each in errors.items() if each > tolerance}
+
+
+#: by trainer: the number of losses that are computed in pieces, and the tolerance
+TRAINERS = {
+    accumulating: (6, TOLERANCE[torch.float32]),
+    saving: (3, TOLERANCE[torch.bfloat16]),
+    # TRL computes these losses itself.
+    preferring: (0, 0.0),
+    rewarded: (0, 0.0),
+}
+
+
+@pytest.fixture
+def pieced(monkeypatch):
+    """The losses that were computed in pieces."""
+    calls = []
+    cross_entropy = logits.LazyLogits._cross_entropy
+
+    def counted(lazy, *args, **kwargs):
+        calls.append(lazy)
+        return cross_entropy(lazy, *args, **kwargs)
+
+    monkeypatch.setattr(logits.LazyLogits, "_cross_entropy", counted)
+    return calls
+
+
+@pytest.mark.parametrize("make", TRAINERS)
+def test_what_trainers_learn(model_dir, tmp_path, pieced, make):
+    with disabled(*PATCHES):
+        expected = learnt(make(model_dir, tmp_path / "without"))
+    assert not pieced
+    number, tolerance = TRAINERS[make]
+    assert_learnt_the_same(learnt(make(model_dir, tmp_path / "with")), expected, tolerance)
+    assert len(pieced) == number
+
+
+def test_a_run_that_is_resumed(model_dir, tmp_path, pieced):
+    """It learns the same, bit for bit, as one that was not interrupted."""
+    expected = learnt(saving(model_dir, tmp_path))
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = learnt(saving(model_dir, tmp_path), resume_from_checkpoint=checkpoint)
+    assert_learnt_the_same(resumed, expected)
+    assert len(pieced) == 3 + 1

@@ -22,7 +22,7 @@ from gemma4_compat.runtime.capture import cache_memory, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.graph import CaptureFailed
 from gemma4_compat.runtime.capture.snapshot import Snapshot
-from gemma4_compat.runtime.kernels import compiler, int8_outliers, rms_norm
+from gemma4_compat.runtime.kernels import compiler, int8_outliers
 from gemma4_compat.tiny import text_inputs
 from tests.support import load_model
 
@@ -200,24 +200,6 @@ def test_a_failed_capture(model, monkeypatch, why, calls):
     assert set(said) == {why}
     call(model)
     assert Step.made == calls - 1
-
-
-def test_kernels_without_memory_are_made_in_the_next_call(model, monkeypatch):
-    tried, said = [], []
-
-    def fail(module, inputs):
-        tried.append(module)
-        raise NO_MEMORY
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rms_norm, "_signature", fail)
-        call(model, said)
-        call(model, said)
-    assert len(tried) == 2
-    assert set(said) == {"OutOfMemoryError: CUDA out of memory"}
-    assert Step.made == 0
-    call(model)
-    assert Step.made == 1
 
 
 @pytest.mark.parametrize(

@@ -1,102 +1,115 @@
-"""The RMS norms of a captured step equal those of transformers bit for bit, in one kernel each."""
+"""An RMS norm in one kernel equals that of transformers bit for bit."""
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import pickle
 import threading
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gemma4_compat.runtime.kernels import rms_norm
-from gemma4_compat.runtime.kernels.rms_norm import norm_calls
-from gemma4_compat.runtime.kernels.step import in_step
+from gemma4_compat.runtime.kernels import compiler, replacing, rms_norm
+from gemma4_compat.runtime.kernels.rms_norm import in_one_kernel
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
 
-#: Widths of hidden states, per-layer inputs and heads in E2B, E4B, 26B-A4B and 31B; and 128.
-WIDTHS = [128, 256, 512, 1536, 2560, 2816, 5376]
-ROWS = [(1, 1), (1, 1, 8), (1, 1, 2), (3, 1, 16), (64,)]
+#: Sizes of hidden states, per-layer inputs and heads in all models of the family, and limits.
+SIZES = [128, 132, 256, 512, 640, 768, 1024, 1152, 1536, 2048, 2560, 2816, 3840, 5376, 7680]
+ROWS = [
+    *range(1, 71), 127, 128, 129, 130, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 4096,
+    8192, 65537,
+]  # fmt: skip
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+#: Of the inputs, and of the weight.
+DTYPES = [(F32, F32), (F32, None), (BF16, BF16), (BF16, None), (BF16, F32), (F16, F16), (F16, F32)]
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+original = modeling.Gemma4RMSNorm.forward
+original = getattr(original, "__wrapped__", original)
 
 
-def norm_of(width, weight=torch.float32, cls=None, device="cuda:0"):
-    module = (cls or modeling.Gemma4RMSNorm)(width, with_scale=weight is not None)
+class Norm(modeling.Gemma4RMSNorm):
+    forward = in_one_kernel(original)
+
+
+def norm_of(size, weight=F32, cls=Norm, device="cuda:0"):
+    module = cls(size, with_scale=weight is not None)
     if weight is not None:
         torch.nn.init.normal_(module.weight)
         module.weight.data = module.weight.data.to(weight)
     return module.to(device)
 
 
-def norms_in_one_kernel(modules):
-    return in_step({}, norm_calls(modules))
+@pytest.fixture
+def used(monkeypatch):
+    """The number of rows of each launch, except in comparisons."""
+    seen, compare = [], rms_norm._equal_kind
+
+    def comparing(*args):
+        kind = compare(*args)
+        if kind is not None:
+            launch = kind.launch
+
+            def launching(*arguments):
+                seen.append(arguments[-1])
+                return launch(*arguments)
+
+            kind.launch = launching
+        return kind
+
+    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
+    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
+    return seen
 
 
-def captured(module, inputs):
-    """The output of a captured call, and the kernels in it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), norms_in_one_kernel([module]) as step:
-        module(inputs)
-        assert step.failure is None
-        with torch.cuda.graph(graph):
-            output = module(inputs)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        graph.replay()
-        torch.cuda.synchronize()
-    launched = [e.name for e in profiled.events() if e.device_type.name == "CUDA"]
-    return output, launched
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_output_equals_that_of_transformers(width, rows):
-    dtypes = torch.float32, torch.bfloat16, torch.float16
-    for dtype, weight in ((d, w) for d in dtypes for w in {None, d, torch.float32}):
-        module = norm_of(width, weight=weight)
-        for scale in (1e-4, 1, 1e3):
-            inputs = (scale * torch.randn(*rows, width, device="cuda")).to(dtype)
-            with torch.no_grad():
-                expected = module(inputs)
-            output, launched = captured(module, inputs)
-            assert launched == ["rms_norm"], (dtype, weight)
-            assert torch.equal(output, expected), (dtype, weight, scale)
-            assert output.dtype == expected.dtype
-
-
-class AnotherMean(torch.nn.Module):
-    """The same norm, computed with other roundings."""
-
-    def __init__(self, width, with_scale):
-        super().__init__()
-        self.weight, self.eps = torch.nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x):
-        wide = x.float()
-        mean = wide.view(*x.shape[:-1], 2, -1).pow(2).mean(-1).mean(-1, keepdim=True)
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight).type_as(x)
-
-
-class AnotherMeanRMSNorm(AnotherMean):
-    pass
-
-
-class OffsetRMSNorm(modeling.Gemma4RMSNorm):
-    """As in Gemma 2."""
-
-    def forward(self, x):
-        return (self._norm(x.float()) * (1 + self.weight.float())).type_as(x)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("cls", [AnotherMean, AnotherMeanRMSNorm, OffsetRMSNorm])
-def test_other_norms_stay_as_they_are(cls):
-    module = norm_of(1536, cls=cls)
-    inputs = torch.randn(1, 1536, device="cuda", dtype=torch.bfloat16)
+def check(module, inputs):
+    """The outputs with and without the kernel are equal."""
     with torch.no_grad():
-        expected = module(inputs)
-    output, launched = captured(module, inputs)
-    assert "rms_norm" not in launched
-    assert torch.equal(output, expected)
+        expected, output = original(module, inputs), module(inputs)
+    assert (output.dtype, output.stride()) == (expected.dtype, expected.stride())
+    equal = torch.equal(output, expected) or torch.equal(
+        output.nan_to_num(7), expected.nan_to_num(7)
+    )
+    assert equal, (inputs.shape, inputs.dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", SIZES)
+def test_output_equals_that_of_transformers(size, used):
+    for dtype, weight in DTYPES:
+        module = norm_of(size, weight=weight)
+        values = torch.randn(max(ROWS), size, device="cuda")
+        for scale in (1, 1e-4, 1e3):
+            scaled = (scale * values).to(dtype)
+            for rows in ROWS if scale == 1 else (1, 3, 4, 8, 20):
+                used.clear()
+                check(module, scaled[:rows])
+                assert used == [rows], (dtype, weight)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(512,), (1, 1, 512), (3, 1, 16, 512), (2, 5, 7, 512)], ids=str)
+def test_shapes(shape, used):
+    check(norm_of(512), torch.randn(shape, device="cuda", dtype=BF16))
+    assert len(used) == 1
+
+
+@pytest.mark.cuda
+def test_more_values_than_32_bits_can_count(used):
+    """PyTorch then splits the rows, and computes its factor from rounded numbers."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB")
+    rows = (1 << 21) + 3
+    check(norm_of(256, BF16), torch.randn(rows, 256, device="cuda", dtype=BF16))
+    assert used == [rows]
+    most = (1 << 24) // 33
+    inputs = torch.randn(most + 1, 132, device="cuda")
+    for rows in (most, most + 1):
+        check(norm_of(132), inputs[:rows])
+    assert used[1:] == [most]
 
 
 @pytest.mark.cuda
@@ -111,125 +124,323 @@ def test_other_norms_stay_as_they_are(cls):
     ],
     ids=["zeros", "overflow", "underflow", "infinite", "NaN"],
 )
-def test_extreme_inputs(inputs):
-    inputs = inputs.to("cuda", torch.bfloat16)
-    module = norm_of(1536, weight=torch.bfloat16)
+def test_extreme_inputs(inputs, used):
+    for rows in (1, 33):
+        check(norm_of(1536, BF16), inputs.to("cuda", BF16).repeat(rows, 1))
+    assert used == [1, 33]
+
+
+@pytest.mark.cuda
+def test_what_the_kernel_cannot_compute(used):
+    module, wide = norm_of(1536), torch.randn(4, 1, 3072, device="cuda")
+    narrow = norm_of(1536)
+    narrow.weight.data = torch.randn(1537, device="cuda")[1:]
+    check(module, wide[..., :1536])  # not contiguous
+    check(module, wide[0, 0, 1:1537])  # not aligned
+    check(narrow, wide[0, 0, :1536])
+    check(norm_of(8192, cls=Norm), torch.randn(64, 8192, device="cuda"))
+    check(norm_of(130), torch.randn(2, 130, device="cuda"))
+    check(norm_of(64), torch.randn(2, 64, device="cuda"))
+    check(module, torch.empty(0, 1536, device="cuda"))
+    check(norm_of(256), torch.randn(3, 256, device="cuda", dtype=torch.float64))
+    check(norm_of(256, None), torch.tensor(2.0, device="cuda"))
+    assert not used
+
+
+@pytest.mark.cuda
+def test_gradients_and_modes(used):
+    from torch.autograd import forward_ad
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    module, inputs = norm_of(1536), torch.randn(4, 1536, device="cuda")
+    check(module, inputs)
+    used.clear()
+    assert module(inputs).requires_grad
     with torch.no_grad():
-        expected = module(inputs)
-    output, launched = captured(module, inputs)
-    assert launched == ["rms_norm"]
-    torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
+        with torch.autocast("cuda"):
+            check(module, inputs)
+        for mode in (Functions, Operators):
+            seen = []
+            with mode():
+                module(inputs)
+            assert len(seen) > 5
+        assert torch.equal(torch.vmap(module)(inputs[:, None])[:, 0], module(inputs))
+        assert used == [4]
+        used.clear()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs, inputs)
+            assert forward_ad.unpack_dual(module(dual)).tangent is not None
+        traced = torch.jit.trace(module, inputs, check_trace=False)
+        assert torch.equal(traced(2 * inputs), original(module, 2 * inputs))
+        negative = torch._neg_view(inputs)
+        assert torch.equal(module(negative), original(module, -inputs))
+        assert not used
+        with torch.device("cuda"):  # as with torch.set_default_device
+            check(module, inputs)
+        with torch.inference_mode():
+            check(module, torch.randn(4, 1536, device="cuda"))
+    assert used == [4, 4]
+
+
+def compiled_norm(device):
+    module, inputs = norm_of(256, device=device), torch.randn(4, 256, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: module(x) + 1, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(inputs), original(module, inputs) + 1)
+
+
+def test_torch_compile_without_a_gpu():
+    compiled_norm("cpu")
 
 
 @pytest.mark.cuda
-def test_what_one_kernel_cannot_compute():
-    module = norm_of(1536)
-    wide = torch.randn(4, 1, 3072, device="cuda")
-    for inputs in (wide[..., :1536], wide[0, 0, 1:1537]):  # not contiguous; not aligned
-        with torch.no_grad():
-            expected = module(inputs)
-        output, launched = captured(module, inputs)
-        assert "rms_norm" not in launched
-        assert torch.equal(output, expected)
-    with torch.autocast("cuda"):
-        assert rms_norm._signature(module, wide) is None
-    with torch.enable_grad():
-        assert rms_norm._signature(module, wide) is None
+def test_torch_compile(used):
+    compiled_norm("cuda")
+    assert not used
 
 
-class ScaledRMSNorm(modeling.Gemma4RMSNorm):
-    scale = 1.0
+class OffsetNorm(Norm):
+    """As in Gemma 2."""
 
+    def _norm(self, hidden_states):
+        return super()._norm(hidden_states) + 1
+
+
+class PropertyNorm(Norm):
+    @property
+    def weight(self):
+        if "weight" not in self._parameters:
+            raise AttributeError
+        return 2 * self._parameters["weight"]
+
+
+class ScaledNorm(Norm):
     def forward(self, x):
-        return super().forward(x) * self.scale
+        return super().forward(x) * 2
 
 
 @pytest.mark.cuda
-def test_settings_of_a_norm():
-    inputs = torch.randn(1, 1536, device="cuda")
-    for scale in (1.0, 2.0, 1.0):
-        module = norm_of(1536, cls=ScaledRMSNorm)
-        module.scale = scale
+def test_norms_of_users(used):
+    inputs = torch.randn(3, 1536, device="cuda", dtype=BF16)
+    for cls in (OffsetNorm, PropertyNorm):
+        check(norm_of(1536, cls=cls), inputs)
+    module = norm_of(1536)
+    module._norm = lambda x: x
+    check(module, inputs)
+    module = norm_of(1536)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", torch.nn.Tanh())
+    check(module, inputs)
+    assert not used
+    module = norm_of(1536, cls=ScaledNorm)
+    with torch.no_grad():
+        assert torch.equal(module(inputs), 2 * original(module, inputs))
+    assert used == [3]
+    module = norm_of(1536)
+    check(module, inputs)
+    module.eps = 0.5
+    check(module, inputs)
+    seen = []
+    module.register_forward_hook(lambda *args: seen.append(args))
+    check(module, inputs)
+    assert used == [3] * 4
+    assert len(seen) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Norm, "_norm", lambda self, x: x)
+        check(module, inputs)
+    assert used == [3] * 4
+
+
+@pytest.mark.cuda
+def test_a_capture_compares_nothing(monkeypatch):
+    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
+    module, inputs = norm_of(1536), torch.randn(1, 1536, device="cuda")
+    for kernels in (9, 1):
+        graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
-            expected = module(inputs)
-        output, launched = captured(module, inputs)
-        assert (launched == ["rms_norm"]) == (scale == 1.0)
+            with torch.cuda.graph(graph):
+                output = module(inputs)
+            expected = original(module, inputs)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            graph.replay()
+            torch.cuda.synchronize()
+        names = [e.name for e in profiled.events() if e.device_type.name == "CUDA"]
+        assert ("rms_norm" in names) == (kernels == 1), names
+        assert len(names) <= kernels
         assert torch.equal(output, expected)
-    module.register_buffer("shift", torch.zeros(1536, device="cuda"))
-    assert "rms_norm" not in captured(module, inputs)[1]
+        check(module, inputs)
 
 
 @pytest.mark.cuda
-def test_random_numbers_of_the_user():
+def test_random_numbers_of_the_user(used):
     module, inputs = norm_of(2816), torch.randn(1, 2816, device="cuda")
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
-    assert captured(module, inputs)[1] == ["rms_norm"]
+    check(module, inputs)
     after = torch.cuda.get_rng_state(), torch.get_rng_state()
     assert all(map(torch.equal, before, after))
+    assert used == [1]
 
 
-def forwards(model):
-    """All attributes that can be a forward, by module."""
-    return {
-        name: {k: v for k, v in vars(module).items() if k in ("forward", "_old_forward")}
-        for name, module in model.named_modules()
-    }
+@pytest.mark.cuda
+def test_threads_and_streams(used):
+    module, wrong = norm_of(1536), []
+    inputs = [torch.randn(rows, 1536, device="cuda") for rows in (1, 5, 40)]
+    with torch.no_grad():
+        expected = [original(module, each) for each in inputs]
+    for each in inputs:
+        check(module, each)
+    used.clear()
+    torch.cuda.synchronize()
+
+    def run():
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(200):
+                for each, right in zip(inputs, expected, strict=True):
+                    if not torch.equal(module(each), right):
+                        wrong.append(each)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(used) == 4 * 200 * 3
 
 
 @pytest.fixture
-def model():
-    """An RMS norm alone, one with accelerate's hook, one that other code replaced, and a linear."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+def without_gpu(monkeypatch):
+    """All tensors count as plain ones on a GPU; the number of comparisons."""
+    tried = []
+    monkeypatch.setattr(rms_norm, "plain", lambda: lambda tensor: True)
+    monkeypatch.setattr(rms_norm, "current_device", lambda: lambda: -1)
+    monkeypatch.setattr(rms_norm, "raw_stream", lambda: lambda index: 0)
 
-    model = torch.nn.ModuleDict(
-        {name: norm_of(128, device="cpu") for name in ("plain", "hooked", "replaced")}
-    )
-    model["linear"] = torch.nn.Linear(128, 128)
-    add_hook_to_module(model["hooked"], AlignDevicesHook(execution_device="cpu"))
-    model["replaced"].forward = lambda x: x + 1
-    return model
+    def comparing(*args):
+        tried.append(args)
+        return compare(*args)
 
-
-def test_forwards_are_replaced_in_the_context_only(model):
-    before = forwards(model)
-    with norms_in_one_kernel(model.values()):
-        changed = {name for name, own in forwards(model).items() if own != before[name]}
-    assert changed == {"plain", "hooked"}
-    assert forwards(model) == before
-    with pytest.raises(TypeError), norms_in_one_kernel(model.values()):
-        model["plain"]()
-    assert forwards(model) == before
+    compare = rms_norm._equal_kind
+    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
+    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
+    return tried
 
 
-def test_forwards_that_other_code_replaces_in_the_context(model):
-    def own(x):
-        return x
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (NO_MEMORY, 3),
+        (compiler.KernelError("out of memory"), 3),
+        (RuntimeError("operation not permitted when stream is capturing"), 3),
+        (compiler.KernelError("no NVRTC"), 1),
+        (ValueError(), 1),
+    ],
+    ids=str,
+)
+def test_comparisons_that_fail(without_gpu, monkeypatch, error, tries):
+    """The norm stays as it is, and is compared again only if the reason may pass."""
 
-    with norms_in_one_kernel(model.values()):
-        model["plain"].forward = own
-    assert model["plain"].forward is own
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(rms_norm, "kernel_of", fail)
+    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    module, inputs = norm_of(256, device="cpu"), torch.randn(2, 256)
+    for _ in range(3):
+        check(module, inputs)
+    assert len(without_gpu) == tries
 
 
-def test_output_without_a_gpu(model):
-    inputs = torch.randn(2, 128)
-    with torch.no_grad():
-        expected = {name: module(inputs) for name, module in model.items()}
-        with norms_in_one_kernel(model.values()):
-            for name, module in model.items():
-                assert torch.equal(module(inputs), expected[name])
-                with pytest.raises(TypeError):
-                    module(inputs, inputs)
+def test_a_machine_without_a_compiler(monkeypatch, caplog):
+    """It is asked once for each kernel."""
+    tried = []
+
+    def fail(*args):
+        tried.append(args)
+        raise compiler.KernelError("no NVRTC")
+
+    monkeypatch.setattr(compiler, "compiled", fail)
+    device, constants = torch.device("cuda:7"), (("INPUT", 1),)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            assert replacing.kernel_of(rms_norm._FILE, constants, device, 512) is None
+    assert len(tried) == len(caplog.records) == 1
 
 
-def test_other_threads_run_the_norms_as_usual(model, monkeypatch):
-    calls = []
-    monkeypatch.setattr(rms_norm, "_norm", lambda *_: calls.append(threading.get_ident()))
-    inputs, found = torch.randn(2, 128), []
-    expected = model["plain"](inputs)
-    with norms_in_one_kernel(model.values()):
-        model["plain"](inputs)
-        thread = threading.Thread(target=lambda: found.append(model["plain"](inputs)))
-        thread.start()
-        thread.join()
-    assert calls == [threading.get_ident()]
-    assert torch.equal(found[0], expected)
+def test_the_number_of_kinds_is_limited(without_gpu, monkeypatch):
+    monkeypatch.setattr(replacing, "_KINDS", 3)
+    monkeypatch.setattr(rms_norm, "_equal_kind", lambda *args: without_gpu.append(args))
+    for size in (128, 256, 384, 512, 640, 128):
+        check(norm_of(size, device="cpu"), torch.randn(1, size))
+    assert len(without_gpu) == 6
+
+
+@pytest.mark.parametrize("size", [128, 256, 640, 1536, 7680])
+def test_classes_of_rows(size):
+    """More rows have the order of the power of two below them, and of the most rows."""
+    for rows in (*range(1, 600), 1000, 70_000):
+        few = 1 << (min(rows, rms_norm._MANY_ROWS).bit_length() - 1)
+        assert rms_norm._threads(rows, size // 4) == rms_norm._threads(few, size // 4)
+
+
+def test_output_without_a_gpu():
+    module, inputs = norm_of(128, device="cpu"), torch.randn(2, 128)
+    check(module, inputs)
+    assert module(inputs).requires_grad
+    with pytest.raises(TypeError):
+        module()
+    with pytest.raises(TypeError):
+        module(inputs, inputs)
+    assert torch.equal(module(hidden_states=inputs), original(module, inputs))
+
+
+def copies(module):
+    return copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.cuda
+def test_copies():
+    module, inputs = norm_of(256), torch.randn(2, 256, device="cuda")
+    check(module, inputs)
+    own = set(vars(module))
+    for copied in copies(module):
+        assert set(vars(copied)) == own
+        check(copied, inputs)
+
+
+def test_launches_reuse_their_memory(monkeypatch):
+    """Also if several run at once: each has its own."""
+    launched, inside, places = [], [], set()
+
+    class Driver:
+        def cuLaunchKernel(self, function, blocks, *rest):
+            if blocks == 1 and not inside:
+                inside.append(1)
+                assert launch(2, 1 << 40, 5, 6)
+            assert rest[:6] == (1, 1, 32, 4, 1, 0)
+            assert rest[6].value == 1 << 40
+            pointers = rest[7]
+            places.add(pointers[0])
+            values = [ctypes.c_int64.from_address(pointers[i]).value for i in range(2)]
+            number = ctypes.c_int.from_address(pointers[2]).value
+            launched.append((*values, number, ctypes.c_float.from_address(pointers[3]).value))
+            return 0 if blocks < 3 else 1
+
+    monkeypatch.setattr(compiler, "driver", Driver)
+    kernel = compiler.Kernel(None, None, 64, 0)
+    launch = compiler.launcher(kernel, 2, (7, 0.5), (32, 4))
+    assert launch(1, 1 << 40, 1 << 41, 3)
+    assert not launch(3, 1 << 40, 8, 9)
+    assert launched == [(5, 6, 7, 0.5), (1 << 41, 3, 7, 0.5), (8, 9, 7, 0.5)]
+    assert len(places) == 2

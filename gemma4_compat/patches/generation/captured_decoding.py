@@ -7,12 +7,12 @@ works for a tenth of each step and waits for Python during the rest.
 
 In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
 runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
-eager step, except that an RMS norm has one kernel instead of nine.  The logits are equal bit for
-bit, with one exception: 8-bit layers with an outlier threshold, see ``captured_int8``.
-torch.compile is not used.  In 26B-A4B, the MLP of a layer runs beside its experts.  Modules that a
-decode step does not run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded
-embeddings in place.  The cache's memory and the graphs are kept, and the next call with a cache of
-the same size uses them again, unless other code still holds the old cache.
+eager step.  The logits are equal bit for bit, with one exception: 8-bit layers with an outlier
+threshold, see ``captured_int8``.  torch.compile is not used.  In 26B-A4B, the MLP of a layer runs
+beside its experts.  Modules that a decode step does not run, such as the towers, may be on the CPU
+or on disk; the GPU reads offloaded embeddings in place.  The cache's memory and the graphs are
+kept, and the next call with a cache of the same size uses them again, unless other code still holds
+the old cache.
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: decoder
 layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training

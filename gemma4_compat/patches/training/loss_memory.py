@@ -6,10 +6,11 @@ for each entry: 7 GiB for 2,048 tokens, of the 9.6 GiB that a QLoRA step of E2B 
 ``linear_cross_entropy`` and Liger's loss would not store them, but the first has no soft cap, and
 the second needs Triton.
 
-The fix computes head, soft cap and loss for some tokens at a time, in forward and again in
-backward (``torch.utils.checkpoint``).  ``outputs.logits`` is computed when it is read.  The loss of
-each token comes from the same operations.  If the head is trained, adapted, offloaded or sharded,
-or has hooks, and if the model has another loss function, everything stays as it is.
+The fix computes head, soft cap, loss and gradient for some tokens at a time.  If the head is
+trained, backward computes its gradient for some entries of the vocabulary at a time, and the logits
+once more.  ``outputs.logits`` is computed when it is read.  The loss of each token comes from the
+same operations.  If the head is adapted, offloaded or sharded, or has hooks, and if the model has
+another loss function, everything stays as it is.
 """
 
 from __future__ import annotations

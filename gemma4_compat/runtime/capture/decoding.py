@@ -19,7 +19,6 @@ from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
 from ..kernels.int8_outliers import has_threshold
-from ..kernels.rms_norm import norm_calls
 from ..kernels.step import in_step, is_short_of_memory
 from .branches import side_by_side
 from .cache_memory import Memory, can_count_holders, full_layers, layers_of
@@ -128,8 +127,7 @@ class ModelState:
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
         self.snapshot = Snapshot(modules.values(), configs)
-        # The kinds of steps that ran eagerly before, with the kernels that these compared.
-        self.warm: dict[Any, dict[Any, Any]] = {}
+        self.warm: dict[Any, bool] = {}  # the kinds of steps that ran eagerly before
         self.device, self.obstacle = device_or_obstacle(model, modules)
 
     def change(self, environment: Any) -> str | None:
@@ -221,16 +219,15 @@ class Decoder:
 
     @contextmanager
     def _eager(self, state: ModelState, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
-        """The context of the eager step before a capture, which compares kernels."""
-        kernels: dict[Any, Any] = {}
-        with lock_of(self.model), in_step(kernels, norm_calls(modules)) as step:
+        """The context of the eager step before a capture, which compiles kernels."""
+        with lock_of(self.model), in_step() as step:
             yield
         failure = step.failure
         passes = failure is not None and is_short_of_memory(failure)
         if not passes and not step.searched and any(map(has_threshold, modules)):
             failure = CaptureFailed(SEARCH.format("their inputs"))
         if failure is None:
-            _put(state.warm, kind, kernels, _KINDS)
+            _put(state.warm, kind, True, _KINDS)
         else:
             self._give_up(failure)
 
@@ -240,10 +237,7 @@ class Decoder:
     ) -> Step:  # fmt: skip
         def model(**kwargs: Any) -> Any:
             send_ahead()
-            with (
-                side_by_side(modules, state.device) as forks,
-                in_step(state.warm[kind], [*norm_calls(modules), *forks]),
-            ):
+            with side_by_side(modules, state.device) as forks, in_step(forks):
                 return self.model(**kwargs)
 
         # Another thread must not send layers meanwhile.

@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import struct
 import sys
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+_INCLUDE = re.compile(r'#include "(.+)"')
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -65,6 +69,46 @@ class Kernel:
         )
 
 
+def launcher(
+    kernel: Kernel, passed: int, numbers: Sequence[float], block: tuple[int, int]
+) -> Callable[..., bool]:
+    """A function that launches a kernel with little work for the CPU.
+
+    It gets the number of blocks, the handle of a stream, and the arguments that change.  It returns
+    whether the driver accepted the launch.
+
+    Args:
+        kernel: The compiled kernel.  Its first parameters are pointers or 64-bit integers.
+        passed: How many of these there are.
+        numbers: The other arguments, which stay: an ``int`` or ``float`` in 32 bits.
+        block: Threads in x and y.
+    """
+    function, shared, (x, y) = kernel._function, kernel._shared, block
+    constants, pointer = [_value(number) for number in numbers], ctypes.c_void_p
+    free: list[Any] = []
+    launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
+
+    def arguments() -> tuple[Any, Any]:
+        """Memory for the arguments that change, and the addresses of all."""
+        values = (ctypes.c_int64 * passed)()
+        places = [ctypes.addressof(values) + number * 8 for number in range(passed)]
+        places += map(ctypes.addressof, constants)
+        return values, (pointer * len(places))(*places)
+
+    def launched(blocks: int, stream: int, *changing: int) -> bool:
+        try:
+            used = free.pop()  # no other launch uses it now
+        except IndexError:
+            used = arguments()
+        values, places = used
+        pack(values, 0, *changing)
+        result = launch(function, blocks, 1, 1, x, y, 1, shared, pointer(stream), places, None)
+        free.append(used)
+        return not result
+
+    return launched
+
+
 def _value(argument: Any) -> Any:
     if isinstance(argument, int):
         return ctypes.c_int(argument)
@@ -80,7 +124,7 @@ def compiled(
     """Compile a kernel for one GPU.
 
     Args:
-        file: CUDA C++ without headers.
+        file: CUDA C++, with no headers but files in the same folder.
         name: An ``extern "C"`` function of the file.
         constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
@@ -94,7 +138,7 @@ def compiled(
 
     if torch.version.cuda is None:
         raise KernelError("this PyTorch is not built for CUDA")
-    source = file.read_text(encoding="utf-8")
+    source = _INCLUDE.sub(lambda name: _text(file.with_name(name[1])), _text(file))
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=compute_{major}{minor}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in constants.items()]
@@ -107,6 +151,10 @@ def compiled(
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
     return Kernel(function, module, threads, shared)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 @cache

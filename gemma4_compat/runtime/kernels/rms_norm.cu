@@ -1,4 +1,4 @@
-// out = in * rsqrt(mean(in * in) + eps) * weight, for each row.  One block computes one row.
+// out = in * rsqrt(mean(in * in) + eps) * weight, for each row.  blockDim.x threads compute a row.
 //
 // The sum has the order of PyTorch's ``mean`` over contiguous rows of a multiple of 4 values
 // (input_vectorized_thread_reduce_impl and block_x_reduce in ATen/native/cuda/Reduce.cuh), and each
@@ -8,68 +8,41 @@
 // the most in a block; HALVING, if a warp adds its halves first, as newer releases of PyTorch do, and
 // not its neighbours.
 
-constexpr int FLOAT32 = 1, BFLOAT16 = 2;  // 3: float16
+#include "values.cuh"
 
-template <int DTYPE>
-struct Value {
-    unsigned short bits;
-
-    __device__ __forceinline__ float get() const {
-        if (DTYPE == BFLOAT16) return __uint_as_float((unsigned)bits << 16);
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-        return value;
-    }
-
-    __device__ __forceinline__ void set(float value) {
-        if (DTYPE == BFLOAT16) {
-            unsigned pair;
-            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.f), "f"(value));
-            bits = (unsigned short)pair;
-        } else {
-            asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-        }
-    }
-};
-
-template <>
-struct Value<FLOAT32> {
-    float value;
-    __device__ __forceinline__ float get() const { return value; }
-    __device__ __forceinline__ void set(float other) { value = other; }
-};
-
-template <int DTYPE>
-struct alignas(4 * sizeof(Value<DTYPE>)) Four {
-    Value<DTYPE> values[4];
-};
-
-// The sum of one value of each thread.
+// The sum of one value of each thread of a row.
 __device__ __forceinline__ float sum_of(float value) {
     __shared__ float sums[THREADS];
     const int thread = threadIdx.x;
-    sums[thread] = value;
-    for (int half = blockDim.x / 2; half >= 32; half /= 2) {
-        __syncthreads();
-        if (thread < half) sums[thread] = value = __fadd_rn(value, sums[thread + half]);
+    if (blockDim.x > 32) {
+        sums[thread] = value;
+        for (int half = blockDim.x / 2; half >= 32; half /= 2) {
+            __syncthreads();
+            if (thread < half) sums[thread] = value = __fadd_rn(value, sums[thread + half]);
+        }
     }
     if (thread < 32) {
 #pragma unroll
         for (int i = 1; i < 32; i *= 2)
             value = __fadd_rn(value, __shfl_down_sync(0xffffffff, value, HALVING ? 16 / i : i));
-        if (thread == 0) sums[0] = value;
     }
+    if (blockDim.x == 32) return __shfl_sync(0xffffffff, value, 0);
+    if (thread == 0) sums[0] = value;
     __syncthreads();
     return sums[0];
 }
 
+// A block has several rows only if each has one warp.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
-    Four<INPUT>* out, const Four<INPUT>* in, const Four<WEIGHT>* weight, int fours, float factor,
-    float eps
+    Four<INPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
+    const Four<WEIGHT>* __restrict__ weight, long long rows, int fours, float factor, float eps
 ) {
-    in += (size_t)blockIdx.x * fours;
-    out += (size_t)blockIdx.x * fours;
+    const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    in += row * fours;
+    out += row * fours;
     float squares[4] = {};
+#pragma unroll 4
     for (int i = threadIdx.x; i < fours; i += blockDim.x) {
         const Four<INPUT> four = in[i];
 #pragma unroll
@@ -82,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #pragma unroll
     for (int j = 1; j < 4; j++) sum = __fadd_rn(sum, squares[j]);
     const float scale = rsqrtf(__fadd_rn(__fmul_rn(sum_of(sum), factor), eps));
+#pragma unroll 4
     for (int i = threadIdx.x; i < fours; i += blockDim.x) {
         Four<INPUT> four = in[i];
 #if WEIGHT

@@ -24,8 +24,7 @@ _thread = threading.local()  # .step: the step that this thread runs
 class Running:
     """A step that a thread runs."""
 
-    def __init__(self, kernels: dict[Any, Any]) -> None:
-        self.kernels = kernels  # the norms' kernels that were compared, by kind
+    def __init__(self) -> None:
         self.forwards: dict[Any, Callable[..., Any]] = {}  # by module
         self.searched = False  # for outliers, on the GPU
         self.failure: Exception | None = None  # of a kernel of this package
@@ -37,12 +36,9 @@ def running() -> Running | None:
 
 
 @contextmanager
-def in_step(kernels: dict[Any, Any], calls: Iterable[Call] = ()) -> Iterator[Running]:
-    """In this context, this thread runs a step, with these functions in place of forwards.
-
-    If a module has several functions, each gets the former one as its forward.
-    """
-    outside, step = running(), Running(kernels)
+def in_step(calls: Iterable[Call] = ()) -> Iterator[Running]:
+    """In this context, this thread runs a step, with these functions in place of forwards."""
+    outside, step = running(), Running()
     with ExitStack() as stack:
         stack.callback(setattr, _thread, "step", outside)  # which no interrupt can prevent
         for module, function in calls:
@@ -50,9 +46,8 @@ def in_step(kernels: dict[Any, Any], calls: Iterable[Call] = ()) -> Iterator[Run
             if slot is None:
                 continue
             stand_in = _StandIn(module, slot[1])
-            if module not in step.forwards:
-                stack.enter_context(shadowed(module, **{slot[0]: stand_in}))
-            step.forwards[module] = partial(function, step.forwards.get(module, stand_in.usual))
+            stack.enter_context(shadowed(module, **{slot[0]: stand_in}))
+            step.forwards[module] = partial(function, stand_in.usual)
         _thread.step = step
         yield step
 

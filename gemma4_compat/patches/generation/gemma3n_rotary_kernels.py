@@ -1,0 +1,25 @@
+"""The rotary embedding of Gemma 3n has five kernels, and runs twice in each layer.
+
+This is the same as in Gemma 4 (see ``rotary_kernels``).
+
+The fix is the same, too.
+"""
+
+from __future__ import annotations
+
+from ...engine import Kind, Patch
+from ._rotary import mend
+
+PATCH = Patch(
+    name="gemma3n_rotary_kernels",
+    kind=Kind.SPEED,
+    symptom="Gemma 3n: generate is slow on a GPU, because rotary embeddings launch many kernels",
+    affects=("transformers",),
+    changes=(
+        "On a GPU and without gradients, rotary embeddings of Gemma 3n run in one kernel, which "
+        "was compared with those of transformers."
+    ),
+    unreported="The code is right as it is.",
+)
+
+mend(PATCH, "transformers.models.gemma3n.modeling_gemma3n")

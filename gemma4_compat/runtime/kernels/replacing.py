@@ -1,0 +1,146 @@
+"""What a function needs to launch a kernel of this package in place of many of PyTorch's.
+
+Each decode step calls these functions hundreds of times, so they cost the CPU little.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .step import is_short_of_memory
+from .streams import is_capturing
+
+if TYPE_CHECKING:
+    from .compiler import Kernel
+
+logger = logging.getLogger(__name__)
+
+_KINDS = 512  # at most
+_UNKNOWN = object()
+
+
+@cache
+def plain() -> Callable[[Any], bool]:
+    """A function that says whether only the values of this tensor decide what PyTorch computes.
+
+    That is a tensor on a GPU, without gradients, autocast, tracing, transforms or modes, which
+    would see the operators.
+    """
+    import torch
+    from torch.autograd import forward_ad
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    own, transform = torch._C, torch._C._functorch.peek_interpreter_stack
+    modes, function_modes = own._len_torch_dispatch_stack, own._len_torch_function_stack
+    is_traced, autocasts = own._get_tracing_state, torch.is_autocast_enabled
+    is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
+    Tensor = torch.Tensor
+
+    def are_defaults() -> bool:
+        """Whether the modes only choose the device of new tensors."""
+        return all(type(each) is DeviceContext for each in _get_current_function_mode_stack())
+
+    def is_plain(tensor: Any) -> bool:
+        return (
+            not is_compiling()
+            and type(tensor) is Tensor
+            and tensor.is_cuda
+            and not has_gradients()
+            and not autocasts("cuda")
+            and not modes()
+            and (not function_modes() or are_defaults())
+            and transform() is None
+            and is_traced() is None
+            and forward_ad._current_level < 0
+            and not tensor.is_neg()
+        )
+
+    return is_plain
+
+
+@cache
+def current_device() -> Callable[[], int]:
+    """A function that returns the index of the current GPU."""
+    import torch
+
+    get: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    return get
+
+
+@cache
+def raw_stream() -> Callable[[int], int]:
+    """A function that returns the handle of a GPU's current stream."""
+    import torch
+
+    def stream_of(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    get: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", stream_of)
+    return get
+
+
+class Compared:
+    """What launches a kernel for each kind of calls; ``None`` for a kind that does without it."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, Any] = {}
+
+    def get(self, key: Any, device: Any, make: Callable[..., Any], *arguments: Any) -> Any:
+        """The value of a kind, which ``make`` returns at the first call.
+
+        ``make`` compares the kernel with the original.  Its failure is not stored if the reason may
+        pass: memory is short, or a stream is captured, in which nothing can be compared.
+        """
+        value = self.kinds.get(key, _UNKNOWN)
+        if value is not _UNKNOWN:
+            return value
+        if is_capturing(device):
+            return None
+        value = None
+        try:
+            value = make(*arguments)
+        except Exception as error:
+            logger.debug("a kernel was not compared", exc_info=True)
+            if _may_pass(error):
+                return None
+        if len(self.kinds) >= _KINDS:
+            self.kinds.clear()
+        self.kinds[key] = value
+        return value
+
+
+@cache
+def kernel_of(
+    file: Path, constants: tuple[tuple[str, int], ...], device: Any, threads: int
+) -> Kernel | None:
+    """The kernel with the name of the file; ``None`` if this machine cannot compile it.
+
+    Raises:
+        KernelError: Memory is short, or a stream is captured.
+    """
+    from .compiler import KernelError, compiled
+
+    try:
+        return compiled(file, file.stem, dict(constants), device, threads, 0)
+    except KernelError as error:
+        if _may_pass(error):
+            raise
+        logger.info("transformers' own kernels run in place of %s: %s", file.stem, error)
+        return None
+
+
+@cache
+def dtypes() -> dict[Any, int]:
+    """The numbers of the dtypes in ``values.cuh``."""
+    import torch
+
+    return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def _may_pass(error: BaseException) -> bool:
+    return is_short_of_memory(error) or "captur" in str(error)

@@ -1,0 +1,114 @@
+"""Turns queries or keys by their position in one kernel (``rotary.cu``).
+
+transformers needs five kernels and four views for it.  The kernel rounds as each of them does, so
+its output equals theirs bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
+
+logger = logging.getLogger(__name__)
+
+_FILE = Path(__file__).with_suffix(".cu")
+_THREADS = 256
+_VALUES = 8  # of a thread
+_ALIGNMENT = 16  # bytes of the longest load
+_MOST = 1 << 31  # values
+
+
+def in_one_kernel(original: Any) -> Any:
+    """A function that uses the kernel where it can.
+
+    Args:
+        original: A function such as ``apply_rotary_pos_emb`` of Gemma 4.
+    """
+    import torch
+
+    compared, is_plain, get_device = Compared(), plain(), current_device()
+    stream_of, namespace = raw_stream(), original.__globals__
+    known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
+    OutOfMemory = torch.cuda.OutOfMemoryError
+
+    def output(x: Any, cos: Any, sin: Any, index: int) -> Any:
+        """Of plain inputs with heads in dimension 2; ``None`` if the kernel cannot compute it."""
+        shape, angles, dtype = x.shape, cos.shape, x.dtype
+        if len(shape) != 4 or len(angles) != 3 or sin.shape != angles:
+            return None
+        batch, length, heads, size = shape
+        rows = angles[0]
+        if angles[1] != length or angles[2] != size or (rows != batch and rows != 1):
+            return None
+        if cos.dtype is not dtype or sin.dtype is not dtype or size % _VALUES:
+            return None
+        if cos.get_device() != index or sin.get_device() != index:
+            return None
+        if not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            return None
+        pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        count = batch * length * heads * size
+        if not 0 < count < _MOST or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT:
+            return None
+        key = index, dtype, size, namespace.get("rotate_half")
+        launch = known.get(key) or compared.get(key, x.device, _equal_launch, original, x)
+        if launch is None:
+            return None
+        try:
+            out = empty_like(x)
+        except OutOfMemory:  # the original raises it, or needs less
+            return None
+        count //= _VALUES
+        sizes = count, size // _VALUES, heads, rows * length
+        blocks = -(-count // _THREADS)
+        done = launch(blocks, stream_of(index), out.data_ptr(), *pointers, *sizes)
+        return out if done else None
+
+    @wraps(original)
+    def apply_rotary_pos_emb(x: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        out = None
+        if (
+            is_plain(x)
+            and unsqueeze_dim == 2
+            and type(cos) is Tensor
+            and type(sin) is Tensor
+            and not cos.is_neg()
+            and not sin.is_neg()
+        ):
+            index = x.get_device()
+            if get_device() == index:
+                out = output(x, cos, sin, index)
+            else:
+                with torch.cuda.device(index):
+                    out = output(x, cos, sin, index)
+        return original(x, cos, sin, unsqueeze_dim) if out is None else out
+
+    return apply_rotary_pos_emb
+
+
+def _equal_launch(original: Any, inputs: Any) -> Any:
+    """The launch, if its outputs equal the original's for random inputs; else ``None``."""
+    import torch
+
+    from .compiler import launcher
+
+    device, size, dtype = inputs.device, inputs.shape[-1], inputs.dtype
+    kernel = dtype in dtypes() and kernel_of(_FILE, (("INPUT", dtypes()[dtype]),), device, _THREADS)
+    if not kernel:
+        return None
+    launch = launcher(kernel, 8, (), (_THREADS, 1))
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (2, 8, 4, size), (1, 8, size), (1, 8, size)
+    trial = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+    out = torch.empty_like(trial[0])
+    pointers = [tensor.data_ptr() for tensor in (out, *trial)]
+    count, stream = out.numel() // _VALUES, raw_stream()(inputs.get_device())
+    done = launch(-(-count // _THREADS), stream, *pointers, count, size // _VALUES, 4, 8)
+    if done and torch.equal(out, original(*trial, 2)):
+        return launch
+    logger.info("the rotary embedding stays as it is: its outputs would differ")
+    return None

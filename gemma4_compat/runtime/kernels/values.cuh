@@ -1,0 +1,42 @@
+// Values of the dtypes that kernels read and write.
+
+constexpr int FLOAT32 = 1, BFLOAT16 = 2;  // 3: float16
+
+template <int DTYPE>
+struct Value {
+    unsigned short bits;
+
+    __device__ __forceinline__ float get() const {
+        if (DTYPE == BFLOAT16) return __uint_as_float((unsigned)bits << 16);
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        return value;
+    }
+
+    __device__ __forceinline__ void set(float value) {
+        if (DTYPE == BFLOAT16) {
+#if __CUDA_ARCH__ >= 800
+            unsigned pair;
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.f), "f"(value));
+            bits = (unsigned short)pair;
+#else
+            const unsigned wide = __float_as_uint(value);  // to the nearest, or to even
+            bits = value != value ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+#endif
+        } else {
+            asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+        }
+    }
+};
+
+template <>
+struct Value<FLOAT32> {
+    float value;
+    __device__ __forceinline__ float get() const { return value; }
+    __device__ __forceinline__ void set(float other) { value = other; }
+};
+
+template <int DTYPE>
+struct alignas(4 * sizeof(Value<DTYPE>)) Four {
+    Value<DTYPE> values[4];
+};

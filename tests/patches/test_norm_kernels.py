@@ -1,0 +1,191 @@
+"""Models compute their RMS norms in one kernel each, with the same bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import gemma4_compat
+from gemma4_compat.model.caches import cache_name
+from gemma4_compat.runtime.kernels import rms_norm
+
+PATCHES = {
+    "gemma4": "norm_kernels",
+    "gemma3n": "gemma3n_norm_kernels",
+    "unified": "unified_norm_kernels",
+}
+TEXT = {
+    "vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 128, "sliding_window": 16, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 96,
+}  # fmt: skip
+
+
+def make(kind="gemma4", device="cuda", dtype=torch.bfloat16):
+    import transformers
+
+    own = {
+        "gemma4": ("Gemma4", {"intermediate_size": 256, "hidden_size_per_layer_input": 128}),
+        "unified": ("Gemma4Unified", {"intermediate_size": 256}),
+        "gemma3n": (
+            "Gemma3n",
+            {"intermediate_size": [256] * 4, "hidden_size_per_layer_input": 128},
+        ),
+    }
+    prefix, options = own[kind]
+    if not hasattr(transformers, f"{prefix}ForCausalLM"):
+        pytest.skip(f"this transformers has no {prefix}")
+    if kind == "gemma3n":
+        options |= {"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+    else:
+        options["global_head_dim"] = 256
+    config = getattr(transformers, f"{prefix}TextConfig")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config(**TEXT, **options))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 1, 0.2)
+    return model.to(device, dtype).eval()
+
+
+def launched(run):
+    """The names of the kernels that the GPU runs."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    return [event.name for event in profiled.events() if event.device_type.name == "CUDA"]
+
+
+def assert_one_kernel(kind):
+    model = make(kind)
+    hidden = torch.randn(1, 1, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        names = launched(lambda: model.model.norm(hidden))
+    assert names == ["rms_norm"], f"{len(names)} kernels for a norm"
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("norm_kernels", r"\d kernels for a norm")
+def test_one_kernel():
+    assert_one_kernel("gemma4")
+
+
+def logits(model, ids, **options):
+    """Those of a prompt and of up to three decode steps."""
+    with torch.no_grad():
+        output = model(input_ids=ids, use_cache=True, **options)
+        found = [output.logits]
+        for step in range(min(3, ids.shape[1])):
+            cache = {cache_name(): output.past_key_values}
+            output = model(input_ids=ids[:, step : step + 1], use_cache=True, **cache)
+            found.append(output.logits)
+    return torch.cat(found, dim=1)
+
+
+def check_logits(kind, shape, **options):
+    model = make(kind)
+    ids = torch.randint(5, 96, shape, device="cuda")
+    with gemma4_compat.disabled(PATCHES[kind]):
+        expected = logits(model, ids, **options)
+    for _ in range(2):
+        assert torch.equal(logits(model, ids, **options), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 7), (1, 64), (1, 600), (3, 5), (2, 2100)])
+@pytest.mark.parametrize("kind", PATCHES)
+def test_logits(kind, shape):
+    check_logits(kind, shape)
+
+
+@pytest.mark.cuda
+def test_padded_batch():
+    mask = torch.ones(3, 20, dtype=torch.long, device="cuda")
+    mask[1, :7] = mask[2, :13] = 0
+    model, ids = make(), torch.randint(5, 96, (3, 20), device="cuda")
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    with gemma4_compat.disabled("norm_kernels"):
+        expected = model.generate(ids, **options).logits
+    assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
+
+
+def step(model, ids):
+    model.train().zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=str)
+def test_training(checkpointing):
+    """A reentrant checkpoint runs the forward without gradients first."""
+    model, ids = make(), torch.randint(5, 96, (2, 40), device="cuda")
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+    torch.manual_seed(0)
+    with gemma4_compat.disabled("norm_kernels"):
+        expected = step(model, ids)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, step(model, ids), expected))
+    if checkpointing is None:
+        assert "rms_norm" not in launched(lambda: step(model, ids))
+
+
+@pytest.mark.cuda
+def test_copies_and_the_switch():
+    model, ids = make(), torch.randint(5, 96, (1, 9), device="cuda")
+    expected = logits(model, ids)
+    copied = copy.deepcopy(model)
+    assert torch.equal(logits(copied, ids), expected)
+    with torch.no_grad():
+        assert "rms_norm" in launched(lambda: copied(input_ids=ids))
+        with gemma4_compat.disabled("norm_kernels"):
+            assert "rms_norm" not in launched(lambda: copied(input_ids=ids))
+
+
+@pytest.mark.cuda
+def test_torch_compile():
+    """The compiler sees the original code."""
+    norm, hidden = make().model.norm, torch.randn(1, 9, 256, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(hidden), norm(hidden))
+
+
+@pytest.mark.cuda
+def test_a_captured_step(monkeypatch):
+    """All its norms use kernels that the eager step before it has compared."""
+    model, ids = make(), torch.randint(5, 96, (1, 9), device="cuda")
+    model.hf_device_map = {"": 0, "a tower": "cpu"}  # transformers does not compile such a model
+    used, tried, compare = [], [], rms_norm._equal_kind
+
+    def comparing(*args):
+        tried.append(torch.cuda.is_current_stream_capturing())
+        kind = compare(*args)
+        launch = kind.launch
+
+        def launching(*arguments):
+            used.append(torch.cuda.is_current_stream_capturing())
+            return launch(*arguments)
+
+        kind.launch = launching
+        return kind
+
+    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    with gemma4_compat.disabled("norm_kernels"):
+        expected = model.generate(ids, **options).logits
+    assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
+    norms = sum(type(module).__name__ == "Gemma4RMSNorm" for module in model.modules())
+    assert sum(used) == norms
+    assert tried
+    assert not any(tried)

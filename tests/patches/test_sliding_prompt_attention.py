@@ -1,0 +1,155 @@
+"""Sliding layers compute a long prompt in parts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import gemma4_compat
+from gemma4_compat.patches.attention import _sdpa, _sliding
+from tests.patches.test_cudnn_attention import make
+from tests.patches.test_one_token_attention import plain_on_the_cpu
+
+SDPA = "aten::scaled_dot_product_attention"
+PATCHES = (
+    "sliding_prompt_attention", "gemma3n_sliding_prompt_attention",
+    "unified_sliding_prompt_attention",
+)  # fmt: skip
+
+
+def ids_of(length, batch=1, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(5, 96, (batch, length), generator=generator).to(device)
+
+
+def keys_read(model, length):
+    """How many keys PyTorch's attention gets, in the first layer, which slides."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        model(input_ids=ids_of(length, device=model.device))
+    shapes = [each.input_shapes[1] for each in profiler.events() if each.name == SDPA]
+    last = -1 if "Gemma3n" in type(model).__name__ else None  # whose full layers have heads of 256
+    return [shape[2] for shape in shapes if shape[3] == 256][:last]
+
+
+def assert_in_parts(model):
+    model = model.to("cuda", torch.bfloat16).eval()
+    with torch.no_grad():
+        most = max(keys_read(model, 4096))
+    assert most < 2048, f"a sliding layer reads {most} keys at once"
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("sliding_prompt_attention", r"reads 4096 keys at once")
+def test_a_long_prompt():
+    assert_in_parts(make())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("padded", [0, 1500])
+def test_logits_are_as_exact_as_pytorchs(padded, dtype):
+    model = make(kv_heads=2).cuda().eval()
+    ids, mask = ids_of(4100, 2, "cuda"), torch.ones(2, 4100, dtype=torch.long, device="cuda")
+    mask[1, :padded] = 0
+    seen = mask[..., None].bool()
+    with torch.no_grad():
+        exact = model(input_ids=ids, attention_mask=mask).logits
+        half = copy.deepcopy(model).to(dtype)
+        found = half(input_ids=ids, attention_mask=mask).logits
+        with gemma4_compat.disabled(*PATCHES):
+            usual = half(input_ids=ids, attention_mask=mask).logits
+
+    def error(logits):
+        return float(((logits.float() - exact) * seen).square().mean().sqrt())
+
+    assert found.isfinite().all() or not usual.isfinite().all()
+    assert error(found) <= 1.05 * error(usual)
+
+
+# -- without a GPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """On the CPU, prompts of 64 tokens are long; a window has 16."""
+    monkeypatch.setattr(_sdpa, "plain", lambda: plain_on_the_cpu)
+    monkeypatch.setattr(_sliding, "_LEAST", 64)
+    monkeypatch.setattr(_sliding, "_PART", 16)
+    monkeypatch.setattr(_sliding, "_ALIGNED", 4)
+
+
+def both(model, **inputs):
+    """The logits with and without the patch."""
+    with torch.no_grad():
+        found = model(**inputs).logits
+        with gemma4_compat.disabled(*PATCHES):
+            return found, model(**inputs).logits
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma3n", "unified"])
+def test_in_parts(short, kind):
+    model = make(kind=kind).eval()
+    with torch.no_grad():
+        assert keys_read(model, 71) == [16, 32, 32, 32, 23]
+        assert keys_read(model, 63) == [63]
+    torch.testing.assert_close(*both(model, input_ids=ids_of(71)))
+
+
+@pytest.mark.parametrize("padded", [5, 40])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(short, side, padded):
+    model, mask = make().eval(), torch.ones(3, 70, dtype=torch.long)
+    mask[1, :padded] = 0
+    if side == "right":
+        mask = mask.flip(1)
+    found, usual = both(model, input_ids=ids_of(70, 3), attention_mask=mask)
+    torch.testing.assert_close(found[mask.bool()], usual[mask.bool()])
+    assert found.isfinite().all()
+
+
+def test_a_mask_of_the_user(short):
+    """Each query sees some keys anywhere; then the same mask is changed in place."""
+    model, attention = make().eval(), torch.rand(1, 1, 64, 64) < 0.1
+    attention[..., 0] = True
+    for _ in range(2):
+        masks = {"full_attention": attention, "sliding_attention": attention}
+        torch.testing.assert_close(*both(model, input_ids=ids_of(64), attention_mask=masks))
+        attention.zero_().diagonal(dim1=2, dim2=3).fill_(True)
+
+
+def test_other_keys_than_those_of_a_part_are_not_read(short):
+    """The range of a part holds all keys that its mask holds, and few others."""
+    mask = torch.zeros(2, 1, 64, 100, dtype=torch.bool)
+    mask[0, 0, :16, 3:9] = True
+    mask[1, 0, 15, 30] = True
+    mask[0, 0, 16:32, 99] = True
+    parts = _sliding._parts_of(mask)
+    assert [(k.start, k.stop) for _, k in parts] == [(0, 32), (96, 100), (96, 100), (96, 100)]
+    assert [(q.start, q.stop) for q, _ in parts] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert _sliding._parts(torch.ones(1, 1, 64, 64, dtype=torch.bool), 64, 64) is None
+    assert _sliding._parts(mask.float(), 64, 100) is None
+    assert _sliding._parts(None, 64, 100) is None
+
+
+def test_with_gradients_it_stays_whole(short):
+    model = make().train()
+    assert keys_read(model, 71) == [71]
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(input_ids=ids_of(71))
+
+
+def test_a_cache_after_the_prompt(short):
+    model, options = make().eval(), {"max_new_tokens": 5, "do_sample": False}
+    mask = torch.ones(2, 80, dtype=torch.long)
+    mask[0, :9] = 0
+    inputs = {"input_ids": ids_of(80, 2), "attention_mask": mask}
+    for cache in (None, "static"):
+        found = model.generate(**inputs, **options, cache_implementation=cache)
+        with gemma4_compat.disabled(*PATCHES):
+            usual = model.generate(**inputs, **options, cache_implementation=cache)
+        assert torch.equal(found, usual)

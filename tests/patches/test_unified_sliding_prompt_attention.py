@@ -1,0 +1,14 @@
+"""Sliding layers of Gemma 4 unified compute a long prompt in parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.patches.test_cudnn_attention import make
+from tests.patches.test_sliding_prompt_attention import assert_in_parts
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("unified_sliding_prompt_attention", r"reads 4096 keys at once")
+def test_a_long_prompt():
+    assert_in_parts(make(kind="unified"))
