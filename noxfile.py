@@ -37,14 +37,18 @@ TRL = {
 }
 #: Another library that patches the same functions as we do, for tests/test_neighbours.py.
 NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
-#: The regression tests, with one parameter set each.
-BUGS = ("tests", "-m", "regression and not slow", "--sample", "1")
-#: The arguments of each call of pytest on these stacks.  Most tests run on the newest stack only.
-#: On the others, the tests that each bug is fixed run, and those that depend most on the versions.
-PARTS = {
-    "newest": (("tests", "-m", "not slow", "--sample", "1"),),
-    "users": (BUGS, ("tests/test_import.py", "tests/test_users_code.py", "-m", "not slow")),
-    "oldest": (BUGS, ("tests/test_import.py", "-m", "not slow")),
+#: One parameter set of each test that loads a model.
+SAMPLE = ("--sample", "1")
+#: The regression tests.
+BUGS = ("tests/patches", "tests/test_cuda.py", "-m", "regression and not slow", *SAMPLE)
+#: These, and the tests that depend most on the versions.
+EACH = ("-m", "(regression or each_stack) and not slow", *SAMPLE)
+#: The arguments of pytest on these stacks.  Most tests run on the newest stack only.  On the
+#: others, the tests that each bug is fixed run, and those that depend most on the versions.
+ARGUMENTS = {
+    "newest": ("tests", "-m", "not slow", *SAMPLE),
+    "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH),
+    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH),
 }
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
@@ -107,12 +111,11 @@ def tests(session: nox.Session, stack: str) -> None:
     ``-- tests`` runs all tests.
     """
     others = NEIGHBOURS.get(stack, ())
-    session.install(TORCH, *STACKS[stack], *TRL[stack], *others, *TEST_TOOLS)
+    libraries = (TORCH, *STACKS[stack], *TRL[stack], *others, "wrapt", "packaging")
+    session.install(*libraries, *TEST_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
-    session.install("wrapt", "packaging")
     session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
-    for part in (session.posargs,) if session.posargs else PARTS[stack]:
-        session.run("pytest", *WORKERS, "--durations=10", *part)
+    session.run("pytest", *WORKERS, "--durations=10", *(session.posargs or ARGUMENTS[stack]))
     # Nearly all bugs of the oldest stack are in the users' stack, too.
     if not session.posargs and stack != "oldest":
         session.log("with the patches switched off, the regression tests must show the bugs:")

@@ -29,6 +29,7 @@ from packaging.version import Version
 import gemma4_compat  # first: before any of the libraries that it patches
 from gemma4_compat.engine.gate import Outcome
 from gemma4_compat.patches import gate, load
+from tests import engines
 from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -65,6 +66,7 @@ def pytest_configure(config):
         "markers", "regression(patch, error, behind, then): see tests/conftest.py"
     )
     config.addinivalue_line("markers", "slow: starts many processes; nox leaves it out by default")
+    config.addinivalue_line("markers", "each_stack: nox runs it on each stack")
     config.addinivalue_line("markers", "xdist_group(name): these tests run in one worker")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
@@ -96,10 +98,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = sample(items, config.getoption("sample"))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """What is imported by now stays: no collection of garbage need look at it again."""
+    launched = [item for item in session.items if in_group(item, "engines")]
+    engines.only_bugs = all(item.get_closest_marker("regression") for item in launched)
     gc.collect()
     gc.freeze()
+
+
+def in_group(item, name):
+    return any(marker.args == (name,) for marker in item.iter_markers("xdist_group"))
 
 
 def shows_bug_of(item, patches):

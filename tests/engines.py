@@ -48,6 +48,8 @@ STEPS = 5
 RANKS = 2
 #: "cpu" or "cuda", from the command line
 DEVICE = "cpu"
+#: whether this run of the tests has regression tests alone, from tests/conftest.py
+only_bugs = False
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: For losses and for tensors, of the largest value.  Processes add up in another order than one,
 #: and a GPU chooses other kernels for one row than for two.
@@ -113,18 +115,27 @@ TITLES = {
     "users": "The releases of users' reports",
     "gpus": "Two GPUs, over NCCL",
 }
-#: What the suite plays.  Those with one launcher are played together, as most time goes by before.
-SAMPLE = (
-    ("torchrun, Trainer, DDP", QUANTISED, "tower trained"),
+#: What the regression tests play.
+BUGS = (
     ("torchrun, fully_shard", WHOLE, "tower trained"),
-    ("torchrun, fully_shard", WHOLE, "tower unused"),
     ("accelerate launch, Accelerator, DDP", HOST, "step"),
     ("accelerate launch, Accelerator, DDP", QUANTISED, "save"),
-    ("accelerate launch, split_between_processes", HOST, "generate"),
     ("accelerate launch, Accelerator, FSDP2", QUANTISED, "step"),
     ("accelerate launch, Accelerator, FSDP2", QUANTISED, "text and images"),
-    ("accelerate launch, Accelerator, FSDP2", EXPERTS, "save"),
     ("accelerate launch, Accelerator, FSDP2", HOST, "step"),
+)
+#: What the suite plays.  Those with one launcher are played together, as most time goes by before.
+SAMPLE = (
+    *BUGS,
+    ("torchrun, Trainer, DDP", QUANTISED, "tower trained"),
+    ("torchrun, fully_shard", WHOLE, "tower unused"),
+    ("accelerate launch, split_between_processes", HOST, "generate"),
+    ("accelerate launch, Accelerator, FSDP2", EXPERTS, "save"),
+)
+#: Played with them: the bytes of a process.
+HELD = (
+    ("accelerate launch, Accelerator, DDP", QUANTISED, "bytes"),
+    ("accelerate launch, Accelerator, FSDP2", QUANTISED, "bytes"),
 )
 VERDICTS = {
     "=": "equal to one process",
@@ -707,7 +718,10 @@ def judge(results, reference):
 
 
 def run(wanted, sides):
-    """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables."""
+    """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables.
+
+    Bytes have no verdict: it is what each process holds.
+    """
     verdicts = {cell: {} for cell in wanted}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -716,10 +730,14 @@ def run(wanted, sides):
             own = [cell for cell in wanted if ENGINES[cell[0]][0] is launcher]
             if not own:
                 continue
-            both = [*own, *dict.fromkeys(map(alone, own))]
+            judged = [cell for cell in own if cell not in HELD]
+            both = [*own, *dict.fromkeys(map(alone, judged))]
             found = {side: launched(folder, launcher, both, sides[side]) for side in sides}
             for cell in own:
                 for side, results in found.items():
+                    if cell in HELD:
+                        verdicts[cell][side] = results[cell]
+                        continue
                     (reference,) = results[alone(cell)]
                     verdicts[cell][side] = judge(results[cell], reference)
     return verdicts
@@ -769,14 +787,22 @@ def run_apart(wanted, sides, jobs, seconds, longest, report):
 
 
 @functools.cache
-def sampled(launcher):
-    """The verdicts of the sample's cells with this launcher, with the patches that are on here."""
-    return run([cell for cell in SAMPLE if ENGINES[cell[0]][0] == launcher], {"now": {}})
+def played_together(launcher, wanted):
+    """The verdicts of the cells with this launcher, with the patches that are on here."""
+    return run([cell for cell in wanted if ENGINES[cell[0]][0] == launcher], {"now": {}})
+
+
+def sampled(cell):
+    """The verdict of a cell, which is played with all that are played in this run of the tests."""
+    wanted = (*SAMPLE, *HELD)
+    if cell in BUGS and only_bugs:
+        wanted = BUGS
+    return played_together(ENGINES[cell[0]][0], wanted)[cell]["now"]
 
 
 def check(*cell):
     """Assert that a cell of the sample equals one process."""
-    kind, detail = sampled(ENGINES[cell[0]][0])[cell]["now"]
+    kind, detail = sampled(cell)
     assert kind == "=", f"{kind}: {detail}"
 
 

@@ -47,38 +47,42 @@ def states():
     return {s.name: [s.state.value, s.reason] for s in gemma4_compat.status()}
 
 
-def namespaces():
-    """The objects in every module and class of the libraries, by owner and in order."""
+def owners():
+    """Every module and class of the libraries, by name and in order."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in LIBRARIES or not inspect.ismodule(module):
             continue
-        found[name] = dict(vars(module))
+        found[name] = module
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == name:
-                found[f"{name}:{value.__qualname__}"] = dict(vars(value))
+                found[f"{name}:{value.__qualname__}"] = value
     return found
 
 
 def snapshot():
     """Identities only: a patch does not replace a reference that is kept here."""
     return {
-        owner: {name: id(value) for name, value in attributes.items()}
-        for owner, attributes in namespaces().items()
+        name: {attribute: id(value) for attribute, value in vars(owner).items()}
+        for name, owner in owners().items()
     }
 
 
 def changes(before):
     """The attributes that differ now, except modules that were imported since."""
     found = []
-    after = namespaces()
+    now = owners()
     for owner, attributes in before.items():
+        after = vars(now[owner])
+        # Nearly all are the same, and each patch alone is compared with all of them.
+        if [*after] == [*attributes] and [*map(id, after.values())] == [*attributes.values()]:
+            continue
         for name, identity in attributes.items():
-            if id(after[owner].get(name)) != identity and not name.startswith("__"):
+            if id(after.get(name)) != identity and not name.startswith("__"):
                 found.append(f"{owner}.{name}")
-        new = [name for name in after[owner] if name not in attributes]
-        found += [f"{owner}.{name}" for name in new if not inspect.ismodule(after[owner][name])]
-        kept = [name for name in after[owner] if name in attributes]
+        new = [name for name in after if name not in attributes]
+        found += [f"{owner}.{name}" for name in new if not inspect.ismodule(after[name])]
+        kept = [name for name in after if name in attributes]
         if kept != list(attributes):
             found.append(f"{owner} (order)")
     return found
@@ -88,8 +92,8 @@ def leftovers():
     """All functions of this package in the libraries."""
     ours = str(PACKAGE)
     found = []
-    for owner, attributes in namespaces().items():
-        for name, value in attributes.items():
+    for owner, each in owners().items():
+        for name, value in vars(each).items():
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
             if isinstance(value, property):

@@ -9,8 +9,7 @@ from gemma4_compat.planning import plan
 from gemma4_compat.versions import LIBRARIES, NEWEST, USERS
 from tests import engines
 from tests.engines import (
-    ENGINES,
-    QUANTISED,
+    HELD,
     RANKS,
     SAMPLE,
     SIDES,
@@ -18,6 +17,7 @@ from tests.engines import (
     WHOLE,
     check,
     judge,
+    sampled,
 )
 
 STACKS = {"newest": NEWEST, "users": USERS}
@@ -54,7 +54,7 @@ def test_a_sample(cell):
     check(*cell)
 
 
-@pytest.mark.xdist_group("engines")
+@pytest.mark.slow
 def test_cells_with_processes_of_their_own():
     """As on GPUs."""
     cell, found = ("torchrun, fully_shard", WHOLE, "step"), []
@@ -64,15 +64,12 @@ def test_cells_with_processes_of_their_own():
 
 @pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_plan_counts_what_a_process_holds(name, tmp_path):
-    engine = f"accelerate launch, Accelerator, {'FSDP2' if name == 'fsdp' else 'DDP'}"
-    engines.build(tmp_path)
-    cell = (engine, QUANTISED, "bytes")
-    results = engines.launched(tmp_path, ENGINES[engine][0], [cell], {})[cell]
+def test_plan_counts_what_a_process_holds(name, model_dir):
     options = {"train": True, "context": 64, "keep_ple": True}
-    planned = plan(tmp_path / "dense", "24GiB", engine=name, processes=RANKS, **options)
-    alone = plan(tmp_path / "dense", "24GiB", **options)
-    for found in results:
+    planned = plan(model_dir, "24GiB", engine=name, processes=RANKS, **options)
+    alone = plan(model_dir, "24GiB", **options)
+    [cell] = [each for each in HELD if each[0].endswith("FSDP2") == (name == "fsdp")]
+    for found in sampled(cell):
         for kind in ("weights", "adapter", "gradients", "optimizer"):
             assert found[kind] == pytest.approx(planned.bytes_of(kind), rel=0.01), kind
         gathered = planned.bytes_of("activations") - alone.bytes_of("activations")

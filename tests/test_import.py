@@ -13,6 +13,8 @@ import pytest
 
 from gemma4_compat.versions import WITH_TORCH
 
+pytestmark = pytest.mark.each_stack
+
 ROOT = Path(__file__).parents[1]
 REPORT = """
 import gemma4_compat, json, sys

@@ -8,7 +8,7 @@ import torch
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, logits, on_one_gpu, transplant
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.each_stack]
 
 
 def quant_config(double_quant, **options):

@@ -284,7 +284,7 @@ def patches_of(module, targets, requires):
     return patches
 
 
-@examples(250)
+@examples(100)
 @given(
     st.lists(st.lists(st.sampled_from(TARGETS), min_size=1, max_size=4), min_size=1, max_size=4),
     NOTHING | requirements(),

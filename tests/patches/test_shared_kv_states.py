@@ -319,6 +319,7 @@ def test_fsdp_in_one_process(tmp_path):
     fsdp_rank(tmp_path / "store", 0, 1)
 
 
+@pytest.mark.slow
 @fsdp_regression
 def test_fsdp_in_two_processes(tmp_path):
     tiny()  # skips old releases
