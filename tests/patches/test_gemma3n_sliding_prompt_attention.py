@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.patches.test_cudnn_attention import make
-from tests.patches.test_sliding_prompt_attention import assert_in_parts
+from tests.patches.test_sliding_prompt_attention import assert_in_parts, pretend
+
+
+@pytest.mark.regression("gemma3n_sliding_prompt_attention", r"reads 71 keys at once")
+def test_a_long_prompt(monkeypatch):
+    pretend(monkeypatch)
+    assert_in_parts(make(kind="gemma3n"), 71)
 
 
 @pytest.mark.cuda
 @pytest.mark.regression("gemma3n_sliding_prompt_attention", r"reads 4096 keys at once")
-def test_a_long_prompt():
-    assert_in_parts(make(kind="gemma3n"))
+def test_a_long_prompt_on_a_gpu():
+    assert_in_parts(make(kind="gemma3n").to("cuda", torch.bfloat16))

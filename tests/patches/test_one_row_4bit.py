@@ -29,8 +29,8 @@ SHAPES = (
 )  # fmt: skip
 
 
-def quantized(model, nested=True, dtype=torch.bfloat16):
-    """The model on the GPU, with the linear layers of its text model in 4 bits."""
+def quantized(model, nested=True, dtype=torch.bfloat16, device="cuda"):
+    """The model on a GPU, with the linear layers of its text model in 4 bits."""
     import bitsandbytes as bnb
 
     model = model.to(dtype)
@@ -44,8 +44,9 @@ def quantized(model, nested=True, dtype=torch.bfloat16):
                 layer.weight.data, requires_grad=False, quant_type="nf4",
                 compress_statistics=nested, module=new,
             )  # fmt: skip
+            new.support_avx512bf16_for_cpu = False  # which needs more than a few outputs
             model.model.set_submodule(name, new)
-    return model.cuda().eval()
+    return model.to(device).eval()
 
 
 def packed(outputs, inputs, kind="nf4", nested=True, blocksize=64, seed=0, dtype=torch.bfloat16):
@@ -112,6 +113,26 @@ def assert_more_exact(model):
         for i, each in enumerate((found, theirs)):
             errors[i] += ((each.view(-1) - exact).norm() / exact.norm().clamp(min=1e-30)).cpu()
     assert errors[0] < 0.9 * errors[1], f"the products are not exact: {errors.tolist()}"
+
+
+def assert_not_by_bitsandbytes(model, monkeypatch):
+    """With a kernel for the CPU, which returns zeros: bitsandbytes multiplies no row."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def product(launch, inputs, weight, state):
+        return inputs.new_zeros(*inputs.shape[:-1], state.shape[0])
+
+    monkeypatch.setattr(kernel, "product", product)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        one_token(model)
+    names = {each.name for each in profiler.events() if each.name.startswith("bitsandbytes::")}
+    names = {name for name in names if "4bit" in name}
+    assert not names, f"bitsandbytes multiplies one row: {sorted(names)}"
+
+
+@pytest.mark.regression("one_row_4bit", r"bitsandbytes multiplies one row")
+def test_who_multiplies(monkeypatch):
+    assert_not_by_bitsandbytes(quantized(make(), dtype=torch.float32, device="cpu"), monkeypatch)
 
 
 @pytest.mark.cuda
