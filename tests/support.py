@@ -251,3 +251,46 @@ def with_layers_on_the_cpu(model, layers=range(1, 5), device=0):
         main_device=device,
         skip_keys=model._skip_keys_device_placement,
     )
+
+
+def save_qat(model_dir, folder):
+    """Save the checkpoint in GemmaQuantizer's own format: 2, 4 and 8 bit, and measured ranges.
+
+    The towers stay as they are.
+    """
+    import json
+
+    from transformers import Gemma4ForConditionalGeneration, GemmaQuantizationConfig
+    from transformers.integrations.gemma_quant import replace_with_quant_layers
+
+    model = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    for config in (model.config, model.config.text_config):
+        config.tie_word_embeddings = False  # the table of a quantised embedding is no parameter
+    config = GemmaQuantizationConfig(
+        quantize_embeddings=True,
+        module_quant_configs={r"mlp\.down_proj": {"num_bits": 2}, r"o_proj": {"num_bits": 8}},
+        modules_to_not_convert=[f"model.{part}" for part in ("vision_tower", "audio_tower")],
+    )
+    weights = {name: each.weight for name, each in model.named_modules() if hasattr(each, "weight")}
+    replace_with_quant_layers(model, config, config.modules_to_not_convert)
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "num_bits"):
+            continue
+        weight, bits = weights[name].detach().float(), layer.num_bits
+        scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        packed = (weight / scale).round().to(torch.int8)
+        if bits < 8:
+            steps = (packed + 2 ** (bits - 1)).to(torch.uint8).unflatten(1, (-1, 8 // bits))
+            packed = sum(steps[..., i] << bits * i for i in range(8 // bits)).to(torch.uint8)
+        if isinstance(layer, nn.Linear):
+            layer.weight.data, layer.weight_scale.data = packed, scale
+            layer.input_activation_scale.data.fill_(0.02)
+            layer.output_activation_scale.data.fill_(0.05)
+        else:
+            layer.embedding_quantized.data, layer.embedding_scale.data = packed, scale
+    model.save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"] = config.to_dict()
+    (folder / "config.json").write_text(json.dumps(said, default=str))
+    return folder

@@ -292,11 +292,11 @@ def _fitted(
         architecture=type(base.model).__name__,
         loads=len(keys) - len(groups),
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
-        groups=_merged(groups),
+        groups=merged_groups(groups),
     )
 
 
-def _merged(groups: Iterable[Group]) -> tuple[Group, ...]:
+def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     merged: dict[tuple[str, str], Group] = {}
     for group in groups:
         first = merged.get((group.kind, group.reason))

@@ -132,7 +132,8 @@ def has_changed(module: Any, hook: Any) -> bool:
             stored = hook.weights_map[name]
             if stored.shape != parameter.shape:
                 return True
-            pairs = zip(parameter.detach().split(_ROWS), stored.split(_ROWS), strict=True)
+            both = map(torch.atleast_1d, (parameter.detach(), stored))  # a scale may be a number
+            pairs = zip(*(values.split(_ROWS) for values in both), strict=True)
             if not all(torch.equal(rows, other.to(rows.device)) for rows, other in pairs):
                 return True
     return False

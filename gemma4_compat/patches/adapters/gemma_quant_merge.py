@@ -1,0 +1,71 @@
+"""Merging into a QAT checkpoint in Google's own format loses the adapter, or stops in arithmetic.
+
+transformers loads such a checkpoint ("mobile") with ``QuantizedLinear``, whose weight holds
+integers, and in 2 or 4 bit several of them in a byte.  It is a subclass of ``nn.Linear``, so PEFT
+wraps it as one.  With the adapter loaded, the outputs are right, because PEFT adds them to those of
+the layer.  Merging adds floats to the integers.  In 8 bit, ``safe_merge=True`` rounds the sum to
+integers: the merged model is the base model, without an error.  Else, merging raises an error about
+shapes or dtypes.
+
+No merged weight can be right: the layer rounds its outputs with a range that was measured without
+the adapter.  The patch refuses the merge and says what to do instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, broken, drifted, fixed_if
+from .._code import code_of, mentions
+
+PATCH = Patch(
+    name="gemma_quant_merge",
+    symptom=(
+        "merge_and_unload(safe_merge=True) on a QAT checkpoint in Google's own format (mobile) "
+        "gives the base model; without safe_merge: The size of tensor a must match the size of "
+        "tensor b, or result type Float can't be cast to the desired output type Char"
+    ),
+    affects=("transformers>=5.12", "peft"),
+    changes=(
+        "Merging an adapter into QuantizedLinear layers raises one ValueError that names two other "
+        "ways, before any weight changes."
+    ),
+    unreported="Found by comparing a merged model with the one that has the adapter loaded.",
+)
+
+
+@PATCH.probe
+def merging_adds_to_the_weight() -> Finding:
+    """Check that the layers are linear layers for PEFT, and that merging takes no account of it."""
+    from peft.tuners.lora.layer import Linear
+    from peft.tuners.tuners_utils import BaseTuner
+    from torch import nn
+    from transformers.integrations import gemma_quant
+
+    if "_check_merge_allowed" not in vars(BaseTuner):
+        return drifted("BaseTuner has no _check_merge_allowed")
+    if not issubclass(gemma_quant.QuantizedLinear, nn.Linear):
+        return fixed_if(True, "QuantizedLinear is no nn.Linear: PEFT does not wrap it as one")
+    handled = mentions(code_of(Linear.merge), "num_bits")
+    return fixed_if(handled, "Linear.merge handles packed weights") if handled else broken()
+
+
+@PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
+def check_merge_allowed(original: Any, self: Any) -> Any:
+    """PEFT calls this method before every merge, and nowhere else."""
+    allowed = original(self)
+    from transformers.integrations.gemma_quant import QuantizedLinear
+
+    layers = (each.get_base_layer() for each in self.model.modules() if _is_wrapper(each))
+    if count := sum(isinstance(layer, QuantizedLinear) for layer in layers):
+        raise ValueError(
+            f"an adapter cannot be merged into {count} quantised layers of this QAT checkpoint: "
+            "they hold integers, and round their outputs with ranges that were measured without "
+            "the adapter.  Keep the adapter loaded, or merge it into the unquantised checkpoint: "
+            "gemma4-compat merge BASE ADAPTER OUT"
+        )
+    return allowed
+
+
+def _is_wrapper(module: Any) -> bool:
+    return hasattr(module, "get_base_layer") and hasattr(module, "merge")

@@ -1,0 +1,45 @@
+"""``save_pretrained`` of a QAT checkpoint in Google's own format raises.
+
+``PreTrainedModel.save_pretrained`` calls ``hf_quantizer.is_serializable()``.  In every other
+quantiser that is a method; in ``GemmaQuantizer`` it is a property, and its value is called.
+With the fix, the value can be called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed_if
+
+PATCH = Patch(
+    name="gemma_quant_save",
+    symptom="save_pretrained of a QAT checkpoint (mobile): 'bool' object is not callable",
+    affects=("transformers>=5.12",),
+    changes="The value of GemmaQuantizer.is_serializable can also be called, and returns itself.",
+    unreported="Found by saving a random checkpoint in this format.",
+)
+
+_MODULE = "transformers.quantizers.quantizer_gemma"
+
+
+@PATCH.probe
+def is_a_property() -> Finding:
+    """Look whether the value of a property is called."""
+    from transformers.quantizers.quantizer_gemma import GemmaQuantizer
+
+    found = vars(GemmaQuantizer).get("is_serializable")
+    if not isinstance(found, property):
+        return fixed_if(True, "GemmaQuantizer.is_serializable is a method")
+    return broken()
+
+
+class _Callable(int):
+    """A boolean that returns itself when it is called."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+
+@PATCH.around(_MODULE, "GemmaQuantizer.is_serializable")
+def is_serializable(original: Any, self: Any) -> Any:
+    return _Callable(original(self))
