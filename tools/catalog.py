@@ -97,6 +97,8 @@ What was considered, and why there is no patch.
 |---|---|---|
 """
 ROOT = Path(__file__).resolve().parents[1]
+#: a report for upstream, ready to paste, for each bug that nobody reported
+REPORTS = "docs/upstream"
 
 
 def render(patches: Iterable[Patch], measured: Measured) -> str:
@@ -259,6 +261,8 @@ def with_releases(readme: str, measured: Measured) -> str:
 def _section(patch: Patch, measured: Measured) -> str:
     replaced = sorted(f"`{r}`" + (f" ({r.when})" if r.when else "") for r in patch.replacements)
     links = "\n".join(f"- <{link}>" for link in patch.links) or patch.unreported
+    if (ROOT / REPORTS / f"{patch.name}.md").exists():
+        links += f"  [A report]({REPORTS}/{patch.name}.md) is ready."
     return f"""
 ## {patch.name}
 

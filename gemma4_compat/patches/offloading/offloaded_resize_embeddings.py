@@ -33,7 +33,7 @@ PATCH = Patch(
         "resize_token_embeddings and tie_weights onload offloaded embeddings while they run, and "
         "the accelerate hooks of resized embeddings get the new weights."
     ),
-    unreported="Only a report about another model is known upstream (transformers #30048).",
+    links=("https://github.com/huggingface/transformers/issues/30048",),
 )
 
 

@@ -27,7 +27,7 @@ PATCH = Patch(
         "revert_weight_conversion, with which save_pretrained restores the names and tensors of a "
         "checkpoint, skips the conversions that load weights quantised by bitsandbytes."
     ),
-    unreported="Found by the tests of this package; no report is known upstream.",
+    links=("https://github.com/huggingface/transformers/pull/45743",),
 )
 
 _BITSANDBYTES = "transformers.integrations.bitsandbytes"
