@@ -566,8 +566,8 @@ def judge(name, form, action, with_, without):
     return "WRONG", f"{size:.3g} {where}" + (f"; without: {failure}" if failure else "")
 
 
-def run(names):
-    """``{row: {form: {action: [verdict, detail]}}}``"""
+def run(names, jobs=2):
+    """``{row: {form: {action: [verdict, detail]}}}``; ``jobs`` processes compute the references."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if start([], folder, "build").wait():
@@ -580,8 +580,8 @@ def run(names):
             rows = {name: [] for name, *_ in wanted}
             for name, *cell in wanted:
                 rows[name].append(cell)
-            halves = [list(rows.items())[number::2] for number in range(2)]
-            for process in [start(half, folder, "without") for half in halves]:
+            parts = [list(rows.items())[number::jobs] for number in range(jobs)]
+            for process in [start(part, folder, "without") for part in parts if part]:
                 without |= finish(process, folder, "without")
     found = {}
     for name, form, action in with_:

@@ -436,6 +436,12 @@ def _patches():
     return {patch.name: patch for patch in load()}
 
 
+def test_one_worker_runs_this_file(request):
+    if request.config.getoption("loadgroup", default=False):
+        node = request.node.nodeid
+        assert node.endswith("@contract"), "with this pytest, this pytest-xdist ignores groups"
+
+
 def test_registry():
     assert list(_patches()) == NAMES
     assert "strict" not in NAMES, "GEMMA4_COMPAT_STRICT means something else"
