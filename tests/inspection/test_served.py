@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gemma4_compat.engine.gate import holds
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.adapter import inspect_adapter
 from gemma4_compat.inspection.served import PROJECTIONS, Served, check_served, export_for_peft
@@ -49,6 +50,8 @@ def experts_adapter(experts_dir, to, **options):
     """A random adapter for all linear layers and experts; the model that has it loaded."""
     from transformers import Gemma4ForCausalLM
 
+    if holds("peft<0.19"):
+        pytest.skip("this PEFT takes the inputs of experts for their outputs; vLLM refuses that")
     base = Gemma4ForCausalLM.from_pretrained(experts_dir, dtype=torch.float32)
     options = {"target_parameters": EXPERTS, **options}
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", **options)
