@@ -9,6 +9,7 @@ import importlib.util
 import json
 import logging
 import multiprocessing
+import os
 import re
 import shutil
 import subprocess
@@ -358,10 +359,13 @@ def bare(tmp_path_factory):
 
     def run(*arguments):
         # -S: without site-packages
-        code = f"import sys; sys.path.append({str(folder)!r}); from gemma4_compat.cli import main; "
-        code += f"sys.exit(main({list(arguments)!r}))"
-        return python("-S", "-c", code, PYTHONPATH="", COLUMNS="80")
+        return python(*command(*arguments), PYTHONPATH="", COLUMNS="80")
 
+    def command(*arguments):
+        code = f"import sys; sys.path.append({str(folder)!r}); from gemma4_compat.cli import main; "
+        return ["-S", "-c", f"{code}sys.exit(main({list(arguments)!r}))"]
+
+    run.command = command
     return run
 
 
@@ -569,9 +573,10 @@ def test_under_torchrun(tmp_path):
         assert (tmp_path / rank).read_text() == f"3.0 ['--epochs', '3'] {tmp_path}\n"
 
 
-def test_a_reader_that_has_seen_enough(model_dir):
-    command = [sys.executable, "-m", "gemma4_compat", "plan", str(model_dir), "--gpu", "1GiB"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_a_reader_that_has_seen_enough(bare):
+    command = [sys.executable, *bare.command("status")]
+    options = {"env": {**os.environ, "PYTHONPATH": ""}, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, **options)
     process.stdout.close()
     _, error = process.communicate()
     assert b"Error" not in error

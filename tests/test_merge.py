@@ -600,22 +600,19 @@ def test_out_that_appears_meanwhile(model_dir, language_adapter_dir, work):
     assert names(work / "out") == []
 
 
-def test_writing_fails(model_dir, language_adapter_dir, work):
+def test_writing_fails(model_dir, language_adapter_dir, work, capsys):
     """As on a full disk: safetensors raises its own error, which is not an OSError."""
-    program = (
-        "import resource, sys\n"
-        "from gemma4_compat.cli import main\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-        "sys.exit(main(['merge', *sys.argv[1:]]))\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program,
-         str(model_dir), str(language_adapter_dir), str(work / "out")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 1
-    last = ran.stderr.splitlines()[-1]
+    resource = pytest.importorskip("resource")
+    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, most))
+    try:
+        code = main(["merge", *map(str, (model_dir, language_adapter_dir, work / "out"))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    assert code == 1
+    said = capsys.readouterr().err
+    last = said.splitlines()[-1]
     assert last.startswith(f"gemma4-compat merge: writing to {work} failed: ")
     assert last.endswith("; nothing was written")
-    assert "Traceback" not in ran.stderr
+    assert "Traceback" not in said
     assert names(work) == []

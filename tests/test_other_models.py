@@ -96,10 +96,23 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "form"), CELLS)
-def test_results_are_as_without_the_patches(family, form, tmp_path):
+@pytest.fixture(scope="module")
+def without(request, tmp_path_factory):
+    """The results of all cells without the patches, which take seconds to come off and on."""
+    tests = [
+        item for item in request.session.items if "without" in getattr(item, "fixturenames", ())
+    ]
+    cells = [tuple(item.callspec.params[name] for name in ("family", "form")) for item in tests]
     with gemma4_compat.disabled():
-        _, expected = results(family, form, tmp_path / "without")
+        return {
+            cell: results(*cell, tmp_path_factory.mktemp("without") / "model")[1] for cell in cells
+        }
+
+
+@pytest.mark.xdist_group("other models")
+@pytest.mark.parametrize(("family", "form"), CELLS)
+def test_results_are_as_without_the_patches(family, form, without, tmp_path):
+    expected = without[family, form]
     assert isinstance(expected["logits"], torch.Tensor)
     before = page_locked.locked(), threading.active_count()
     model, found = results(family, form, tmp_path / "with")
