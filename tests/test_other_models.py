@@ -100,7 +100,9 @@ CELLS = [
 def without(request, tmp_path_factory):
     """The results of all cells without the patches, which take seconds to come off and on."""
     tests = [
-        item for item in request.session.items if "without" in getattr(item, "fixturenames", ())
+        item
+        for item in request.session.items
+        if item.path == request.path and "without" in item.fixturenames
     ]
     cells = [tuple(item.callspec.params[name] for name in ("family", "form")) for item in tests]
     with gemma4_compat.disabled():
