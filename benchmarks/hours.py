@@ -3,7 +3,8 @@
 ``python -m benchmarks.hours [--device cpu|cuda] [--quick]`` works on tiny random models in 4 bits,
 with layers on the CPU and on the disk.  For each kind of work it prints how much a quantity grows
 in 100 rounds: the slope of a least-squares line, and half the width of its 95 % interval.  The
-first half of the rounds is a warm-up.  ``--quick`` does a tenth of the rounds.
+first half of the rounds is a warm-up: what is resident grows for the first 400 that generate.
+``--quick`` does a tenth of the rounds.
 
 A model on the CPU streams its layers to the CPU, and nothing is page-locked or captured.  On a GPU,
 the second of the models that generate has no layer on the disk, so its decode steps are captured.
@@ -32,8 +33,10 @@ _PLACES = {
     "embed_tokens_per_layer": "cpu", "layers.1": "cpu", "layers.2": "cpu", "layers.4": "disk",
 }  # fmt: skip
 #: The kinds of work, and their rounds.
-_ROUNDS = {"load_adapters": 200, "generate": 500, "train": 100, "save": 60, "dispatch": 60}
+_ROUNDS = {"load_adapters": 200, "generate": 1000, "train": 100, "save": 60, "dispatch": 60}
 _WARM_UP = 0.5
+#: So many rounds lie between two samples, which take longer than a round.
+_BETWEEN = 5
 
 
 def sample(device: Any) -> dict[str, float]:
@@ -73,7 +76,7 @@ def sample(device: Any) -> dict[str, float]:
 
 
 def slope(values: list[float]) -> tuple[float, float]:
-    """The slope of the least-squares line per 100 values, and half of its 95 % interval."""
+    """The slope of the least-squares line per 100 rounds, and half of its 95 % interval."""
     count = len(values)
     middle, mean = (count - 1) / 2, fmean(values)
     spread = sum((x - middle) ** 2 for x in range(count))
@@ -81,7 +84,8 @@ def slope(values: list[float]) -> tuple[float, float]:
     rest = sum((y - mean - rise * (x - middle)) ** 2 for x, y in enumerate(values))
     freedom = count - 2
     quantile = 1.96 + 2.37 / freedom  # of Student's distribution
-    return 100 * rise, 100 * quantile * (rest / freedom / spread) ** 0.5
+    rounds = 100 / _BETWEEN
+    return rounds * rise, rounds * quantile * (rest / freedom / spread) ** 0.5
 
 
 class Work:
@@ -248,13 +252,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Work(Path(folder), device)
         for name in args.only:
-            rounds = max(_ROUNDS[name] // (10 if args.quick else 1), 6)
+            rounds = max(_ROUNDS[name] // (10 if args.quick else 1), 6 * _BETWEEN)
             begun, once = time.monotonic(), getattr(work, name)()
             samples = []
-            for _ in range(rounds):
+            for number in range(rounds):
                 once()
-                samples.append(sample(device))
-            kept = samples[int(_WARM_UP * rounds) :]
+                if number % _BETWEEN == 0:
+                    samples.append(sample(device))
+            kept = samples[int(_WARM_UP * len(samples)) :]
             print(f"{name}, {rounds} rounds, {time.monotonic() - begun:.0f} s", flush=True)
             for quantity in kept[0]:
                 rise, half = slope([each[quantity] for each in kept])

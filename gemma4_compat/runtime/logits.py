@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 BYTES = 256 * 1024**2
 _CHANGED = (
     "the weight of the head was changed after the forward, so its logits cannot be computed now: "
-    "read outputs.logits, and call backward, before the change"
+    "read outputs.logits, and call backward, before the change, or set "
+    "GEMMA4_COMPAT_LOSS_MEMORY=0"
 )
 _WATCHED = (
     "outputs.logits has a hook or retain_grad(), but the loss was computed without these logits, "
@@ -76,6 +77,7 @@ class LazyLogits:
     def read(self) -> Any:
         """All logits, as the forward would have computed them."""
         with self.head.modes():
+            self.head.compare()
             found = self._of(self.hidden)
         self.head.read = weakref.ref(found)
         return found
@@ -365,6 +367,8 @@ class _Head:
         self._address = weight.data_ptr()
         self.entries, self.device = int(module.out_features), weight.device
         self._module, self._weight, self._version = module, weight, weight._version
+        #: whether the weight is no longer that of the forward
+        self._has_changed, self._sums = False, _sums_of(weight)
         #: returns the logits that were read, while they exist
         self.read: Callable[[], Any] = lambda: None
         # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
@@ -376,6 +380,11 @@ class _Head:
         #: the weight in that dtype; autocast would convert it for each piece
         self.weight = weight.to(self.dtype)
 
+    def compare(self) -> None:
+        """Notice a change through ``.data``, which leaves the version of the weight as it is."""
+        if not self._sums.is_meta:
+            self._has_changed = not self._sums.equal(_sums_of(self._weight))
+
     def copy(self) -> Any:
         """The weight of a trained head, for reads after the step of the optimizer."""
         if self.trained is None:
@@ -385,7 +394,8 @@ class _Head:
     def __call__(self, hidden: Any, late: Any = None) -> Any:
         import torch
 
-        weight, has_changed = self.weight, self._weight._version != self._version
+        weight = self.weight
+        has_changed = self._has_changed or self._weight._version != self._version
         if self.trained is not None:
             has_changed = has_changed or self.trained.data_ptr() != self._address
             weight = self.trained if torch.is_grad_enabled() else weight
@@ -410,6 +420,14 @@ class _Head:
         autocast = torch.autocast(kind, dtype, enabled=enabled)
         with torch.inference_mode(False), torch.enable_grad(), autocast:
             yield
+
+
+def _sums_of(weight: Any) -> Any:
+    """The sum of the bits in each column, as integers."""
+    import torch
+
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
+    return weight.view(bits).sum(0, dtype=torch.int64)
 
 
 # -- the output ------------------------------------------------------------------------------------

@@ -354,6 +354,16 @@ def test_a_head_that_changes_after_the_forward(model):
     output.loss.backward()  # has its gradients
 
 
+def test_a_head_whose_data_changes_after_the_forward(model):
+    """As an average of the weights does that is copied in for an evaluation."""
+    model = adapted(model)
+    head = model.lm_head.weight.data
+    output = model(**batch(model.config))
+    head[[3, 4]] = head[[4, 3]] * 2
+    with pytest.raises(RuntimeError, match=r"the head was changed after the forward"):
+        output.logits  # noqa: B018
+
+
 def test_other_weights_during_the_forward(model):
     """``functional_call`` has put the old weights back when backward runs."""
     model = adapted(model)
@@ -477,6 +487,7 @@ LATE = {
         model.lm_head.weight, "data", 2 * model.lm_head.weight.data
     ),
     "another dtype": lambda model: model.to(torch.bfloat16),
+    "data": lambda model: model.lm_head.weight.data.mul_(0.5),
 }
 
 

@@ -83,6 +83,20 @@ def test_a_step_has_the_same_bits(model_dir, kind, reentrant):
     assert all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("names", [(NAME,), ("pipeline_device",)])
+def test_a_weight_that_changes_before_backward(model, names, reentrant):
+    """PyTorch's error, with and without the patch."""
+    enable(model, reentrant=reentrant)
+    inputs = embeddings(model, requires_grad=True)
+    with disabled(*names):
+        output = text(model).project_per_layer_inputs(*inputs)
+    with torch.no_grad():
+        text(model).per_layer_model_projection.weight.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @pytest.mark.parametrize("case", ["no checkpointing", "evaluation", "frozen", "no gradient"])
 def test_where_nothing_is_computed_again(model, monkeypatch, case):
     if case != "no checkpointing":

@@ -6,13 +6,15 @@ gradient, so that checkpoints of the layers work, and then the float32 values ar
 step: 35 KiB a token in E2B, 280 MiB for 8,192 tokens.
 
 The fix calls the projection as transformers calls a decoder layer.  Its inputs are kept, and it is
-computed again in backward.
+computed again in backward.  If its weights were changed in place since, backward raises PyTorch's
+error, as it does without the fix.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from .._code import code_at, mentions
@@ -30,6 +32,11 @@ PATCH = Patch(
 )
 
 _MODULE = "transformers.models.gemma4.modeling_gemma4"
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: a weight of the projection of the per-layer embeddings was changed after the "
+    "forward; call backward before the change"
+)
 
 
 @PATCH.probe
@@ -46,4 +53,15 @@ def project_per_layer_inputs(
     is_used = self.training and self.gradient_checkpointing and inputs_embeds.requires_grad
     if checkpoint is None or not is_used:
         return original(self, inputs_embeds, *args, **kwargs)
-    return checkpoint(partial(original, self, **kwargs), inputs_embeds, *args)
+    modules = (self.per_layer_model_projection, self.per_layer_projection_norm)
+    weights = chain.from_iterable(module.parameters() for module in modules)
+    versions = [(ref(each), each._version) for each in weights]
+
+    def project(*inputs: Any) -> Any:
+        for weight, version in versions:
+            now = weight()
+            if now is not None and now._version != version:
+                raise RuntimeError(_MODIFIED)
+        return original(self, *inputs, **kwargs)
+
+    return checkpoint(project, inputs_embeds, *args)
