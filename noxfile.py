@@ -65,6 +65,7 @@ UPSTREAM_TOOLS = (
     "datasets",
     "diffusers",
     "einops",
+    "torchvision",  # without it, the tests of Gemma 4 cannot be collected
 )
 
 

@@ -4,16 +4,21 @@
 
 Uses the installed versions of the libraries, and those of their tests that cover the code that the
 patches change.  The tests run once in a plain process, and once in a process that imports
-gemma4_compat before anything else.  A test that passes only without the patches is run again,
-alone; it is a regression if it fails again.  The exit code is 0 only if there is no regression and
-all tests of the named libraries (default: all libraries) were run.
+gemma4_compat before anything else.  Tests that pass in one of the two only are run again, three
+times in each.  A test is a regression if it fails with the patches more often than without.  The
+exit code is 0 only if there is no regression and all tests of the named libraries (default: all
+libraries) were run.
+
+The results are stored in ``tools/libraries.json``, for each library that was run, and
+``docs/libraries-tests.md`` is written from them.
 
 The tests come from the version's tag on GitHub, or else from the source distribution on PyPI if
 that contains them.  A folder named NAME-VERSION in ``$UPSTREAM_SOURCES``, such as ``peft-0.21.2``,
-takes precedence; if it is a link, the table shows its target.
+takes precedence; if it is a link, the table shows its target.  transformers' tests need a link
+``src/transformers`` to the installed library in it.
 
 The tests run offline, unless ``HF_HUB_OFFLINE=0`` is in the environment.  Tests that need the Hub
-then fail without and with the patches, and count as failed.
+then fail without and with the patches; they are counted apart.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import importlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,11 +43,30 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_PER_TEST = 120
-#: At most so many tests are run again, alone; if more fail, they are likely to have one cause.
-MOST_AGAIN = 20
+#: At most so many tests are run again; if more differ, they are likely to have one cause.
+MOST_AGAIN = 40
+TIMES_AGAIN = 3
 PLAIN: tuple[str, ...] = ()
 PATCHED = ("-m", "gemma4_compat", "run")
-SEVERITY = ("skipped", "passed", "failed")
+SEVERITY = ("skipped", "passed", "offline", "failed")
+#: in the errors of tests that need the Hub
+OFFLINE = re.compile(
+    r"OfflineModeIsEnabled|LocalEntryNotFound|offline mode|couldn't connect to|outgoing traffic"
+    r"|couldn't find them in the cached files|is not a local folder|Max retries exceeded"
+)
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "tools" / "libraries.json"
+PAGE = ROOT / "docs" / "libraries-tests.md"
+PAGE_BEGIN = """# The libraries' own tests, without and with the patches
+
+<!-- Written by `tools/upstream.py`; do not edit.  Explanations are in `tools/libraries.json`. -->
+
+`nox -s upstream` runs tests of transformers, accelerate, peft and bitsandbytes, first without this
+package, then with it imported before anything else.  No result may get worse.  The tests run on a
+CPU, without a network: *no network* counts those that fail because they need the Hub.  Tests that
+fail both times do so without this package as well.
+"""
+STOPPED = "  **Both runs were stopped**: only the tests that both reached are counted."
 #: Imported before the tests, in both modes: a patch is applied when all its targets are imported,
 #: and few tests import all of them.
 TARGETS = ("transformers.models.gemma4.modeling_gemma4", "accelerate", "bitsandbytes", "peft")
@@ -67,6 +92,12 @@ SUITES = {
             "tests/test_big_modeling.py",
             "tests/test_modeling_utils.py",
             "tests/test_offload.py",
+            "tests/test_accelerator.py",
+            "tests/test_activation_checkpointing_offload.py",
+            "tests/test_grad_sync.py",
+            "tests/test_memory_utils.py",
+            "tests/test_quantization.py",
+            "tests/test_utils.py",
         ),
         in_sdist=True,
     ),
@@ -77,9 +108,12 @@ SUITES = {
             "tests/test_linear4bit.py",
             "tests/test_linear8bitlt.py",
             "tests/test_functional.py",
-            # Of test_functional.py only the 4-bit tests, without the large products: those take
-            # half an hour on a CPU.
-            "-k=linear4bit or linear8bitlt or 4bit and not (gemv_4bit and (512 or 1024))",
+            "tests/test_modules.py",
+            "tests/test_parametrize.py",
+            # Of test_functional.py only the 4-bit tests, without the large products; nothing is
+            # compiled.  Those take hours on a CPU.
+            "-k=(linear or modules or parametrize or 4bit) and not compile"
+            " and not (gemv_4bit and (512 or 1024))",
             "-m=not slow and not benchmark and not deprecated",
         ),
     ),
@@ -89,6 +123,18 @@ SUITES = {
         (
             "tests/models/gemma4/test_modeling_gemma4.py",
             "tests/models/gemma3n/test_modeling_gemma3n.py",
+            "tests/models/gemma4_unified/test_modeling_gemma4_unified.py",
+            "tests/utils/test_cache_utils.py",
+            "tests/utils/test_core_model_loading.py",
+            "tests/utils/test_masking_utils.py",
+            "tests/trainer/test_trainer_accelerator.py",
+            "tests/trainer/test_trainer_checkpointing.py",
+            "tests/quantization/bnb/test_4bit.py",
+            "tests/quantization/bnb/test_mixed_int8.py",
+            "tests/peft_integration/test_peft_integration.py",
+            "tests/trainer/test_trainer.py",
+            "tests/utils/test_modeling_utils.py",
+            "tests/generation/test_utils.py",
         ),
     ),
     "peft": Suite(
@@ -98,6 +144,8 @@ SUITES = {
             "tests/test_low_level_api.py",
             "tests/test_tuners_utils.py",
             "tests/test_initialization.py",
+            "tests/test_mixed.py",
+            "tests/test_other.py",
             "tests/test_custom_models.py",
             # These are a fifth of all tests, and run the same code with every dtype.
             "-k=not adapter_dtype_autocast",
@@ -238,7 +286,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or not report.passed:
-            self.write(test=report.nodeid, outcome=report.outcome)
+            offline = report.failed and OFFLINE.search(report.longreprtext)
+            self.write(test=report.nodeid, outcome="offline" if offline else report.outcome)
 
     def pytest_collectreport(self, report: Any) -> None:
         if not report.passed:
@@ -277,12 +326,25 @@ class Comparison:
 
     plain: Result
     patched: Result
-    regressions: list[str]
-    flaky: list[str]
+    #: the tests that pass in one of both only: how many of the repeated runs they pass
+    again: dict[str, tuple[int, int]]
+
+    @property
+    def regressions(self) -> list[str]:
+        return sorted(test for test, (plain, patched) in self.again.items() if patched < plain)
 
     @property
     def fixed(self) -> list[str]:
-        return sorted(self.patched.passed - self.plain.passed & self.plain.outcomes.keys())
+        return sorted(test for test, (plain, patched) in self.again.items() if patched > plain)
+
+    def of_modules(self) -> dict[str, dict[str, dict[str, int]]]:
+        """How many tests of each module had which outcome, without and with the patches."""
+        modules: dict[str, dict[str, dict[str, int]]] = {}
+        for label, result in (("without", self.plain), ("with", self.patched)):
+            for test, outcome in result.outcomes.items():
+                counts = modules.setdefault(test.partition("::")[0], {"without": {}, "with": {}})
+                counts[label][outcome] = counts[label].get(outcome, 0) + 1
+        return dict(sorted(modules.items()))
 
 
 def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) -> Comparison:
@@ -307,17 +369,75 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
         both = plain.outcomes.keys() & patched.outcomes.keys()
         for result in results:
             result.outcomes = {t: o for t, o in result.outcomes.items() if t in both}
-    suspects = sorted(plain.passed - patched.passed)
-    regressions = suspects[MOST_AGAIN:]
-    flaky: list[str] = []
-    for number, test in enumerate(suspects[:MOST_AGAIN]):
-        alone = {}
-        for label, mode in (("without", PLAIN), ("with", PATCHED)):
-            again = run(mode, folder, [test], out / f"{name}-again-{number}-{label}", 600)
-            alone[label] = "passes" if test in again.passed else "fails"
-        print(f"  alone: {alone['without']} without, {alone['with']} with: {test}", flush=True)
-        (flaky if alone["with"] == "passes" else regressions).append(test)
-    return Comparison(plain, patched, sorted(regressions), flaky)
+    suspects = sorted(plain.passed ^ patched.passed)
+    again = {test: (int(test in plain.passed), int(test in patched.passed)) for test in suspects}
+    if 0 < len(suspects) <= MOST_AGAIN:
+        passes: Counter[tuple[str, str]] = Counter()
+        for number in range(TIMES_AGAIN):
+            for label, mode in (("without", PLAIN), ("with", PATCHED)):
+                repeated = run(mode, folder, suspects, out / f"{name}-again-{number}-{label}", 1200)
+                passes.update((label, test) for test in repeated.passed)
+        again = {test: (passes["without", test], passes["with", test]) for test in suspects}
+    return Comparison(plain, patched, again)
+
+
+# -- what is stored of it -------------------------------------------------------------------------
+
+
+def store(name: str, version: str, tests_of: str, result: Comparison) -> None:
+    """Replace the library's part of ``DATA``; explanations of the same differences stay."""
+    data = json.loads(DATA.read_text()) if DATA.exists() else {}
+    why = data.get(name, {}).get("differences", {})
+    names = ("torch", *SUITES)
+    data[name] = {
+        "version": version,
+        "tests of": tests_of,
+        "with": {each: metadata.version(each) for each in names if each != name},
+        "patches": len(result.patched.patches or ()),
+        "seconds": [round(result.plain.seconds), round(result.patched.seconds)],
+        "finished": result.plain.finished and result.patched.finished,
+        "modules": result.of_modules(),
+        "differences": {
+            test: {"passes": passes, "why": why.get(test, {}).get("why", "")}
+            for test, passes in result.again.items()
+        },
+    }
+    DATA.write_text(json.dumps(dict(sorted(data.items())), indent=1) + "\n")
+
+
+def page() -> str:
+    """``docs/libraries-tests.md``."""
+    data = json.loads(DATA.read_text())
+    lines = [PAGE_BEGIN]
+    for name, part in data.items():
+        seconds, others = part["seconds"], ", ".join(" ".join(v) for v in part["with"].items())
+        lines += [
+            f"## {name} {part['version']}\n",
+            f"The tests of {part['tests of']}, with {others}; {part['patches']} patches applied."
+            f" {seconds[0]} s without them, {seconds[1]} s with them."
+            + ("" if part["finished"] else STOPPED)
+            + "\n",
+            "| module | tests | passed without | with | failed with | no network | skipped |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        total: Counter[str] = Counter()
+        for module, counts in part["modules"].items():
+            with_ = counts["with"]
+            row = {"tests": sum(with_.values()), "without": counts["without"].get("passed", 0)}
+            row |= {kind: with_.get(kind, 0) for kind in ("passed", "failed", "offline", "skipped")}
+            total.update(row)
+            lines.append(" | ".join([f"| `{module}`", *map(str, row.values())]) + " |")
+        lines.append(" | ".join(["| all", *(str(n) for n in total.values())]) + " |\n")
+        for test, each in part["differences"].items():
+            plain, patched = each["passes"]
+            lines.append(
+                f"- `{test}` passes {plain} of {TIMES_AGAIN} times without and {patched} of"
+                f" {TIMES_AGAIN} times with the patches: {each['why'] or 'not explained'}"
+            )
+        if not part["differences"]:
+            lines.append("Every test has the same outcome without and with the patches.")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -353,9 +473,11 @@ def main() -> int:
             rows.append(f"{name} | {version} | NOT RUN: {error} | | | | |")
             failed = True
             continue
-        for kind in ("regressions", "flaky", "fixed"):
-            for test in getattr(result, kind):
-                print(f"  {kind.removesuffix('s')}: {test}")
+        for test, (plain, patched) in result.again.items():
+            print(f"  passes {plain} times without, {patched} times with: {test}")
+        if not options.k:
+            store(name, version, folder.name, result)
+            PAGE.write_text(page())
         tests = result.plain.outcomes.keys() | result.patched.outcomes.keys()
         sets = (tests, result.plain.passed, result.patched.passed, result.regressions, result.fixed)
         whole = result.plain.finished and result.patched.finished
