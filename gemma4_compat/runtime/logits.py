@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache, partial
-from inspect import unwrap
 from typing import Any
 
 from ..objects import View
@@ -79,7 +78,7 @@ class LazyLogits:
         with self.head.modes():
             self.head.compare()
             found = self._of(self.hidden)
-        self.head.read = weakref.ref(found)
+        self.head.read = lambda: found
         return found
 
     def _of(self, hidden: Any) -> Any:
@@ -369,7 +368,7 @@ class _Head:
         self._module, self._weight, self._version = module, weight, weight._version
         #: whether the weight is no longer that of the forward
         self._has_changed, self._sums = False, _sums_of(weight)
-        #: returns the logits that were read, while they exist
+        #: returns the logits that were read; they are kept until backward, as all logits would be
         self.read: Callable[[], Any] = lambda: None
         # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
         kind = "cpu" if weight.is_meta else self.device.type
@@ -409,7 +408,10 @@ class _Head:
 
     def check_watchers(self) -> None:
         read = self.read()
-        if read is not None and (read._backward_hooks or read.retains_grad):
+        if read is None:
+            return
+        self.read = weakref.ref(read)
+        if read._backward_hooks or read.retains_grad:
             raise RuntimeError(_WATCHED)
 
     @contextmanager
@@ -589,7 +591,10 @@ def _hooks(module: Any) -> bool:
 
 def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     import torch
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
 
+    losses = "transformers.loss.loss_utils"
     head = _plain(model.lm_head)
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
         return False
@@ -612,12 +617,16 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and kwargs.get("return_dict", model.config.return_dict) is not False
         and labels.numel() > 2 * _rows_of(head.out_features, head.weight)
-        and _is_known(model.loss_function, "transformers.loss.loss_utils")
+        and _is_known(model.loss_function, losses)
+        and _is_known(sys.modules[losses].fixed_cross_entropy, losses)
         and _is_known(torch.nn.functional.cross_entropy, "torch.nn.functional")
+        and _is_known(torch.nn.Linear.forward, "torch.nn.modules.linear")
+        and torch.nn.functional.linear is torch._C._nn.linear
+        and all(type(each) is DeviceContext for each in _get_current_function_mode_stack())
     )
 
 
 def _is_known(function: Any, module: str) -> bool:
-    """Whether a function is the library's own, and was not replaced."""
-    code = getattr(unwrap(function), "__code__", None)
+    """Whether a function is the library's own, and was neither replaced nor decorated."""
+    code = getattr(function, "__code__", None)
     return code is not None and code.co_filename == sys.modules[module].__file__

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss import loss_utils
 
 from gemma4_compat import disabled
 from gemma4_compat.model.caches import cache_name
@@ -340,8 +344,10 @@ def test_who_watches_the_gradient_of_the_logits_is_told(model, watch):
     model = adapted(model)
     output = model(**batch(model.config))
     getattr(output.logits, watch)(*[lambda gradient: gradient] * (watch == "register_hook"))
+    loss = output.loss
+    del output
     with pytest.raises(RuntimeError, match=r"would not see its gradient; set GEMMA4_COMPAT_LOSS"):
-        output.loss.backward()
+        loss.backward()
 
 
 def test_a_head_that_changes_after_the_forward(model):
@@ -641,6 +647,53 @@ def test_a_replaced_cross_entropy(model, monkeypatch):
     output = model(**batch(model.config))
     assert torch.equal(output.loss, output.logits.float()[:, :-1].mean()) or output.loss.isfinite()
     assert not isinstance(output, logits.LazyOutput)
+
+
+def halved(function):
+    """A decorator of a user."""
+
+    @functools.wraps(function)
+    def wrapper(values, *args, **kwargs):
+        return function(0.5 * values, *args, **kwargs)
+
+    return wrapper
+
+
+def halved_forward(module, values):
+    return functional.linear(0.5 * values, module.weight, module.bias)
+
+
+class Halved(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is functional.linear:
+            args = (0.5 * args[0], *args[1:])
+        return function(*args, **(kwargs or {}))
+
+
+REPLACED = {
+    "cross_entropy": (functional, "cross_entropy", halved(functional.cross_entropy)),
+    "fixed_cross_entropy": (
+        loss_utils,
+        "fixed_cross_entropy",
+        halved(loss_utils.fixed_cross_entropy),
+    ),
+    "the loss of the model": (None, "loss_function", halved(loss_utils.ForCausalLMLoss)),
+    "linear": (functional, "linear", halved(functional.linear)),
+    "forward": (torch.nn.Linear, "forward", halved_forward),
+    "mode": None,
+}
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_what_users_replace_is_used_in_forward_and_backward(model, monkeypatch, case):
+    model = tied(model)
+    if REPLACED[case]:
+        place, name, function = REPLACED[case]
+        monkeypatch.setattr(place or model, name, function, raising=False)
+    with Halved() if case == "mode" else nullcontext():
+        assert not isinstance(assert_equal(model, **batch(model.config)), logits.LazyOutput)
+    with torch.device("cpu"):  # a mode that replaces nothing
+        assert case != "mode" or is_lazy(model(**batch(model.config)))
 
 
 def test_a_failure_of_ours(model, monkeypatch, caplog):
