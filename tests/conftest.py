@@ -106,6 +106,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_runtest_teardown(item):
+    """Workers share the memory of a GPU."""
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def in_group(item, name):
     return any(marker.args == (name,) for marker in item.iter_markers("xdist_group"))
 
