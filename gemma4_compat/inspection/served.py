@@ -73,6 +73,10 @@ _TENSOR = re.compile(
 )
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: of vLLM's projections -> the parameters of transformers
+_PARAMETERS = {"gate_proj": "gate_up_proj", "down_proj": "down_proj"}
+#: entries of adapter_config.json, and those that count where no pattern matches
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 Tensors = Mapping[str, Any]
 
 
@@ -309,7 +313,7 @@ def _fates(
     """How many tensors are applied, the options that this needs, and the other tensors."""
     rank = max([config.get("r") or 8, *(config.get("rank_pattern") or {}).values()])
     whole = Group("refused", _SGLANG, "all") if server == "sglang" else _refusal(config, rank)
-    fates = {name: whole or _fate(name, shapes, served) for name in shapes}
+    fates = {name: whole or _fate(name, shapes, served) or _scaled(name, config) for name in shapes}
     groups = [group for group in fates.values() if group is not None]
     options = []
     if any(fates[name] is None and tower_of(name) in ("vision", "audio") for name in shapes):
@@ -368,19 +372,60 @@ def _fate(name: str, shapes: Shapes, served: Served) -> Group | None:
     return None
 
 
+def _scaled(name: str, config: Mapping[str, Any]) -> Group | None:
+    """What vLLM does with a tensor that it applies, if a pattern of the config misses its name."""
+    match = _TENSOR.fullmatch(name)
+    assert match is not None
+    layer = match["layer"]
+    if _rank_and_alpha(layer, config) == _rank_and_alpha(_in_peft(layer, config), config):
+        return None
+    reason = (
+        "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not find it, "
+        "and scales the update otherwise"
+    )
+    return Group("in part", reason, name)
+
+
+def _rank_and_alpha(layer: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Those of a layer with this name, as PEFT and vLLM look them up."""
+    return _looked_up(layer, config, "rank_pattern"), _looked_up(layer, config, "alpha_pattern")
+
+
+def _looked_up(layer: str, config: Mapping[str, Any], which: str) -> Any:
+    from peft.utils.other import get_pattern_key
+
+    pattern = config.get(which) or {}
+    return pattern.get(get_pattern_key(pattern, layer), config.get(_PATTERNS[which]))
+
+
+def _in_peft(layer: str, config: Mapping[str, Any]) -> str:
+    """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
+    wrapper = layer.removesuffix(".linear")
+    targets = config.get("target_modules") or ()
+    if isinstance(targets, str):
+        is_target = re.fullmatch(targets, layer) is not None
+    else:
+        is_target = any(layer == each or layer.endswith(f".{each}") for each in targets)
+    return layer if is_target else wrapper
+
+
 # -- the copy -------------------------------------------------------------------------------------
 
 
-def _named(tensors: Tensors, served: Served) -> Iterator[tuple[str, str, str, Any]]:
-    """Each tensor with its name, its layer and its part, in the names of the checkpoint."""
+def _named(tensors: Tensors, served: Served) -> Iterator[tuple[str, str, str, Any, str]]:
+    """Each tensor with its name, its layer and its part, in the names of the checkpoint.
+
+    The last item is the name that the layer has in the adapter.
+    """
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
-            yield name, "", "", tensor
+            yield name, "", "", tensor, ""
             continue
-        inner = match["layer"].removesuffix(".base_layer")
-        layer = served.own_name(inner) + match["layer"].removeprefix(inner)
-        yield f"{_PREFIX}{layer}.{match['part']}.weight", layer, match["part"], tensor
+        was = match["layer"]
+        inner = was.removesuffix(".base_layer")
+        layer = served.own_name(inner) + was.removeprefix(inner)
+        yield f"{_PREFIX}{layer}.{match['part']}.weight", layer, match["part"], tensor, was
 
 
 def for_vllm(
@@ -389,7 +434,7 @@ def for_vllm(
     """The tensors and the config of an adapter as vLLM needs them."""
     out: dict[str, Any] = {}
     pinned: dict[str, str] = {}
-    for name, layer, part, tensor in _named(tensors, served):
+    for name, layer, part, tensor, was in _named(tensors, served):
         experts = layer.removesuffix(".base_layer")
         if experts in served.experts:
             parameter = _parameter(layer, config)
@@ -397,12 +442,14 @@ def for_vllm(
                 out[f"{_PREFIX}{experts}.{each}.{part}.weight"] = update
             for each in PROJECTIONS:
                 if (each == "down_proj") == (parameter == "down_proj"):
-                    pinned[rf"{experts}.\d+.{each}"] = f"{experts}.{parameter}"
+                    own = f"{was.removesuffix('.base_layer')}.{parameter}"
+                    pinned[rf"{experts}.\d+.{each}"] = own
             continue
         out[name] = tensor
+        pinned[layer] = _in_peft(was, config)
         if layer in served.keys:
             out.setdefault(name.replace("k_proj", "v_proj"), tensor.clone())
-            pinned[layer.replace("k_proj", "v_proj")] = layer
+            pinned[layer.replace("k_proj", "v_proj")] = pinned[layer]
     _fill(out, served)
     return out, _pinned(config, pinned)
 
@@ -447,16 +494,12 @@ def _fill(tensors: dict[str, Any], served: Served) -> None:
 
 def _pinned(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The config in which layers with new names keep the rank and the alpha of their old names."""
-    from peft.utils.other import get_pattern_key
-
     changed = dict(config)
     if config.get("rank_pattern") or config.get("alpha_pattern"):
-        for which, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-            old = config.get(which) or {}
-            kept = {
-                n: old.get(get_pattern_key(old, was), config[default]) for n, was in names.items()
-            }
-            changed[which] = {**kept, **old}  # the first that matches counts
+        for which in _PATTERNS:
+            kept = {name: _looked_up(was, config, which) for name, was in names.items() if name}
+            # the first that matches counts
+            changed[which] = {**kept, **(config.get(which) or {})}
     return changed
 
 
@@ -473,12 +516,15 @@ def for_peft(
     out: dict[str, Any] = {}
     experts: dict[str, dict[str, Any]] = {}
     pinned: dict[str, str] = {}
-    named = {name: (layer, part, tensor) for name, layer, part, tensor in _named(tensors, served)}
-    for name, (layer, part, tensor) in named.items():
+    named = {name: rest for name, *rest in _named(tensors, served)}
+    for name, (layer, part, tensor, was) in named.items():
         if (expert := _EXPERT.fullmatch(layer)) is not None:
             experts.setdefault(expert["experts"], {})[f"{layer}.{part}"] = tensor
+            for projection, own in _PARAMETERS.items():
+                if was.endswith(f".0.{projection}"):
+                    pinned[f"{expert['experts']}.{own}"] = was
         elif layer.endswith(".v_proj") and layer.replace("v_proj", "k_proj") in served.keys:
-            *_, keys = named.get(name.replace("v_proj", "k_proj"), (None,))
+            keys = named.get(name.replace("v_proj", "k_proj"), [None] * 4)[2]
             if keys is None or not torch.equal(tensor, keys):
                 raise InputError(
                     f"{name}: one weight computes keys and values here, and PEFT "
@@ -486,6 +532,7 @@ def for_peft(
                 )
         else:
             out[name] = tensor
+            pinned[layer] = pinned[layer.removesuffix(".linear")] = was
     for layer, updates in experts.items():
         for part in ("lora_A", "lora_B"):
             try:
@@ -505,8 +552,6 @@ def for_peft(
             both = gate if part == "lora_A" else torch.cat([gate, up], 1)
             out[f"{_PREFIX}{layer}.base_layer.{part}.weight"] = _joined(both, part)
             out[f"{_PREFIX}{layer}.{part}.weight"] = _joined(down, part)
-        pinned[f"{layer}.gate_up_proj"] = f"{layer}.0.gate_proj"
-        pinned[f"{layer}.down_proj"] = f"{layer}.0.down_proj"
     changed = _pinned(config, pinned)
     if experts:
         changed["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]

@@ -17,7 +17,7 @@ from gemma4_compat.errors import InputError
 from gemma4_compat.inspection.adapter import inspect_adapter
 from gemma4_compat.inspection.served import PROJECTIONS, Served, check_served, export_for_peft
 from gemma4_compat.inspection.targets import base_model_of
-from tests.support import run_command, save_random
+from tests.support import load_model, run_command, save_random
 
 peft = pytest.importorskip("peft")
 
@@ -196,6 +196,12 @@ def test_sglang(language_adapter_dir, model_dir):
     assert "gemma4-compat merge" in found.verdict
 
 
+def text_model(folder):
+    from transformers import Gemma4ForCausalLM
+
+    return Gemma4ForCausalLM.from_pretrained(folder)
+
+
 # -- the copy --------------------------------------------------------------------------------------
 
 
@@ -268,6 +274,45 @@ def test_copy_has_the_updates_of_peft(experts_dir, tmp_path, options):
     assert seen >= 6 * 8 - 1
     zeros = [n for n in tensors if ".experts." in n and not tensors[n].any()]
     assert bool(zeros) == ("target_parameters" in options)
+
+
+PATTERNS = {
+    "wrappers": (load_model, {"q_proj": 32}),
+    "the model of text": (text_model, {"model.layers.0.self_attn.q_proj": 32}),
+}
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_patterns_that_miss_the_names_in_a_file(model_dir, tmp_path, case):
+    load, pattern = PATTERNS[case]
+    torch.manual_seed(0)
+    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(r=4, lora_alpha=8, alpha_pattern=pattern, **options)
+    model = peft.get_peft_model(load(model_dir).float(), config)
+    model.save_pretrained(tmp_path / "in")
+    before = check_served(tmp_path / "in", model_dir)
+    if case == "wrappers":
+        assert "in part" in reasons(before)
+        assert "alpha_pattern names the wrapper" in reasons(before)
+        assert before.exportable
+    assert check_served(tmp_path / "in", model_dir, export=tmp_path / "out").ok
+    export_for_peft(tmp_path / "out", model_dir, tmp_path / "back")
+    found = tensors_of(tmp_path / "out")
+    said = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    again = load_model(model_dir).float()
+    again = peft.PeftModel.from_pretrained(again, tmp_path / "back").get_base_model()
+    seen = 0
+    for path, module in model.get_base_model().named_modules():
+        if not hasattr(module, "get_delta_weight"):
+            continue
+        layer = path
+        if case != "wrappers":
+            layer = path.replace("model.", "model.language_model.", 1)
+        delta = module.get_delta_weight("default").detach()
+        torch.testing.assert_close(update(found, layer, scaling_in_vllm(said, layer)), delta)
+        assert torch.equal(again.get_submodule(layer).get_delta_weight("default"), delta)
+        seen += 1
+    assert seen > 8
 
 
 @pytest.mark.parametrize("options", [{}, {"rank_pattern": {"experts.gate_up_proj": 3}}])
