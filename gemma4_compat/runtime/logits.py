@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 #: of memory for a piece of the logits, its copies and its gradients
 BYTES = 256 * 1024**2
+#: entries of the vocabulary that are summed at once; a CPU converts them first
+_SUMMED = 8192
 _CHANGED = (
     "the weight of the head was changed after the forward, so its logits cannot be computed now: "
     "read outputs.logits, and call backward, before the change, or set "
@@ -425,11 +427,12 @@ class _Head:
 
 
 def _sums_of(weight: Any) -> Any:
-    """The sum of the bits in each column, as integers."""
+    """The bits of the sums of the columns, for some entries of the vocabulary at a time."""
     import torch
 
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
-    return weight.view(bits).sum(0, dtype=torch.int64)
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    sums = [part.sum(0, dtype=exact) for part in weight.split(_SUMMED)]
+    return torch.stack(sums).view(torch.uint8)
 
 
 # -- the output ------------------------------------------------------------------------------------

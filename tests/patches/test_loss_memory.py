@@ -365,7 +365,7 @@ def test_a_head_whose_data_changes_after_the_forward(model):
     model = adapted(model)
     head = model.lm_head.weight.data
     output = model(**batch(model.config))
-    head[[3, 4]] = head[[4, 3]] * 2
+    head.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"the head was changed after the forward"):
         output.logits  # noqa: B018
 
