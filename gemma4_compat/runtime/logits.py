@@ -83,8 +83,8 @@ class LazyLogits:
         self.head.read = lambda: found
         return found
 
-    def _of(self, hidden: Any) -> Any:
-        return self._after(self.head(hidden, self.late))
+    def _of(self, hidden: Any, trained: Any = None) -> Any:
+        return self._after(self.head(hidden, self.late, trained))
 
     def _after(self, logits: Any) -> Any:
         for function, arguments in self.steps:
@@ -288,9 +288,11 @@ def _losses() -> Any:
             hidden, target, found, weight = ctx.saved_tensors
             of_weight = None
             if torch.is_grad_enabled():  # for a second derivative
-                inputs = zip((hidden, lazy.head.trained), needed, strict=True)
+                # Views: hidden states of a tied model depend on the weight as well.
+                views = [None if x is None else x.view_as(x) for x in (hidden, lazy.head.trained)]
+                inputs = zip(views, needed, strict=True)
                 with lazy.head.modes():
-                    losses = _losses_of(lazy._of(hidden), target, ctx.ignore_index)
+                    losses = _losses_of(lazy._of(*views), target, ctx.ignore_index)
                 own = iter(
                     torch.autograd.grad(
                         losses,
@@ -392,14 +394,19 @@ class _Head:
             return None
         return self.weight.clone() if self.weight is self._weight else self.weight
 
-    def __call__(self, hidden: Any, late: Any = None) -> Any:
+    def __call__(self, hidden: Any, late: Any = None, trained: Any = None) -> Any:
+        """Logits, of the ``late`` weight if the own one has changed.
+
+        ``trained`` is a view of the trained weight for which a gradient is wanted.
+        """
         import torch
 
         weight = self.weight
         has_changed = self._has_changed or self._weight._version != self._version
         if self.trained is not None:
             has_changed = has_changed or self.trained.data_ptr() != self._address
-            weight = self.trained if torch.is_grad_enabled() else weight
+            if torch.is_grad_enabled():
+                weight = self.trained if trained is None else trained
         if has_changed:
             if late is None:
                 raise RuntimeError(_CHANGED)

@@ -536,16 +536,17 @@ def test_a_copy_of_the_weight_goes_with_the_output(model):
     loss.backward()
 
 
-def test_a_second_derivative_of_a_trained_head(model):
+@pytest.mark.parametrize("make", [tied, untied])
+def test_a_second_derivative_of_a_trained_head(model, make):
     model.set_attn_implementation("eager")  # SDPA has no second derivative on the CPU
-    model = untied(model)
+    model = make(model)
     inputs = batch(model.config)
-    weights = [model.lm_head.weight, model.get_input_embeddings().weight]
+    weights = {model.lm_head.weight, model.get_input_embeddings().weight}
     derivatives = []
     for names in (PATCHES, NONE):
         with disabled(*names):
-            again = torch.autograd.grad(model(**inputs).loss, weights, create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in again), weights)
+            again = torch.autograd.grad(model(**inputs).loss, [*weights], create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in again), [*weights])
         derivatives.append([*again, *second])
     for expected, found in zip(*derivatives, strict=True):
         assert error(found, expected) < TOLERANCE[torch.float32]

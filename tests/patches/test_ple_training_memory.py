@@ -97,11 +97,15 @@ def test_a_weight_that_changes_before_backward(model, names, reentrant):
         output.sum().backward()
 
 
-@pytest.mark.parametrize("case", ["no checkpointing", "evaluation", "frozen", "no gradient"])
+@pytest.mark.parametrize(
+    "case", ["no checkpointing", "evaluation", "frozen", "no gradient", "a hook"]
+)
 def test_where_nothing_is_computed_again(model, monkeypatch, case):
     if case != "no checkpointing":
         enable(model)
         monkeypatch.setattr(text(model), "_gradient_checkpointing_func", unused)
+    if case == "a hook":
+        text(model).per_layer_projection_norm.register_forward_hook(lambda *args: None)
     model.train(case != "evaluation")
     embeds, per_layer = embeddings(model, requires_grad=case not in ("frozen", "no gradient"))
     with torch.set_grad_enabled(case != "no gradient"):

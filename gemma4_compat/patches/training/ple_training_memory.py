@@ -54,6 +54,8 @@ def project_per_layer_inputs(
     if checkpoint is None or not is_used:
         return original(self, inputs_embeds, *args, **kwargs)
     modules = (self.per_layer_model_projection, self.per_layer_projection_norm)
+    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return original(self, inputs_embeds, *args, **kwargs)  # a hook runs once for each forward
     weights = chain.from_iterable(module.parameters() for module in modules)
     versions = [(ref(each), each._version) for each in weights]
 
