@@ -685,7 +685,8 @@ def test_uninstall_frees_the_graphs(model):
     names = names if layers[1].mlp.up_proj.weight.is_meta else []
     try:
         gemma4_compat.uninstall(*names)
-        assert_same(generated(model, inputs), expected)
+        # transformers would compile the steps of some of these models itself.
+        assert_same(generated(model, inputs, eager=True), expected)
     finally:
         gemma4_compat.install()
     check(model, inputs)
