@@ -595,7 +595,10 @@ def _plain(head: Any) -> Any:
 
 
 def _hooks(module: Any) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
     return any(hooks)
 
 
@@ -611,7 +614,8 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     forward = vars(head).get("_old_forward" if hasattr(head, "_hf_hook") else "forward")
     is_trained = any(each.requires_grad for each in head.parameters())
     special = (
-        is_trained and (head.bias is not None or hasattr(head, "_hf_hook")),
+        head.bias is not None,
+        is_trained and hasattr(head, "_hf_hook"),
         head.weight.is_meta and hasattr(head, "_hf_hook"),  # offloaded
         forward is not None and getattr(forward, "__func__", None) is not type(head).forward,
         getattr(head, "_is_fsdp_managed_module", False),
@@ -631,6 +635,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         and _is_known(sys.modules[losses].fixed_cross_entropy, losses)
         and _is_known(torch.nn.functional.cross_entropy, "torch.nn.functional")
         and _is_known(torch.nn.Linear.forward, "torch.nn.modules.linear")
+        and _is_known(torch.nn.Module.__call__, "torch.nn.modules.module")
         and torch.nn.functional.linear is torch._C._nn.linear
         and all(type(each) is DeviceContext for each in _get_current_function_mode_stack())
     )

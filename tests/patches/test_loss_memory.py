@@ -573,6 +573,16 @@ def hook(model):
     return adapted(model)
 
 
+def backward_pre_hook(model):
+    model.lm_head.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,))
+    return adapted(model)
+
+
+def bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(VOCABULARY), requires_grad=False)
+    return adapted(model)
+
+
 def own_forward(model):
     head = model.lm_head
     head.forward = lambda hidden: functional.linear(hidden, head.weight) * 2
@@ -587,6 +597,8 @@ def own_loss(model):
 WHOLE = {
     "adapter on the head": lambda model: adapted(model, target_modules=TARGETS + "|lm_head"),
     "hook": hook,
+    "backward pre-hook": backward_pre_hook,
+    "bias": bias,
     "own forward": own_forward,
     "own loss": own_loss,
 }
@@ -660,6 +672,11 @@ def halved(function):
     return wrapper
 
 
+def halved_call(module, *args, **kwargs):
+    output = module._call_impl(*args, **kwargs)
+    return 0.5 * output if type(module) is torch.nn.Linear else output
+
+
 def halved_forward(module, values):
     return functional.linear(0.5 * values, module.weight, module.bias)
 
@@ -681,6 +698,7 @@ REPLACED = {
     "the loss of the model": (None, "loss_function", halved(loss_utils.ForCausalLMLoss)),
     "linear": (functional, "linear", halved(functional.linear)),
     "forward": (torch.nn.Linear, "forward", halved_forward),
+    "call": (torch.nn.Module, "__call__", halved_call),
     "mode": None,
 }
 

@@ -98,7 +98,7 @@ def test_a_weight_that_changes_before_backward(model, names, reentrant):
 
 
 @pytest.mark.parametrize(
-    "case", ["no checkpointing", "evaluation", "frozen", "no gradient", "a hook"]
+    "case", ["no checkpointing", "evaluation", "frozen", "no gradient", "a hook", "own forward"]
 )
 def test_where_nothing_is_computed_again(model, monkeypatch, case):
     if case != "no checkpointing":
@@ -106,6 +106,9 @@ def test_where_nothing_is_computed_again(model, monkeypatch, case):
         monkeypatch.setattr(text(model), "_gradient_checkpointing_func", unused)
     if case == "a hook":
         text(model).per_layer_projection_norm.register_forward_hook(lambda *args: None)
+    if case == "own forward":
+        projection = text(model).per_layer_model_projection
+        projection.forward = type(projection).forward.__get__(projection)
     model.train(case != "evaluation")
     embeds, per_layer = embeddings(model, requires_grad=case not in ("frozen", "no gradient"))
     with torch.set_grad_enabled(case != "no gradient"):

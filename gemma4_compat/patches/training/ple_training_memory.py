@@ -54,8 +54,8 @@ def project_per_layer_inputs(
     if checkpoint is None or not is_used:
         return original(self, inputs_embeds, *args, **kwargs)
     modules = (self.per_layer_model_projection, self.per_layer_projection_norm)
-    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
-        return original(self, inputs_embeds, *args, **kwargs)  # a hook runs once for each forward
+    if any(map(_is_changed, modules)):  # what users add runs once for each forward
+        return original(self, inputs_embeds, *args, **kwargs)
     weights = chain.from_iterable(module.parameters() for module in modules)
     versions = [(ref(each), each._version) for each in weights]
 
@@ -67,3 +67,9 @@ def project_per_layer_inputs(
         return original(self, *inputs, **kwargs)
 
     return checkpoint(project, inputs_embeds, *args)
+
+
+def _is_changed(module: Any) -> bool:
+    """Whether it has hooks or a forward of its own, apart from accelerate's."""
+    has_forward = "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    return bool(has_forward or module._forward_hooks or module._forward_pre_hooks)
