@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -228,10 +227,11 @@ def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
         return model, None, _QAT
     if method == COMPRESSED:
         import transformers
+        from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
-        config, version = transformers.CompressedTensorsConfig, transformers.__version__
-        if "dequantize" not in inspect.signature(config).parameters:
-            raise InputError(f"{folder}: transformers {version} has no dequantize for {method}")
+        if not hasattr(CompressedTensorsHfQuantizer, "get_load_operations"):  # before 5.21
+            version = transformers.__version__
+            raise InputError(f"{folder}: transformers {version} cannot offload {method}: update it")
         return model, "bf16", _COMPRESSED
     if method != "bitsandbytes":
         known = f"bitsandbytes, {COMPRESSED} and {QAT} (QAT)"

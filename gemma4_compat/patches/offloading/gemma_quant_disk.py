@@ -25,7 +25,7 @@ PATCH = Patch(
         "from_pretrained of a QAT checkpoint (mobile) with layers on the disk: expected a "
         "floating-point or complex dtype, but got dtype=torch.uint8 (or torch.int8)"
     ),
-    affects=("transformers>=5.12",),
+    affects=("transformers>=5.11",),
     changes="from_pretrained draws no random values for a packed weight that is on the disk.",
     unreported="Found by loading a random checkpoint in this format with parts on the disk.",
 )

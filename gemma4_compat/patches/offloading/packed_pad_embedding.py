@@ -25,7 +25,7 @@ PATCH = Patch(
         "weights, and is slow; with embed_tokens offloaded: Tensor on device meta is not on the "
         "expected device"
     ),
-    affects=("transformers>=5.12",),
+    affects=("transformers>=5.11",),
     changes=(
         "If embed_tokens is a QuantizedEmbedding, Gemma4Model.forward dequantises the pad token's "
         "row only.  torch.compile, which fuses these operations, gets the model as it is."
