@@ -227,9 +227,10 @@ def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
         return model, None, _QAT
     if method == COMPRESSED:
         import transformers
-        from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+        from transformers.quantizers import quantizer_compressed_tensors as quantizers
 
-        if not hasattr(CompressedTensorsHfQuantizer, "get_load_operations"):  # before 5.21
+        # transformers < 5.21 dequantises after loading
+        if not hasattr(quantizers.CompressedTensorsHfQuantizer, "get_load_operations"):
             version = transformers.__version__
             raise InputError(f"{folder}: transformers {version} cannot offload {method}: update it")
         return model, "bf16", _COMPRESSED
