@@ -294,3 +294,35 @@ def save_qat(model_dir, folder):
     said["quantization_config"] = config.to_dict()
     (folder / "config.json").write_text(json.dumps(said, default=str))
     return folder
+
+
+def save_w4a16(model_dir, folder):
+    """Save the checkpoint as compressed-tensors' pack-quantized w4a16, made by that library.
+
+    The decoder's linear layers are in 4 bits.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+    from transformers import Gemma4ForConditionalGeneration
+
+    model = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
+    weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32)
+    scheme = QuantizationScheme(targets=[r"re:.*language_model\.layers.*"], weights=weights)
+    status = QuantizationStatus.FROZEN
+    config = QuantizationConfig(config_groups={"group": scheme}, quantization_status=status)
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            groups = module.weight.detach().float().unflatten(1, (-1, 32))
+            module.weight_scale.data.copy_(groups.abs().amax(2) / 7)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return folder

@@ -11,6 +11,7 @@ import transformers
 
 import gemma4_compat
 from gemma4_compat.runtime.host import page_locked
+from tests.test_docs import is_newest
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -148,3 +149,120 @@ def test_a_hooked_forward_has_one_frame_of_ours(form, tmp_path):
         model(**INPUTS)
     assert counts
     assert max(counts) <= 1
+
+
+# -- relatives of Gemma 4 -------------------------------------------------------------------------
+
+NEWEST = pytest.mark.skipif(not is_newest(), reason="earlier releases refuse these configs")
+SMALL = {**{k: v for k, v in SIZES.items() if k != "attn_implementation"}, "global_head_dim": 8}
+SMALL["layer_types"] = ["sliding_attention", "full_attention"] * 2
+NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+}  # fmt: skip
+ASSISTANT = {
+    "text_config": {**SMALL, **NO_PLE, "num_kv_shared_layers": 4}, "backbone_hidden_size": 32,
+}  # fmt: skip
+#: the class of the model, that of its config, and the config's options
+RELATIVES = {
+    "diffusion_gemma": ("DiffusionGemmaForBlockDiffusion", "DiffusionGemmaConfig", {
+        "text_config": {**SMALL, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+        "vision_config": TOWER, "canvas_length": 5,
+    }),
+    "embedding_gemma2": ("EmbeddingGemma2TextModel", "EmbeddingGemma2TextConfig", {
+        **SMALL, "hidden_size_per_layer_input": 16, "embedding_dim": 24,
+    }),
+    "gemma4_assistant": ("Gemma4AssistantForCausalLM", "Gemma4AssistantConfig", ASSISTANT),
+    "gemma4_unified_assistant": (
+        "Gemma4UnifiedAssistantForCausalLM", "Gemma4UnifiedAssistantConfig", ASSISTANT,
+    ),
+    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nTextConfig", {
+        **SMALL, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2, "laurel_rank": 8, "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }),
+}  # fmt: skip
+
+
+def relative(name, dtype):
+    """A tiny random model, and inputs of its forward."""
+    cls, config, options = RELATIVES[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**options)).eval().to(dtype)
+    inputs = dict(INPUTS)
+    if "assistant" in name:
+        keys = {kind: torch.randn(2, 2, 2, 9, 8, dtype=dtype) for kind in set(SMALL["layer_types"])}
+        del inputs["input_ids"]
+        inputs["inputs_embeds"] = torch.randn(2, 1, 64, dtype=dtype)
+        inputs["position_ids"] = torch.full((2, 1), 8)
+        inputs["shared_kv_states"] = {kind: tuple(both) for kind, both in keys.items()}
+    if name == "diffusion_gemma":
+        inputs["decoder_input_ids"] = IDS[:, :5]
+    return model, inputs
+
+
+def results_of_relative(name, form, dtype, folder):
+    from accelerate import dispatch_model
+
+    model, inputs = relative(name, dtype)
+    if form == "layers on the disk":
+        layers = [path for path, _ in model.named_modules() if path.endswith("layers.1")]
+        device_map = {**dict.fromkeys(layers, "disk"), "": "cpu"}
+        model = dispatch_model(
+            model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True
+        )
+
+    def outputs():
+        output = model(**inputs)
+        return output.last_hidden_state if "embedding" in name else output.logits
+
+    def generated(**options):
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 5, "disable_compile": True, **options}
+        found = model.generate(**INPUTS, **options)
+        return found if torch.is_tensor(found) else found.sequences
+
+    with torch.no_grad():
+        found = {"outputs": outputs()}
+        if name in ("diffusion_gemma", "gemma3n"):
+            found["dynamic"] = generated()
+            found["static"] = generated(cache_implementation="static")
+    outputs().float().square().mean().backward()
+    found |= {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+@NEWEST
+@pytest.mark.xdist_group("other models")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_of_gemma_4(name, dtype, tmp_path):
+    """The patches touch classes that these models share with Gemma 4, or copies of them."""
+    forms = ("whole", "layers on the disk")
+    with gemma4_compat.disabled():
+        expected = {form: results_of_relative(name, form, dtype, tmp_path) for form in forms}
+    for form in forms:
+        found = results_of_relative(name, form, dtype, tmp_path)
+        torch.testing.assert_close(found, expected[form], rtol=0, atol=0, equal_nan=True)
+
+
+@NEWEST
+@pytest.mark.xdist_group("other models")
+def test_an_assistant_of_gemma_4():
+    """Its tokens are those of a greedy search, and the patches change nothing."""
+
+    def tokens(assistant):
+        torch.manual_seed(0)
+        config = transformers.Gemma4TextConfig(**SMALL, **NO_PLE)
+        model = transformers.Gemma4ForCausalLM(config).eval()
+        helper = relative("gemma4_assistant", torch.float32)[0] if assistant else None
+        if helper is not None:
+            helper.generation_config.num_assistant_tokens = 3
+        options = {"assistant_model": helper, "max_new_tokens": 12, "do_sample": False}
+        return model.generate(IDS[:1], **options)
+
+    with gemma4_compat.disabled():
+        expected = tokens(True)
+    assert torch.equal(tokens(True), expected)
+    assert torch.equal(tokens(False), expected)

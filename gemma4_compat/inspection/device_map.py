@@ -21,6 +21,7 @@ from .traps import Trap, traps_of
 @dataclass(frozen=True)
 class DeviceMapCheck(Result):
     """The effects of a device map.  All sizes are in bytes, by "nf4", "int8" and "bf16".
+    Those of a QAT checkpoint are by "QAT" only, those of compressed-tensors by "bf16".
 
     ``entries`` are in the map's order.  ``devices`` are the sizes on each device after loading.
     ``saves`` is the GPU memory that offloading saves.  ``unknown`` maps the entries that name

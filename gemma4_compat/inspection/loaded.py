@@ -249,7 +249,10 @@ def _linear_kind(module: Any) -> str | None:
     from torch import nn
 
     if isinstance(module, nn.Linear):
-        return _weight_kind(module._parameters.get("weight"))
+        bits = getattr(module, "num_bits", None)  # of a QAT checkpoint
+        packed = module._parameters.get("weight_packed")  # of compressed-tensors
+        kind = _weight_kind(module._parameters.get("weight", packed))
+        return kind if bits is None else f"{bits}-bit"
     name = next(fused_experts({"": module}), None)  # ".gate_up_proj"
     return None if name is None else f"{_weight_kind(module._parameters[name[1:]])} experts"
 

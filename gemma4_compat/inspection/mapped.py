@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files.checkpoint import Location, located, read_config
 from ..model.device_maps import OFFLOADED, covering, device_label, device_order
-from ..model.meta import QUANTS, bnb_config, meta_model
+from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.parts import is_under
 from ..model.sizes import TensorSize, tensor_sizes
 
@@ -35,6 +35,9 @@ class Mapped:
         # The sizes of quantised layers need bitsandbytes itself.
         has_bnb = find_spec("bitsandbytes") and find_spec("accelerate")
         self.quants = QUANTS if has_bnb else ("bf16",)
+        self.method = (self.quantization or {}).get("quant_method")
+        if self.method in (QAT, COMPRESSED):  # one size only
+            self.quants = ("QAT" if self.method == QAT else "bf16",)
         devices = set(given.values())
         gpus = [device for device in given.values() if device not in OFFLOADED]
         #: the execution device of offloaded modules; their buffers stay on it
@@ -46,7 +49,7 @@ class Mapped:
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
         #: by quantisation: linear layers that are not quantised because of the map
         self.kept: dict[str, list[str]] = {}
-        self.model = meta_model(folder)
+        self.model = checkpoint_model(folder)[0] if self.method == QAT else meta_model(folder)
         self._measure(folder)
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         #: names of parameters: the tied one to the one that it is tied to
@@ -59,9 +62,10 @@ class Mapped:
             with suppress(re.error):
                 patterns[re.compile(key).pattern] = device
         for quant in self.quants:
-            model = self.model if quant == "bf16" else meta_model(folder, bnb_config(quant))
+            by_bnb = quant in ("nf4", "int8")
+            model = meta_model(folder, bnb_config(quant)) if by_bnb else self.model
             self.whole[quant] = self.tensors[quant] = tensor_sizes(model)
-            if self.splits and quant != "bf16":
+            if self.splits and by_bnb:
                 placed = meta_model(folder, bnb_config(quant, offload=True), patterns)
                 self.tensors[quant] = tensor_sizes(placed)
                 self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
@@ -103,7 +107,7 @@ class Mapped:
 
     def uncovered(self) -> list[str]:
         """The outermost modules without any covered tensor, and single uncovered tensors."""
-        names = [tensor.name for tensor in self.whole["bf16"]]
+        names = [tensor.name for tensor in self.whole[self.quants[-1]]]
         bare = [name for name in names if self.entry(name) is None]
         covered = [name for name in names if self.entry(name) is not None]
         seen: list[str] = []

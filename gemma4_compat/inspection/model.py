@@ -112,6 +112,8 @@ def inspect_model(model: Any) -> ModelInspection:
     loaded = Loaded(model)
     config = getattr(getattr(base, "config", None), "quantization_config", None)
     quantisation = _quantisation(config)
+    if hasattr(base, "ct_decompress_hook"):
+        quantisation = f"{quantisation}: all weights become bfloat16 in the first forward"
     inputs = None
     with suppress(TypeError, ValueError, AttributeError):
         inputs = device_text(input_device(model))

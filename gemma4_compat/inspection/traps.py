@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, left_out
+from ..model.meta import COMPRESSED, QAT
 from ..text import plural, size, some
 from .mapped import OFFLOAD_FLAG, Mapped
 
@@ -32,8 +33,18 @@ def traps_of(mapped: Mapped) -> Iterator[Trap]:
             yield Trap(find.__name__, level, text)
 
 
+def compressed_tensors(mapped: Mapped) -> str | None:
+    if mapped.method != COMPRESSED:
+        return None
+    return (
+        "compressed-tensors restores all weights to bfloat16 in the first forward, and raises if "
+        "any are offloaded: pass quantization_config=CompressedTensorsConfig(dequantize=True) to "
+        "from_pretrained, which restores them while loading. The sizes above are these"
+    )
+
+
 def quantised_already(mapped: Mapped) -> str | None:
-    if mapped.quantization is None or mapped.splits:
+    if mapped.quantization is None or mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
     method = mapped.quantization.get("quant_method", "unknown")
     return (
@@ -43,7 +54,7 @@ def quantised_already(mapped: Mapped) -> str | None:
 
 
 def quantised_checkpoint(mapped: Mapped) -> str | None:
-    if mapped.quantization is None or not mapped.splits:
+    if mapped.quantization is None or not mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
     return (
         "the checkpoint is already quantised: transformers refuses this map, or leaves the "
@@ -85,7 +96,7 @@ def tied(mapped: Mapped) -> str | None:
 
 def split_layer(mapped: Mapped) -> str | None:
     blocks = set(getattr(mapped.model, "_no_split_modules", None) or ())
-    names = [tensor.name for tensor in mapped.whole["bf16"]]
+    names = [tensor.name for tensor in mapped.whole[mapped.quants[-1]]]
     torn = []
     for name, module in mapped.modules.items():
         if type(module).__name__ in blocks:
@@ -135,6 +146,7 @@ TRAPS: dict[Callable[[Mapped], str | None], str] = {
     split_layer: "warning",
     not_quantised_by_name: "warning",
     left_out_parts: "note",
+    compressed_tensors: "note",
     quantised_already: "note",
     offload_flag: "note",
     not_quantised: "note",

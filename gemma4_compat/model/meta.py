@@ -13,6 +13,10 @@ from ..errors import InputError, failures_of
 from ..files.checkpoint import CONFIG, Location, config_file, located, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
+#: the ``quant_method`` of QAT checkpoints in Google's own format ("mobile")
+QAT = "gemma"
+#: the ``quant_method`` of checkpoints that become bfloat16 in the first forward
+COMPRESSED = "compressed-tensors"
 
 
 def meta_model(
@@ -24,6 +28,7 @@ def meta_model(
 
     With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
     transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
+    With the config of a QAT checkpoint, the layers are those of this checkpoint.
     The quantisation of the checkpoint itself does not matter.
 
     Raises:
@@ -52,11 +57,13 @@ def meta_model(
         # As before any load: a patch of the quantiser applies after the import of all its modules.
         importlib.import_module("transformers.integrations.bitsandbytes")
         with failures_of(f"{file}: {version} cannot quantise it"):
-            quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
+            packed = quantization_config.quant_method != "bitsandbytes"
+            quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=packed)
             # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of
             # the last parameter unquantised.
             _untie(model)
-            quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
+            with torch.device("meta"):
+                quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
             model.tie_weights()
     return model
 
@@ -74,8 +81,8 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     """The model of a checkpoint on meta, and its quantisation method, or ``None``.
 
     With bitsandbytes, the model is built as if it were quantised now: the layers have the same
-    classes, however the weights are stored.  With other methods, they are those of the unquantised
-    model.
+    classes, however the weights are stored.  So are the layers of `QAT`.  With other methods, they
+    are those of the unquantised model.
 
     Raises:
         InputError: as in `meta_model`.
@@ -83,11 +90,13 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     folder = located(folder)  # both reads at one commit
     quantization = read_config(folder).get("quantization_config")
     method = None if quantization is None else str(quantization.get("quant_method", "unknown"))
-    if method != "bitsandbytes":
+    if method not in ("bitsandbytes", QAT):
         return meta_model(folder), method
-    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoQuantizationConfig
 
-    return meta_model(folder, BitsAndBytesConfig.from_dict(quantization)), method
+    with failures_of(f"{folder / CONFIG}: its quantization_config is not understood"):
+        config = AutoQuantizationConfig.from_dict(quantization)
+    return meta_model(folder, config), method
 
 
 def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **options: Any) -> Any:

@@ -100,8 +100,9 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         yield TensorSize(name, module.in_features * module.out_features)
         yield TensorSize(f"{name}.SCB", 4 * module.out_features)
     else:
-        # bfloat16, whatever the replaced layer has
-        yield TensorSize(name, tensor.numel() * 2, rows=len(tensor) if tensor.ndim else None)
+        # bfloat16, whatever the replaced layer has, but for the packed layers of a QAT checkpoint
+        size = tensor.element_size() if hasattr(module, "num_bits") else 2
+        yield TensorSize(name, tensor.numel() * size, rows=len(tensor) if tensor.ndim else None)
 
 
 def adapter_sizes(adapter_dir: Location) -> tuple[TensorSize, ...]:

@@ -30,7 +30,7 @@ def launch(engine: str, processes: int) -> str:
 class Load:
     """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already.
 
-    With an ``engine``, GPU 0 is that of the process.
+    With an ``engine``, GPU 0 is that of the process.  ``dequantize`` is for compressed-tensors.
     """
 
     model: str
@@ -42,6 +42,7 @@ class Load:
     train: bool
     rank: int
     engine: str | None = None
+    dequantize: bool = False
 
     @property
     def offloaded(self) -> list[str]:
@@ -58,7 +59,9 @@ class Load:
         return bool(self.offloaded) if self.quant is None else self.quant == "nf4" and layers
 
     def options(self) -> dict[str, Any]:
-        """The arguments of the ``BitsAndBytesConfig``; empty without one."""
+        """The arguments of the quantisation config; empty without one."""
+        if self.dequantize:
+            return {"dequantize": True}
         if self.quant is None or self.quant == "bf16":
             return {}
         options = bnb_options(self.quant, offload=bool(self.offloaded) and not self.dispatches)
@@ -80,7 +83,8 @@ class Load:
             yield "from peft import LoraConfig, get_peft_model"
         elif self.adapter_dir is not None:
             yield "from peft import PeftModel"
-        names = f"BitsAndBytesConfig, {self.architecture}" if options else self.architecture
+        config = "CompressedTensorsConfig" if self.dequantize else "BitsAndBytesConfig"
+        names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
         yield "device_map = {"
@@ -89,7 +93,7 @@ class Load:
             yield f'    "{name}": {own if to == 0 else _quoted(to)},'
         yield "}"
         if options:
-            yield "quantization = BitsAndBytesConfig("
+            yield f"quantization = {config}("
             yield from (f"    {key}={_quoted(value)}," for key, value in options.items())
             yield ")"
         yield f"model = {self.architecture}.from_pretrained("

@@ -11,7 +11,7 @@ from ..files.checkpoint import Location, located, read_config
 from ..machine.host_memory import available_memory
 from ..model import parts, sizes
 from ..model.device_maps import covering
-from ..model.meta import QUANTS, bnb_config, checkpoint_model, meta_model
+from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line
 from .code import ENGINES, Load, launch, unquantised
@@ -28,6 +28,10 @@ from .demand import (
 from .gpus import Gpu, gpus_of, parse_size
 from .placement import Placement, Unit, place, units_of
 from .result import COSTS, Memory, Offload, Plan
+
+#: the names of checkpoints that are quantised already, by other methods than bitsandbytes
+_QAT = "QAT checkpoint"
+_COMPRESSED = f"bf16, dequantised from {COMPRESSED}"
 
 
 def plan(
@@ -59,7 +63,7 @@ def plan(
         quant: "nf4" (the default, with double quantisation), "int8" or "bf16".  Offloaded modules
             stay in bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code
             loads the model on the CPU first, and then dispatches it.  A checkpoint that is
-            quantised already is planned as it is.
+            quantised already is planned as it is, one of compressed-tensors in bfloat16.
         context: the tokens of prompt and answer together; 32768 by default.  When training, the
             tokens of a sequence; 2048 by default.
         adapter: the folder or Hub id of a PEFT adapter; it counts in float32, the dtype that PEFT
@@ -93,7 +97,10 @@ def plan(
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
     adapter = None if adapter is None else located(adapter)
-    model, quant, label = _model(model_dir, quant)
+    asked = quant
+    model, quant, label = _model(model_dir, asked)
+    if train and label == _QAT:
+        raise InputError(f"{model_dir}: a {label} cannot be trained: use the unquantised one")
     limit = _limit(model, context)
     if adapter is not None:
         _check_adapter(adapter, model_dir)
@@ -103,7 +110,7 @@ def plan(
         raise InputError("FSDP2 cannot shard weights in 8 bits")
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
     if train:  # PEFT changes a model, so this is another one.
-        job = training(with_adapter(_model(model_dir, quant)[0], adapter, rank))
+        job = training(with_adapter(_model(model_dir, asked)[0], adapter, rank))
     else:
         job = generating(model, () if adapter is None else sizes.adapter_sizes(adapter))
     if engine == "ddp":
@@ -136,6 +143,7 @@ def plan(
         train=train,
         rank=rank,
         engine=engine,
+        dequantize=label == _COMPRESSED,
     )
     memory = tuple(_memory(placement, demand, _placed_sizes(whole, load, model_dir)))
     return Plan(
@@ -215,8 +223,20 @@ def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
     if quant is not None:
         raise InputError(f"{folder}: the checkpoint is quantised already: leave out --quant")
     model, method = checkpoint_model(folder)
+    if method == QAT:
+        return model, None, _QAT
+    if method == COMPRESSED:
+        import transformers
+        from transformers.quantizers import quantizer_compressed_tensors as quantizers
+
+        # transformers < 5.21 dequantises after loading
+        if not hasattr(quantizers.CompressedTensorsHfQuantizer, "get_load_operations"):
+            version = transformers.__version__
+            raise InputError(f"{folder}: transformers {version} cannot offload {method}: update it")
+        return model, "bf16", _COMPRESSED
     if method != "bitsandbytes":
-        raise InputError(f"{folder}: quantised by {method}: only bitsandbytes is supported")
+        known = f"bitsandbytes, {COMPRESSED} and {QAT} (QAT)"
+        raise InputError(f"{folder}: quantised by {method}: only {known} are supported")
     if quantization.get("load_in_8bit"):
         return model, None, "8-bit checkpoint"
     return model, None, f"4-bit checkpoint ({quantization.get('bnb_4bit_quant_type', 'fp4')})"

@@ -518,3 +518,28 @@ def test_memory_that_cannot_be_page_locked(caplog):
     assert caplog.text.count("cannot be page-locked") == 1
     assert page_locked.in_place_of(hook).nbytes is None
     assert (torch.ones(3, device="cuda") + 1).sum() == 6
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_embedding_of_a_qat_checkpoint(tmp_path, monkeypatch, where, bits):
+    """Its two tables are looked up where they are stored, and none is loaded."""
+    quantised = pytest.importorskip("transformers.integrations.gemma_quant").QuantizedEmbedding
+    packed = type("QuantizedEmbedding", (quantised,), {"__module__": GEMMA})
+
+    def make(rows, width):
+        table = packed(rows, width, torch.bfloat16, embed_scale=3.0, num_bits=bits)
+        table.embedding_quantized.data.random_(-8 if bits == 8 else 0, 8)
+        table.embedding_scale.data.uniform_(0.1, 1)
+        return table.requires_grad_(False)
+
+    offloaded = Offloaded(where, tmp_path, make, torch.float32)
+    monkeypatch.setattr(table_module._host_table(), "load", None)
+    for ids in ([[1, 4999, 1]], [[0]], [[-1, 3]]):
+        offloaded.check(torch.tensor(ids))
+        offloaded.check(torch.tensor(ids, dtype=torch.int32))
+    assert offloaded.embedding.embedding_quantized.is_meta
+    assert offloaded.embedding.embedding_scale.is_meta
+    with pytest.raises(IndexError):
+        offloaded.embedding(torch.tensor([5000]))
+    assert offloaded.embedding.embedding_quantized.is_meta

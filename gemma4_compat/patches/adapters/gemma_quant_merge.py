@@ -25,7 +25,7 @@ PATCH = Patch(
         "gives the base model; without safe_merge: The size of tensor a must match the size of "
         "tensor b, or result type Float can't be cast to the desired output type Char"
     ),
-    affects=("transformers>=5.12", "peft"),
+    affects=("transformers>=5.11", "peft"),
     changes=(
         "Merging an adapter into QuantizedLinear layers raises one ValueError that names two other "
         "ways, before any weight changes."

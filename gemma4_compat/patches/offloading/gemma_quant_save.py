@@ -14,7 +14,7 @@ from ...engine import Finding, Patch, broken, fixed_if
 PATCH = Patch(
     name="gemma_quant_save",
     symptom="save_pretrained of a QAT checkpoint (mobile): 'bool' object is not callable",
-    affects=("transformers>=5.12",),
+    affects=("transformers>=5.11",),
     changes="The value of GemmaQuantizer.is_serializable can also be called, and returns itself.",
     unreported="Found by saving a random checkpoint in this format.",
 )

@@ -164,11 +164,11 @@ class InPlace(NotCopied):
         return int(view.nbytes)
 
 
-def in_place_of(hook: Any) -> InPlace | None:
-    """The in-place reader of the weight that a hook offloads; ``None`` if it is on disk."""
-    if host_tensor(hook.weights_map, "weight") is None:
+def in_place_of(hook: Any, name: str = "weight") -> InPlace | None:
+    """The in-place reader of a weight that a hook offloads; ``None`` if it is on disk."""
+    if host_tensor(hook.weights_map, name) is None:
         return None
-    return attached(hook, "_in_place", InPlace)  # type: ignore[no-any-return]
+    return attached(hook, f"_in_place_{name}", InPlace)  # type: ignore[no-any-return]
 
 
 def _readable(table: Any, device: Any) -> Any | None:

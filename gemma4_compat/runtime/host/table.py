@@ -15,6 +15,8 @@ from .hooked import AfterForward, Way
 from .page_locked import in_place_of
 
 _ROWS = "_lookups"  # attribute of a hook
+#: the tables of the packed embeddings of transformers' GemmaQuantizer
+_PACKED = ("embedding_quantized", "embedding_scale")
 
 #: Rows are gathered in parts of this size, while the previous part is copied.
 _STAGED_BYTES = 16 * 2**20
@@ -24,9 +26,7 @@ class Rows(Way):
     """Embeddings look up rows where their weight is stored; see the patch ``host_embedding``."""
 
     def add(self, hook: Any, module: Any) -> None:
-        import torch
-
-        if isinstance(module, torch.nn.Embedding):
+        if _names(module):
             _host_table()  # two threads that call it first at the same time would make two classes
             _lookups_of(hook)
             AfterForward(_put_back).attach(module)
@@ -36,23 +36,20 @@ class Rows(Way):
         return f"looks up rows of {count} offloaded embeddings in place" if count else None
 
     def pre_forward(self, original: Any, hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if not (hook.offload and isinstance(module, torch.nn.Embedding)):
+        names = _names(module)
+        if not (hook.offload and names):
             return original(hook, module, *args, **kwargs)
         lookups = _lookups_of(hook)
         lookups.leave(module)
-        table = _table_to_look_up(hook, module) if args or kwargs else None
-        if table is None:
+        tables = {n: _table_to_look_up(hook, module, n) if args or kwargs else None for n in names}
+        if any(table is None for table in tables.values()):
             return original(hook, module, *args, **kwargs)
         result = original(hook, _without_weight(module), *args, **kwargs)
-        lookups.enter(module, table, hook.execution_device, in_place_of(hook))
+        lookups.enter(module, tables, hook)
         return result
 
     def post_forward(self, original: Any, hook: Any, module: Any, output: Any) -> Any:
-        import torch
-
-        if hook.offload and isinstance(module, torch.nn.Embedding):
+        if hook.offload and _names(module):
             if _lookups_of(hook).leave(module):
                 module = _without_weight(module)
         return original(hook, module, output)
@@ -71,14 +68,16 @@ class _Lookups(NotCopied):
         self.lock = ForkableLock()
         self.threads: set[int] = set()
 
-    def enter(self, module: Any, table: Any, device: Any, in_place: Any) -> None:
-        """Make the embedding look up rows in the table, until this thread leaves."""
+    def enter(self, module: Any, tables: dict[str, Any], hook: Any) -> None:
+        """Make the embedding look up rows in the tables, until this thread leaves."""
         with self.lock.now:
             self.threads.add(threading.get_ident())
-            weight = module._parameters["weight"]
-            if not isinstance(weight, _host_table()):
-                weight = _host_table()(table, weight, device, in_place)
-                module._parameters["weight"] = weight
+            for name, table in tables.items():
+                weight = module._parameters[name]
+                if not isinstance(weight, _host_table()):
+                    in_place = in_place_of(hook, name)
+                    weight = _host_table()(table, weight, hook.execution_device, in_place)
+                    module._parameters[name] = weight
 
     def leave(self, module: Any) -> bool:
         """End this thread's forward.  The last thread to leave puts the weight back.
@@ -90,9 +89,9 @@ class _Lookups(NotCopied):
         with self.lock.now:
             if thread not in self.threads:
                 return False
-            if len(self.threads) == 1:
-                weight = module._parameters["weight"]
-                module._parameters["weight"] = getattr(weight, "placeholder", weight)
+            for name in _names(module) if len(self.threads) == 1 else ():
+                weight = module._parameters[name]
+                module._parameters[name] = getattr(weight, "placeholder", weight)
             self.threads.discard(thread)  # last: after an interruption, leaving again does the rest
             return True
 
@@ -101,26 +100,35 @@ def _lookups_of(hook: Any) -> _Lookups:
     return attached(hook, _ROWS, _Lookups)  # type: ignore[no-any-return]
 
 
+def _names(module: Any) -> tuple[str, ...]:
+    """The parameters of an embedding in which rows are looked up; none of another module."""
+    import torch
+
+    if isinstance(module, torch.nn.Embedding):
+        return ("weight",)
+    return _PACKED if type(module).__name__ == "QuantizedEmbedding" else ()
+
+
 def _without_weight(module: Any) -> Any:
     """A view of the module for a hook that must not load its weight."""
     return View(module, named_parameters=lambda *args, **kwargs: iter(()))
 
 
-def _table_to_look_up(hook: Any, embedding: Any) -> Any | None:
+def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
     """The table, if its rows are to be looked up where it is stored; else ``None``."""
     import torch
 
-    weight = embedding.weight  # read it only once, because another thread may replace it
+    weight = getattr(embedding, name)  # only once, because another thread may replace it
     if (
         type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantised
         or not getattr(weight, "placeholder", weight).is_meta
-        or embedding.max_norm is not None  # a lookup changes the weight
+        or getattr(embedding, "max_norm", None) is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
         or not _has_known_forward(embedding)
     ):
         return None
-    table = _table(hook.weights_map, "weight")
+    table = _table(hook.weights_map, name)
     if table.shape != weight.shape:  # the embedding was resized
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
@@ -181,6 +189,9 @@ def _host_table() -> type:
         ) -> Any:
             if function is torch.ops.aten.embedding.default and type(args[1]) is not cls:
                 return args[0].rows(args[1]).to(args[0].dtype)
+            if function is torch.ops.aten.index.Tensor and _is_lookup(cls, *args):
+                [ids] = args[1]
+                return args[0].rows(torch.where(ids < 0, ids + len(args[0].table), ids))
             loaded = tree_map_only(cls, cls.load, (args, kwargs or {}))
             return function(*loaded[0], **loaded[1])
 
@@ -200,6 +211,14 @@ def _host_table() -> type:
             return self.table
 
     return HostTable
+
+
+def _is_lookup(cls: type, table: Any, indices: Any) -> bool:
+    """Whether ``table[ids]`` indexes a host table by ids, and not by a mask."""
+    import torch
+
+    integers = (torch.int32, torch.int64)
+    return type(table) is cls and len(indices) == 1 and indices[0].dtype in integers
 
 
 def _rows(table: Any, ids: Any) -> Any:

@@ -1,0 +1,71 @@
+"""Each forward of a QAT checkpoint in Google's own format dequantises all token embeddings.
+
+With per-layer embeddings, ``Gemma4Model.forward`` reads the embedding of the pad token as
+``embed_tokens.weight[pad_token_id, :]``.  The ``weight`` of transformers' ``QuantizedEmbedding`` is
+a property, which dequantises the whole table and gives one row of it.  With the sizes of E2B, that
+takes 4.1 GiB in each forward, also in that of one token.  With ``embed_tokens`` offloaded, the
+table is on meta, and the forward fails.
+
+The fix gives the model this one row: the module dequantises it alone, from where it is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import offload_hook
+from ...objects import View
+from .._code import code_at
+
+PATCH = Patch(
+    name="packed_pad_embedding",
+    symptom=(
+        "each forward of a QAT checkpoint (mobile) of E2B needs 4 GiB more memory than its "
+        "weights, and is slow; with embed_tokens offloaded: Tensor on device meta is not on the "
+        "expected device"
+    ),
+    affects=("transformers>=5.11",),
+    changes=(
+        "If embed_tokens is a QuantizedEmbedding, Gemma4Model.forward dequantises the pad token's "
+        "row only.  torch.compile, which fuses these operations, gets the model as it is."
+    ),
+    unreported="Found by a plan of a QAT checkpoint: activations needed more than the weights.",
+)
+
+_TABLES = ("embedding_quantized", "embedding_scale")
+
+
+@PATCH.probe
+def weight_is_read_outside_its_module() -> Finding:
+    """Look whether the model's forward still reads the embedding's weight."""
+    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+    if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
+        return broken()
+    return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
+
+
+@PATCH.around("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    embedding = self.language_model.embed_tokens
+    if _TABLES[0] in embedding._parameters and not torch.compiler.is_compiling():
+        rows = View(embedding, weight=_Rows(embedding))
+        self = View(self, language_model=View(self.language_model, embed_tokens=rows))
+    return original(self, *args, **kwargs)
+
+
+class _Rows:
+    """The weight of a ``QuantizedEmbedding`` that dequantises only the indexed rows."""
+
+    def __init__(self, embedding: Any) -> None:
+        self.embedding = embedding
+
+    def __getitem__(self, index: Any) -> Any:
+        hook = offload_hook(self.embedding)
+        tables = [getattr(self.embedding, name)[index] for name in _TABLES]
+        if hook is not None and tables[0].is_meta:
+            stored = (hook.weights_map[name][index] for name in _TABLES)
+            tables = [rows.to(hook.execution_device) for rows in stored]
+        return self.embedding._dequantize_weights(*tables)
