@@ -50,6 +50,8 @@ _WATCHED = (
 )
 #: Modules whose code takes lazy logits as they are: TRL's metrics take them in rows.
 _READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
+#: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
+_MODES = ("torch.utils._device", "gemma4_compat.model.peak")
 #: the errors of an operation that lazy logits do not know
 _OURS = (AttributeError, RuntimeError, TypeError)
 #: .in_ddp: whether DDP looks at an output in this thread
@@ -605,7 +607,6 @@ def _hooks(module: Any) -> bool:
 def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     import torch
     from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
 
     losses = "transformers.loss.loss_utils"
     head = _plain(model.lm_head)
@@ -637,7 +638,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         and _is_known(torch.nn.Linear.forward, "torch.nn.modules.linear")
         and _is_known(torch.nn.Module.__call__, "torch.nn.modules.module")
         and torch.nn.functional.linear is torch._C._nn.linear
-        and all(type(each) is DeviceContext for each in _get_current_function_mode_stack())
+        and all(type(each).__module__ in _MODES for each in _get_current_function_mode_stack())
     )
 
 
