@@ -34,9 +34,9 @@ class Step:
 
     made = 0
 
-    def __init__(self, model, device, cache, memory, leaves, spec):
+    def __init__(self, model, device, cache, memory, leaves, names):
         type(self).made += 1
-        self.model, self.spec = model, spec
+        self.model, self.names = model, names
         own = [tensor for layer in memory.layers for tensor in layer.tensors.values()]
         before = [tensor.clone() for tensor in own]
         with graph._counters_kept(cache):
@@ -45,11 +45,12 @@ class Step:
             tensor.copy_(values)
 
     def run(self, cache, leaves):
-        inputs = torch.utils._pytree.tree_unflatten(leaves, self.spec)
+        inputs = graph.unflattened(self.names, leaves)
         return self.model(**inputs, **{cache_name(): cache})
 
     def replay(self, cache, leaves):
-        return self.run(cache, leaves)
+        output = self.run(cache, leaves)
+        return lambda: output
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +103,11 @@ def test_steps_are_captured(model):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (steps, "layers_of"),
+        (steps, "Layers"),
         (steps, "ModelState"),
         (steps, "environment_now"),
         (steps, "unknown_input"),
+        (steps, "flattened"),
         (steps, "kind_of"),
         (steps.Decoding, "memory_of"),
         (steps, "modules_of_a_step"),
@@ -344,6 +346,39 @@ def test_inputs_of_ever_new_kinds(model):
             decoder(input_ids=torch.tensor([[7]]), attention_mask=mask, **{cache_name(): cache})
     assert set(said) == {"its steps have inputs of ever new kinds"}
     assert len(decoder.state.warm) == 3
+
+
+def test_a_hook_between_two_tokens(model):
+    cache, said = filled_cache(model), []
+    decoder = steps.Decoder(model, said.append)
+    decode(decoder, cache, 3)
+    state = decoder.state
+    torch.ones(1, requires_grad=True).register_hook(lambda gradient: None)
+    decode(decoder, cache, 1)
+    assert (decoder.state, said) == (state, [])
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
+    expected = decode(model, copy.deepcopy(cache), 1)
+    assert torch.equal(decode(decoder, cache, 1), expected)
+    assert said == ["lm_head has a forward hook"]
+    handle.remove()
+
+
+def test_an_adapter_switched_between_two_tokens(model, adapter_dir, second_adapter_dir):
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(model, adapter_dir)
+    adapted.load_adapter(second_adapter_dir, "second")
+    decoder, cache = steps.Decoder(model, pytest.fail), filled_cache(model)
+    decode(decoder, cache, 3)
+    states = [decoder.state]
+    for switch in (adapted.set_adapter, adapted.base_model.merge_adapter):
+        switch(*["second"] if switch == adapted.set_adapter else [])
+        decode(decoder, cache, 1)
+        states.append(decoder.state)
+    with adapted.disable_adapter():
+        decode(decoder, cache, 1)
+        states.append(decoder.state)
+    assert len(set(states)) == 4
 
 
 def test_graphs_and_kinds_are_bounded():

@@ -9,16 +9,19 @@ In these cases the fix captures the decode step of one token as a CUDA graph: th
 runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
 eager step.  The logits are equal bit for bit, with one exception: 8-bit layers with an outlier
 threshold, see ``captured_int8``.  torch.compile is not used.  In 26B-A4B, the MLP of a layer runs
-beside its experts.  Modules that a decode step does not run, such as the towers, may be on the CPU
-or on disk; the GPU reads offloaded embeddings in place.  The cache's memory and the graphs are
-kept, and the next call with a cache of the same size uses them again, unless other code still holds
-the old cache.
+beside its experts.  The GPU waits while ``prepare_inputs_for_generation`` makes the masks of the
+next step, so the fix makes the same masks with fewer operations, see ``runtime/capture/inputs.py``.
+Modules that a decode step does not run, such as the towers, may be on the CPU or on disk; the GPU
+reads offloaded embeddings in place.  The cache's memory and the graphs are kept, and the next call
+with a cache of the same size uses them again, unless other code still holds the old cache.
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: decoder
 layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks, training
 mode, several sequences with 8-bit layers that have an outlier threshold, Gemma 3n before
 transformers 5.23 (it copies a number from the CPU in each step).  Nothing changes if transformers
-compiles the step, or if the user passes a ``compile_config`` or ``disable_compile``.
+compiles the step, or if the user passes a ``compile_config`` or ``disable_compile``.  Between two
+tokens of a call, a hook that is added and an adapter that is switched are noticed, and weights that
+are replaced are not.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...model.caches import cache_name
 from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
-from ...runtime.capture.decoding import Decoder, decoding_of, forget
+from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget
 from ...runtime.capture.graph import reason_of
 from .._code import code_at, mentions
 
@@ -49,7 +52,8 @@ PATCH = Patch(
     affects=("transformers",),
     changes=(
         "generate captures the decode step of Gemma 4 and Gemma 3n with a static cache as a CUDA "
-        "graph if transformers does not compile it."
+        "graph if transformers does not compile it.  prepare_inputs_for_generation makes the "
+        "inputs of these steps with fewer operations."
     ),
     requires=("static_cache_full_window",),
     unreported="transformers #36519 turned compilation off for such models on purpose.",
@@ -96,6 +100,18 @@ def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
         return original(self, *args, **kwargs)
     _call.decoder = None
     return decoder
+
+
+@PATCH.around(_GENERATION, "GenerationMixin.prepare_inputs_for_generation")
+def prepare_inputs_for_generation(
+    original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Prepare captured steps in less time; the GPU waits meanwhile."""
+    decoder = decoder_of(self, kwargs.get(cache_name()))
+    if decoder is None or args:
+        return original(self, input_ids, *args, **kwargs)
+    given = {"input_ids": input_ids, **kwargs}
+    return decoder.prepared(lambda: original(self, **given), given)
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._prepare_static_cache")

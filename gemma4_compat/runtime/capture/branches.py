@@ -46,7 +46,7 @@ def has_two_branches(layer: Any) -> bool:
         return False
     if not all(map(has_own_forward, (layer, *map(parts.get, (*_MLP, _EXPERTS[-1]))))):
         return False
-    code = _code_of_transformers(type(layer).forward)
+    code = code_of_transformers(type(layer).forward)
     names = () if code is None else code.co_names
     if tuple(name for name in names if name in (*_MLP, *_EXPERTS)) != (*_MLP, *_EXPERTS):
         return False
@@ -54,14 +54,15 @@ def has_two_branches(layer: Any) -> bool:
     return all(offload_hook(module) is None for module in branch)
 
 
-def _code_of_transformers(forward: Any) -> CodeType | None:
-    """The code of a forward of transformers; ``None`` if a user has wrapped or replaced it."""
+def code_of_transformers(function: Any) -> CodeType | None:
+    """The code of a function of transformers; ``None`` if a user has wrapped or replaced it."""
     code: CodeType | None = None
-    while forward is not None:  # through the decorators of transformers
-        code = getattr(forward, "__code__", None)
-        if not str(getattr(forward, "__globals__", {}).get("__name__")).startswith("transformers."):
+    while function is not None:  # through the decorators of transformers
+        code = getattr(function, "__code__", None)
+        module = str(getattr(function, "__globals__", {}).get("__name__"))
+        if not module.startswith("transformers."):
             return None
-        forward = getattr(forward, "__wrapped__", None)
+        function = getattr(function, "__wrapped__", None)
     return code
 
 

@@ -35,6 +35,7 @@ class Memory:
         self.steps: dict[Any, Any] = {}  # the graphs that use this memory
         self.pool: Any = None
         self.layers = [_LentLayer(layer) for layer in layers_of(cache)]
+        self.pointers = [t.data_ptr() for own in self.layers for t in own.tensors.values()]
         self.lengths = _lengths(cache)
         self.batch_size = self.layers[0].tensors["keys"].shape[0]
 
@@ -50,10 +51,14 @@ class Memory:
         for own, layer in zip(self.layers, layers_of(cache), strict=True):
             setattr(layer, _LENT, own)
 
-    def is_in(self, cache: Any) -> bool:
-        """Whether this cache still uses this memory."""
-        pairs = zip(self.layers, layers_of(cache), strict=False)
-        return self.used_by() is cache and all(own.is_in(layer) for own, layer in pairs)
+    def is_in(self, cache: Any, layers: list[Any] | None = None) -> bool:
+        """Whether this cache still uses this memory; ``layers`` are those of ``layers_of``."""
+        if self.used_by() is not cache:
+            return False
+        pairs = zip(self.layers, layers_of(cache) if layers is None else layers, strict=False)
+        return self.pointers == [
+            vars(layer)[name].data_ptr() for own, layer in pairs for name in own.tensors
+        ]
 
 
 def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
@@ -81,7 +86,6 @@ class _LentLayer(NotCopied):
 
         own = vars(layer)
         self.tensors = {n: v.detach() for n, v in own.items() if isinstance(v, torch.Tensor)}
-        self.pointers = [tensor.data_ptr() for tensor in self.tensors.values()]
         others = {n: v for n, v in own.items() if n not in self.tensors and n != _COUNTER}
         self.settings = {n: others.pop(n) for n in _SETTINGS & others.keys()}
         self.others = others
@@ -111,9 +115,17 @@ class _LentLayer(NotCopied):
             tensor.zero_()
             setattr(layer, name, tensor.detach())
 
-    def is_in(self, layer: Any) -> bool:
-        pointers = (vars(layer)[name].data_ptr() for name in self.tensors)
-        return all(a == b for a, b in zip(self.pointers, pointers, strict=True))
+
+class Layers:
+    """The layers of a cache, sorted once for all steps of a generation."""
+
+    def __init__(self, cache: Any) -> None:
+        self.all = [*getattr(cache, "layers", ())]
+        self.static = layers_of(cache)
+        self.counting = [*counting_layers(cache)] if self.static else []
+
+    def are_of(self, cache: Any) -> bool:
+        return self.all == getattr(cache, "layers", None)
 
 
 def layers_of(cache: Any) -> list[Any]:
@@ -156,8 +168,6 @@ def counting_layers(cache: Any) -> Iterator[Any]:
     return (layer for layer in cache.layers if hasattr(layer, _COUNTER))
 
 
-def full_layers(cache: Any) -> tuple[bool, ...]:
+def full_layers(counting: list[Any]) -> tuple[bool, ...]:
     """For each sliding layer, whether its window is full; ``update`` runs other kernels then."""
-    return tuple(
-        layer.cumulative_length_int >= layer.max_cache_len for layer in counting_layers(cache)
-    )
+    return tuple([layer.cumulative_length_int >= layer.max_cache_len for layer in counting])

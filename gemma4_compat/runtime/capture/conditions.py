@@ -58,7 +58,7 @@ def kind_of(leaf: Any) -> Any:
     import torch
 
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.device
+        return leaf.shape, leaf.dtype, leaf.device
     return leaf
 
 
@@ -81,6 +81,13 @@ def environment_now() -> tuple[Any, ...]:
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
     )
+
+
+def hooks_so_far() -> int:
+    """How many hooks PyTorch has registered in this process, for modules and tensors."""
+    from torch.utils.hooks import RemovableHandle
+
+    return int(RemovableHandle.next_id)
 
 
 def modules_of_a_step(model: Any) -> dict[str, Any]:

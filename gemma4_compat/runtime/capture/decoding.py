@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,17 +21,19 @@ from ..host.forward_lock import lock_of
 from ..kernels.int8_outliers import has_threshold
 from ..kernels.step import in_step, is_short_of_memory
 from .branches import side_by_side
-from .cache_memory import Memory, can_count_holders, full_layers, layers_of
+from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
     INPUTS,
     SEARCH,
     device_or_obstacle,
     environment_now,
+    hooks_so_far,
     kind_of,
     modules_of_a_step,
     unknown_input,
 )
-from .graph import CaptureFailed, NotCaptured, Step, reason_of
+from .graph import CaptureFailed, NotCaptured, Step, flattened, reason_of
+from .inputs import Inputs, kind_of_step
 from .snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,15 @@ def decoding_of(model: Any) -> Decoding:
     return attached(model, "_decoding", Decoding)  # type: ignore[no-any-return]
 
 
+def decoder_of(model: Any, cache: Any) -> Decoder | None:
+    """The ``Decoder`` that decodes with this cache; ``None`` if there is none."""
+    decoding = getattr(model, "__dict__", {}).get("_decoding")
+    decoder = None if decoding is None else decoding.decoders.get(id(cache))
+    if decoder is None or decoder.memory is None or decoder.memory.used_by() is not cache:
+        return None
+    return decoder  # type: ignore[no-any-return]
+
+
 def forget() -> None:
     """Free the graphs of all models."""
     for decoding in list(_all):
@@ -63,6 +74,8 @@ class Decoding(NotCopied):
         self.states: list[ModelState] = []
         self.memories: list[Memory] = []
         self.warned: set[str] = set()  # the reasons of past warnings
+        #: by the id of the cache
+        self.decoders: weakref.WeakValueDictionary[int, Decoder] = weakref.WeakValueDictionary()
         _all.add(self)
 
     def forget(self) -> None:
@@ -71,12 +84,13 @@ class Decoding(NotCopied):
 
     def state(self, model: Any) -> ModelState:
         """The state that describes the model as it is now."""
-        environment = environment_now()
+        environment, hooks = environment_now(), hooks_so_far()
         with self.lock:
             for state in self.states:
                 change = state.change(environment)
                 if change is None:
                     self.states.remove(state)
+                    state.hooks = hooks
                     break
                 logger.debug("captured decode steps are not used, because %s changed", change)
             else:
@@ -123,6 +137,7 @@ class ModelState:
 
     def __init__(self, model: Any, environment: Any) -> None:
         self.environment = environment
+        self.hooks = hooks_so_far()
         modules = modules_of_a_step(model)
         config = model.config
         configs = [config, config.get_text_config(decoder=True)]
@@ -135,6 +150,10 @@ class ModelState:
         if environment != self.environment:
             return "a setting of PyTorch"
         return self.snapshot.change()
+
+    def lasts(self) -> bool:
+        """Whether no hook was added since, and no adapter switched, between two tokens."""
+        return self.hooks == hooks_so_far() and self.snapshot.has_same_adapter()
 
 
 class Decoder:
@@ -149,6 +168,8 @@ class Decoder:
         self.decoding = decoding_of(model)
         self.state: ModelState | None = None
         self.memory: Memory | None = None
+        self.layers: Layers | None = None
+        self.inputs = Inputs()
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.obstacle: str | None = None
 
@@ -157,11 +178,30 @@ class Decoder:
             if self.obstacle is None:
                 try:
                     output = self._replayed(inputs, stack)
-                    if output is not None:
-                        return output
                 except Exception as error:
                     self._give_up(error)
+                else:
+                    if output is not None:
+                        return output()
             return self.model(**inputs)
+
+    def prepared(self, make: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """What ``make`` returns: the inputs of the next step, made from these arguments."""
+        kind = inputs = None
+        layers, counting = self.layers, []
+        if self.obstacle is None and layers is not None:
+            counting = layers.counting if layers.are_of(arguments[cache_name()]) else []
+        length = counting[0].cumulative_length_int + 1 if counting else 0
+        with _logged():
+            if counting:
+                kind = kind_of_step(arguments, length, counting)
+                inputs = self.inputs.made(kind, arguments, length)
+        if inputs is None:
+            inputs = make()
+            with _logged():
+                if kind is not None:
+                    self.inputs.learn(kind, self.model, inputs, arguments, length)
+        return inputs
 
     def _give_up(self, error: Exception) -> None:
         """Run the other steps of this call eagerly.
@@ -175,33 +215,38 @@ class Decoder:
             self.state.obstacle = self.obstacle
         self.warn(self.obstacle)
 
-    def _replayed(self, inputs: dict[str, Any], stack: ExitStack) -> Any:
-        """The output of a step; ``None`` if it is to run eagerly, in the contexts of ``stack``."""
+    def _replayed(self, inputs: dict[str, Any], stack: ExitStack) -> Callable[[], Any] | None:
+        """Run a step; return a function that makes its output.
+
+        Return ``None`` if the step is to run eagerly, in the contexts of ``stack``.
+        """
         import torch
-        from torch.utils._pytree import tree_flatten
 
         cache, ids = inputs.get(cache_name()), inputs.get("input_ids")
-        layers = layers_of(cache)
+        layers = self.layers
+        if layers is None or not layers.are_of(cache):
+            layers = self.layers = Layers(cache)
         if (
             ids is None
             or ids.shape[-1] != 1
             or torch.is_grad_enabled()
-            or not layers
-            or not all(layer.is_initialized for layer in layers)
+            or not layers.static
+            or not all(layer.is_initialized for layer in layers.static)
         ):
             return None
-        if self.state is None:
+        if self.state is None or not self.state.lasts():
             self.state = self.decoding.state(self.model)
         state = self.state
         why = state.obstacle or unknown_input(inputs)
         if why is not None:
             raise NotCaptured(why)
         own = {k: v for k, v in inputs.items() if k in INPUTS and v is not cache}
-        leaves, spec = tree_flatten(own)
-        kind = (full_layers(cache), spec, *(kind_of(leaf) for leaf in leaves))
+        names, leaves = flattened(own)
+        kind = (full_layers(layers.counting), names, *map(kind_of, leaves))
         memory = self.memory
-        if memory is None or not memory.is_in(cache):
+        if memory is None or not memory.is_in(cache, layers.static):
             memory = self.memory = self.decoding.memory_of(cache)
+            self.decoding.decoders[id(cache)] = self
         step = memory.steps.get((state, kind))
         if step is None:
             self.kinds.add(kind)
@@ -213,7 +258,7 @@ class Decoder:
             if kind not in state.warm:
                 stack.enter_context(self._eager(state, kind, modules))
                 return None
-            step = self._captured(state, kind, modules, cache, memory, leaves, spec)
+            step = self._captured(state, kind, modules, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
         return step.replay(cache, leaves)
 
@@ -233,7 +278,7 @@ class Decoder:
 
     def _captured(
         self, state: ModelState, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,
-        leaves: Any, spec: Any,
+        leaves: Any, names: Any,
     ) -> Step:  # fmt: skip
         def model(**kwargs: Any) -> Any:
             send_ahead()
@@ -242,7 +287,16 @@ class Decoder:
 
         # Another thread must not send layers meanwhile.
         with lock_of(self.model), in_capture(first_layers(modules)) as send_ahead:
-            return Step(model, state.device, cache, memory, leaves, spec)
+            return Step(model, state.device, cache, memory, leaves, names)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """In this context, an error means that transformers makes the inputs of a step."""
+    try:
+        yield
+    except Exception:
+        logger.debug("the inputs of a step are not made here", exc_info=True)
 
 
 def _put(entries: dict[Any, Any], key: Any, value: Any, most: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache as cached
 from typing import Any
@@ -42,14 +42,37 @@ def _lock_of(locks: _Locks, device: Any) -> threading.Lock:
     return locks.setdefault(device, threading.Lock())
 
 
+def flattened(inputs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
+    """The leaves of the inputs of a step and their names; masks may be in a dict."""
+    names: list[Any] = []
+    leaves: list[Any] = []
+    for name, value in inputs.items():
+        if isinstance(value, dict) and value:
+            names += [(name, key) for key in value]
+            leaves += value.values()
+        else:
+            names.append(name)
+            leaves.append(value)
+    return tuple(names), leaves
+
+
+def unflattened(names: tuple[Any, ...], leaves: list[Any]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(name, tuple):
+            inputs.setdefault(name[0], {})[name[1]] = leaf
+        else:
+            inputs[name] = leaf
+    return inputs
+
+
 class Step:
     """One decode step as a CUDA graph, with the tensors that it reads and writes."""
 
     def __init__(
-        self, model: Any, device: Any, cache: Any, memory: Memory, leaves: list[Any], spec: Any
+        self, model: Any, device: Any, cache: Any, memory: Memory, leaves: list[Any], names: Any
     ) -> None:
         import torch
-        from torch.utils._pytree import tree_unflatten
 
         if any(isinstance(leaf, torch.Tensor) and leaf.device != device for leaf in leaves):
             raise NotCaptured(f"its inputs are not on {device}, where the model computes")
@@ -57,7 +80,7 @@ class Step:
         with torch.inference_mode(mode=False):
             inputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
         self.inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
-        kwargs = tree_unflatten(inputs, spec)
+        kwargs = unflattened(names, inputs)
         if not memory.steps:  # PyTorch frees a pool with the last of its graphs
             memory.pool = torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
@@ -70,8 +93,8 @@ class Step:
                 raise CaptureFailed(f"its output {name} is not a tensor")
             self.output[name] = None if value is cache else value
 
-    def replay(self, cache: Any, leaves: list[Any]) -> Any:
-        """Run the step with these inputs; return a copy of its output.
+    def replay(self, cache: Any, leaves: list[Any]) -> Callable[[], Any]:
+        """Run the step with these inputs; return a function that makes a copy of its output.
 
         All that can fail comes before the launch, after which the step must not run again.
         """
@@ -79,7 +102,6 @@ class Step:
 
         new_inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         copies = {k: v if v is None else torch.empty_like(v) for k, v in self.output.items()}
-        output = self.kind(**{k: cache if v is None else v for k, v in copies.items()})
         with _lock_of(_replays, self.device), torch.cuda.device(self.device):
             # Steps share a cuBLAS workspace, so they must run one after the other.
             stream = torch.cuda.current_stream()
@@ -93,7 +115,8 @@ class Step:
             _copy(self.output, copies)
         for layer in counting_layers(cache):
             layer.cumulative_length_int += 1
-        return output
+        # The GPU works meanwhile.
+        return lambda: self.kind(**{k: cache if v is None else v for k, v in copies.items()})
 
 
 def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:

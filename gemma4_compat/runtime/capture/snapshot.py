@@ -17,6 +17,7 @@ from ..kernels.step import without_stand_ins
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_ADAPTER = "_disable_adapters"  # attribute of PEFT's layers
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 #: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
 #: ``generate`` writes.
@@ -44,12 +45,20 @@ class Snapshot:
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
         self._modules = [_Module(module) for module in modules]
+        #: PEFT switches the adapters of all layers together.
+        self._adapted = [
+            own for own, each in zip(self._modules, modules, strict=True) if _ADAPTER in vars(each)
+        ][:1]
         self._code = [
             (entries, name, entries[name], label)
             for label, entries, names in _namespaces({type(module) for module in modules})
             for name in names
         ]
         self._others = [(other, _frozen(vars(other))) for other in others]
+
+    def has_same_adapter(self) -> bool:
+        """Whether the same adapters are active and merged, which is quick to see."""
+        return all(module.change() is None for module in self._adapted)
 
     def change(self) -> str | None:
         """What changed since, for a log message; ``None`` if nothing changed."""
