@@ -28,19 +28,25 @@ RANKS = (1, 2, 3, 5, 8, 15, 16, 31, 32, 33, 64, 100, 128, 255, 256)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def adapted(model_dir, adapter_dir, place=None, **options):
-    from peft import PeftModel
+def config_of(seed=0, rank=16):
+    from peft import LoraConfig
 
-    model = load_model(model_dir, "nf4", place, **options)
-    return PeftModel.from_pretrained(model, adapter_dir).eval()
+    torch.manual_seed(seed)
+    targets = r".*language_model\.layers.*\.(q|k|v|o|gate|up|down)_proj"
+    return LoraConfig(r=rank, target_modules=targets, init_lora_weights=False)
+
+
+def adapted(model_dir, place=None):
+    from peft import get_peft_model
+
+    return get_peft_model(load_model(model_dir, "nf4", place), config_of()).eval()
 
 
 def adapters_of(model):
-    """The 4-bit layers of the text model with LoRA."""
+    """The 4-bit layers with LoRA."""
     from peft.tuners.lora import bnb
 
-    names = model.named_modules()
-    return [each for name, each in names if "language" in name and type(each) is bnb.Linear4bit]
+    return [each for each in model.modules() if type(each) is bnb.Linear4bit]
 
 
 def layer_of(outputs=96, inputs=512, rank=16, adapter=torch.float32, device="cuda", **options):
@@ -106,8 +112,8 @@ def calls(monkeypatch):
 
 
 @pytest.mark.regression("one_row_lora", r"PEFT multiplies one row")
-def test_who_multiplies(model_dir, adapter_dir, calls):
-    model = adapted(model_dir, adapter_dir)
+def test_who_multiplies(model_dir, calls):
+    model = adapted(model_dir)
     weights = {id(each.lora_A.default.weight) for each in adapters_of(model)}
     assert len(weights) >= 10
     with Seen() as seen:
@@ -118,10 +124,10 @@ def test_who_multiplies(model_dir, adapter_dir, calls):
 
 @pytest.mark.cuda
 @pytest.mark.regression("one_row_lora", r"PEFT multiplies one row")
-def test_forward_of_one_token(model_dir, adapter_dir):
+def test_forward_of_one_token(model_dir):
     from torch.profiler import ProfilerActivity, profile
 
-    model = adapted(model_dir, adapter_dir, {"": 0})
+    model = adapted(model_dir, {"": 0})
     one_token(model)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one_token(model)
@@ -213,7 +219,7 @@ def test_what_the_kernels_leave_to_peft(monkeypatch):
     row, result = inputs_of(layer)
     layer.set_scale("default", 0.5)
     added, by_peft = kernel.update_of(layer, row)
-    torch.testing.assert_close(added(result), by_peft(result))
+    torch.testing.assert_close(added(result), by_peft(result), rtol=0.02, atol=0.02)
     assert added(result[..., ::2]) is None
     assert added(result.float()) is None
     for other in (row.repeat(1, 2, 1), row.float(), row[..., :256], row.cpu()):
@@ -254,9 +260,9 @@ def test_a_gpu_without_the_kernels(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("place", ["whole", "PLE"])
-def test_captured_steps_equal_eager_steps(model_dir, adapter_dir, second_adapter_dir, place):
+def test_captured_steps_equal_eager_steps(model_dir, place):
     ple = {"model.language_model.embed_tokens_per_layer": "cpu"} if place == "PLE" else {}
-    model = adapted(model_dir, adapter_dir, {"": 0, **ple})
+    model = adapted(model_dir, {"": 0, **ple})
     expected = generated(model, prompt(model), eager=True)
     with gemma4_compat.disabled("one_row_lora"):
         theirs = generated(model, prompt(model), eager=True)
@@ -264,7 +270,7 @@ def test_captured_steps_equal_eager_steps(model_dir, adapter_dir, second_adapter
     for _ in range(2):
         assert_same(generated(model, prompt(model)), expected)
     assert captures(model) == 1
-    model.load_adapter(second_adapter_dir, "second")
+    model.add_adapter("second", config_of(1, 8))
     model.set_adapter("second")
     expected = generated(model, prompt(model), eager=True)
     assert_same(generated(model, prompt(model)), expected)
@@ -280,16 +286,16 @@ def test_captured_steps_equal_eager_steps(model_dir, adapter_dir, second_adapter
 # -- without a GPU --------------------------------------------------------------------------------
 
 
-def test_nothing_changes_on_the_cpu(model_dir, adapter_dir):
-    model = adapted(model_dir, adapter_dir)
+def test_nothing_changes_on_the_cpu(model_dir):
+    model = adapted(model_dir)
     found = one_token(model)
     with gemma4_compat.disabled("one_row_lora"):
         assert torch.equal(one_token(model), found)
 
 
 @torch.no_grad()
-def test_only_forwards_of_one_token(model_dir, adapter_dir, calls):
-    model = adapted(model_dir, adapter_dir)
+def test_only_forwards_of_one_token(model_dir, calls):
+    model = adapted(model_dir)
     ids = torch.tensor([[7, 8]])
     model(input_ids=ids)
     adapters_of(model)[0](torch.randn(1, 1, adapters_of(model)[0].in_features))
@@ -300,9 +306,9 @@ def test_only_forwards_of_one_token(model_dir, adapter_dir, calls):
 
 
 @torch.no_grad()
-def test_a_launch_that_fails(model_dir, adapter_dir, monkeypatch):
+def test_a_launch_that_fails(model_dir, monkeypatch):
     """The base layer and its hooks run once, and the rest is PEFT's."""
-    model = adapted(model_dir, adapter_dir)
+    model = adapted(model_dir)
     expected, update_of, failures, runs = one_token(model), kernel.update_of, [], []
     device = torch.device("cpu")
 
@@ -355,7 +361,7 @@ def test_a_launch_that_fails(model_dir, adapter_dir, monkeypatch):
     layers[0].cast_input_dtype_enabled = False
     assert is_left_to_peft()
     layers[0].cast_input_dtype_enabled = True
-    model.load_adapter(adapter_dir, "second")
+    model.add_adapter("second", config_of(1, 8))
     model.base_model.set_adapter(["default", "second"])
     assert is_left_to_peft()
     model.set_adapter("second")

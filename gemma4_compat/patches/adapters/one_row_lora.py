@@ -1,8 +1,8 @@
-"""A LoRA adapter on a 4-bit model adds about six kernels to each layer of a decode step.
+"""A LoRA adapter on a 4-bit model adds eight kernels to each layer of a decode step.
 
 PEFT casts the inputs to float32, multiplies with A and with B, multiplies by the scaling, casts
-back, copies the result of the base layer and adds.  For the 245 adapted layers of E2B, these are
-about 1,500 kernels a token, and the GPU takes longer to start each than to compute it.
+back, copies the result of the base layer and adds.  For E2B, these are 1,640 kernels a token, and
+the GPU takes longer to start each than to compute it.
 
 In a one-token forward of our text models, the fix uses one or two kernels of its own, see
 ``runtime/kernels/one_row_lora.py``.  They are the same in eager and captured steps.  Their outputs
@@ -20,8 +20,8 @@ PATCH = Patch(
     name="one_row_lora",
     kind=Kind.SPEED,
     symptom=(
-        "decoding with a LoRA adapter on a 4-bit model is slow: PEFT launches six kernels for each "
-        "adapted layer and token"
+        "decoding with a LoRA adapter on a 4-bit model is slow: PEFT launches eight kernels for "
+        "each adapted layer and token"
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(

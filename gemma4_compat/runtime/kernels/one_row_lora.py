@@ -1,6 +1,6 @@
 """Adds what a LoRA adapter computes from one row of inputs, in one or two kernels.
 
-PEFT needs about six kernels for it.  The kernels of ``one_row_lora.cu`` compute in float32 and
+PEFT needs about eight kernels for it.  The kernels of ``one_row_lora.cu`` compute in float32 and
 round once, to the dtype of the result.  PEFT also rounds the update before it adds it, so these
 kernels are more exact.
 
