@@ -169,7 +169,7 @@ def test_ranks(rank, small, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("case", ["dominant", "cancelled", "subnormal", "large", "no result"])
+@pytest.mark.parametrize("case", ["dominant", "cancelled", "subnormal", "large"])
 def test_errors_of_unusual_values(case):
     errors, scale = [], torch.finfo(torch.bfloat16).tiny
     layer = layer_of(256, 1536)
@@ -186,10 +186,8 @@ def test_errors_of_unusual_values(case):
             row[..., 1::2] = -row[..., ::2]
         elif case == "subnormal":
             row, result = row * 2.0**-130, result * 2.0**-130
-        elif case == "large":
-            row, result = row * 2.0**118, result * 2.0**118
         else:
-            result.zero_()
+            row, result = row * 2.0**118, result * 2.0**118
         true = exact(layer, row, result)
         scale = max(scale, true.abs().max().item())
         both = sums(layer, row, result)
