@@ -34,7 +34,7 @@ EQUAL_TOKENS = 1200
 #: the patches whose kernels take the place of those of PyTorch and bitsandbytes
 KERNELS = (
     "one_token_attention", "sliding_prompt_attention", "norm_kernels", "rotary_kernels",
-    "one_row_4bit",
+    "one_row_4bit", "one_row_lora",
 )  # fmt: skip
 
 

@@ -1,0 +1,56 @@
+"""A LoRA adapter on a 4-bit model adds eight kernels to each layer of a decode step.
+
+PEFT casts the inputs to float32, multiplies with A and with B, multiplies by the scaling, casts
+back, copies the result of the base layer and adds.  For E2B, these are 1,640 kernels a token, and
+the GPU takes longer to start each than to compute it.
+
+In a one-token forward of our text models, the fix uses one or two kernels of its own, see
+``runtime/kernels/one_row_lora.py``.  They are the same in eager and captured steps.  Their outputs
+are not those of PEFT bit for bit: they are closer to the exact sum, because they round only once.
+"""
+
+from __future__ import annotations
+
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...runtime.capture.decoding import forget
+from ...runtime.kernels.one_row_lora import in_kernels
+from .._code import code_at
+
+PATCH = Patch(
+    name="one_row_lora",
+    kind=Kind.SPEED,
+    symptom=(
+        "decoding with a LoRA adapter on a 4-bit model is slow: PEFT launches eight kernels for "
+        "each adapted layer and token"
+    ),
+    affects=("transformers", "peft", "bitsandbytes"),
+    changes=(
+        "In forwards of the text models of Gemma 4 and Gemma 3n with one token, the only active "
+        "LoRA adapter of a 4-bit layer on a GPU is added in one or two faster and more exact "
+        "kernels."
+    ),
+    unreported="PEFT's operators are right, and made for more than one row.",
+    requires=("one_row_4bit",),
+)
+
+_MODULE = "peft.tuners.lora.bnb"
+#: what PEFT's forward reads and calls
+_NAMES = {
+    "disable_adapters", "merged", "base_layer", "clone", "active_adapters", "lora_A", "lora_B",
+    "lora_dropout", "scaling", "_cast_input_dtype", "lora_variant", "to",
+}  # fmt: skip
+
+
+@PATCH.probe
+def peft_multiplies_and_adds() -> Finding:
+    """Check that the forward computes as the fix does."""
+    names = set(code_at(_MODULE, "Linear4bit.forward").co_names)
+    if "lora_A" not in names:
+        return fixed("Linear4bit.forward adds the update in another way")
+    if missing := sorted(_NAMES - names):
+        return drifted(f"Linear4bit.forward does not use {', '.join(missing)}")
+    return broken()
+
+
+PATCH.on_revert(forget)
+PATCH.replaces(_MODULE, "Linear4bit.forward")(in_kernels)

@@ -1,0 +1,227 @@
+"""Adds what a LoRA adapter computes from one row of inputs, in one or two kernels.
+
+PEFT needs about eight kernels for it.  The kernels of ``one_row_lora.cu`` compute in float32 and
+round once, to the dtype of the result.  PEFT also rounds the update before it adds it, so these
+kernels are more exact.
+
+If the matrix A is small, each block of one kernel multiplies the inputs with all of it.  Otherwise
+a first kernel does this.  The order of the additions depends on the shapes only: the outputs of an
+eager and of a captured step are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from .one_row_4bit import _thread
+from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
+
+logger = logging.getLogger(__name__)
+
+_FILE = Path(__file__).with_suffix(".cu")
+_RANKS = 256  # at most
+_ALIGNMENT = 16  # bytes of the longest load
+_MOST = 1 << 31  # values
+_SMALL = 160 << 10  # bytes of A, at most, for one kernel
+_BLOCKS = 64  # of that kernel, at most
+_THREADS = 1024, 512, 256  # of a block of that kernel, of the first and of the second of two
+
+
+_launches = Compared()
+
+
+def in_kernels(original: Any) -> Any:
+    """A function that uses the kernels where it can, in one-token forwards of our models.
+
+    Args:
+        original: ``forward`` of PEFT's ``Linear4bit`` for LoRA.
+    """
+    import torch
+    from peft.tuners.lora import bnb
+
+    is_compiling, is_usual = torch.compiler.is_compiling, original.__globals__ is vars(bnb)
+
+    @wraps(original)
+    def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        update = None
+        if (
+            not (is_compiling() or args or kwargs)
+            and getattr(_thread, "launch", None) is not None
+            and is_usual
+            and type(self) is bnb.Linear4bit
+        ):
+            update = _without_errors(update_of, self, x)
+        if update is None:
+            return original(self, x, *args, **kwargs)
+        added, by_peft = update
+        result = self.base_layer(x)
+        out = _without_errors(added, result)
+        return by_peft(result) if out is None else out
+
+    return forward
+
+
+def update_of(layer: Any, x: Any) -> Any:
+    """Two functions that add the active adapter's update to a result; ``None`` if PEFT has to.
+
+    The first returns ``None`` if the kernels cannot add it.  The second computes as PEFT does.
+    """
+    import torch
+    from torch.nn.modules import module as nn_module
+
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    if (
+        not plain()(x)
+        or len(names) != 1
+        or names[0] in layer.lora_variant
+        or layer.disable_adapters
+        or layer.merged
+        or not getattr(layer, "cast_input_dtype_enabled", True)
+        or nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+    ):
+        return None
+    (name,) = names
+    first, second, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    scaling, index, size = layer.scaling[name], x.get_device(), x.shape[-1]
+    if (
+        not (_is_plain_linear(first) and _is_plain_linear(second) and _passes(dropout))
+        or type(scaling) not in (float, int)
+        or x.numel() != size
+        or not x.is_contiguous()
+    ):
+        return None
+    a, b = first.weight, second.weight
+    (rank, inputs), (outputs, middle) = a.shape, b.shape
+    pointers = x.data_ptr(), a.data_ptr(), b.data_ptr()
+    if (
+        not (a.get_device() == b.get_device() == index == current_device()())
+        or not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype)
+        or inputs != size
+        or middle != rank
+        or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT
+    ):
+        return None
+    key = x.device, x.dtype, a.dtype, size, rank, outputs, scaling
+    launch = _launches.get(key, x.device, _launch, *key)
+    if launch is None:
+        return None
+
+    def added(result: Any) -> Any:
+        if (
+            type(result) is not torch.Tensor
+            or result.dtype is not x.dtype
+            or result.get_device() != index
+            or not result.numel() == result.shape[-1] == outputs
+            or not result.is_contiguous()
+            or result.is_neg()
+        ):
+            return None
+        out = torch.empty_like(result)
+        return out if launch(x, out.data_ptr(), result.data_ptr(), *pointers) else None
+
+    def by_peft(result: Any) -> Any:
+        update = second(first(dropout(layer._cast_input_dtype(x, a.dtype)))) * scaling
+        return result + update.to(result.dtype)
+
+    return added, by_peft
+
+
+def _without_errors(function: Any, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:  # PEFT computes it, or raises its own error
+        logger.debug("PEFT adds an adapter's update", exc_info=error)
+        return None
+
+
+def _is_plain_linear(layer: Any) -> bool:
+    from torch import nn
+
+    own = vars(layer)
+    parameters = own["_parameters"]
+    return (
+        type(layer) is nn.Linear
+        and getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)
+        and type(parameters["weight"]) is nn.Parameter
+        and parameters["bias"] is None
+        and _is_unobserved(own)
+    )
+
+
+def _passes(dropout: Any) -> bool:
+    """Whether a dropout returns its inputs."""
+    from torch import nn
+
+    own, kind = vars(dropout), type(dropout)
+    passes = kind is nn.Identity or (kind is nn.Dropout and not own["training"])
+    return passes and _is_unobserved(own)
+
+
+def _is_unobserved(own: dict[str, Any]) -> bool:
+    return "forward" not in own and not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
+
+
+def _launch(
+    device: Any, dtype: Any, adapter: Any, inputs: int, rank: int, outputs: int, scaling: float
+) -> Any:
+    """A function that launches the kernels for these shapes; ``None`` if there are none.
+
+    Raises:
+        KernelError: Memory is short.
+    """
+    import torch
+
+    from .compiler import launcher
+
+    known, stream_of, index = dtypes(), raw_stream(), device.index
+    if (
+        dtype not in known
+        or dtype is torch.float32
+        or adapter not in known
+        or not 0 < rank <= _RANKS
+        or not 0 < inputs * rank < _MOST
+        or not 0 < outputs * rank < _MOST
+        or inputs % 4
+    ):
+        return None
+
+    def part(number: int) -> Any:
+        constants = {"INPUT": known[dtype], "ADAPTER": known[adapter], "RANK": rank}
+        constants |= {"PART": number, "THREADS": _THREADS[number]}
+        kernel = kernel_of(_FILE, tuple(constants.items()), device, _THREADS[number])
+        numbers = inputs, outputs, float(scaling)
+        return kernel and launcher(kernel, 6, numbers, (_THREADS[number], 1))
+
+    def blocks(number: int) -> int:
+        return -(-outputs // (_THREADS[number] // _lanes(rank)))
+
+    if inputs * rank * adapter.itemsize <= _SMALL:
+        both, count = part(0), min(blocks(0), _BLOCKS)
+
+        def in_one(x: Any, *pointers: int) -> bool:
+            return bool(both(count, stream_of(index), *pointers, 0))
+
+        return both and in_one
+    first, second, count = part(1), part(2), blocks(2)
+
+    def in_two(x: Any, *pointers: int) -> bool:
+        middle, stream = x.new_empty(rank, dtype=torch.float32), stream_of(index)
+        pointers += (middle.data_ptr(),)
+        return bool(first(rank, stream, *pointers) and second(count, stream, *pointers))
+
+    return first and second and in_two
+
+
+def _lanes(rank: int) -> int:
+    """How many threads share a row of B."""
+    loads = rank if rank % 4 else rank // 4
+    return min(32, 1 << (loads - 1).bit_length())
