@@ -26,6 +26,10 @@ KNOWN_ERRORS = {
     "torchrun, tp_plan": {"forward"},
     "accelerate launch, Accelerator, DDP": {"tower trained", "tower unused"},
 }
+#: DeepSpeed's error for offloaded weights, and its weight decay
+KNOWN_WITH_DEEPSPEED = {(engines.HOST, "step"): "error"} | {
+    (form, "tower unused"): "decayed" for form in engines.FORMS
+}
 #: what fails before the steps: Trainer reads the optimizer from "cpu:0"
 KNOWN_ERRORS_OF_USERS = {"torchrun, Trainer, DDP": {"resume"}}
 
@@ -46,6 +50,8 @@ def test_data(stack):
         if stack == "users":
             known = known | KNOWN_ERRORS_OF_USERS.get(engine, set())
         wanted = {"="} | ({"error"} if action in known else set())
+        if "DeepSpeed" in engine:
+            wanted = {KNOWN_WITH_DEEPSPEED.get((form, action), "=")}
         assert sides["with"] in wanted, (engine, form, action, sides)
 
 
@@ -68,18 +74,19 @@ def test_cells_with_processes_of_their_own():
 
 
 @pytest.mark.xdist_group("engines")
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", engines.PLANNED)
 def test_plan_counts_what_a_process_holds(name, model_dir):
     options = {"train": True, "context": 64, "keep_ple": True}
     planned = plan(model_dir, "24GiB", engine=name, processes=RANKS, **options)
     alone = plan(model_dir, "24GiB", **options)
-    [cell] = [each for each in HELD if each[0].endswith("FSDP2") == (name == "fsdp")]
+    [cell] = [each for each in HELD if each[0] == engines.PLANNED[name]]
     for found in sampled(cell):
         for kind in ("weights", "adapter", "gradients", "optimizer"):
             assert found[kind] == pytest.approx(planned.bytes_of(kind), rel=0.01), kind
         gathered = planned.bytes_of("activations") - alone.bytes_of("activations")
-        assert gathered * 0.75 <= found["gathered"] <= gathered
-    if name == "fsdp":
+        # ZeRO-3 gathers single modules, FSDP2 whole layers, which are counted
+        assert gathered * (0.4 if name == "zero3" else 0.75) <= found["gathered"] <= gathered
+    if name in ("fsdp", "zero3"):
         assert planned.bytes_of("weights") < 0.6 * alone.bytes_of("weights")
         assert planned.loading - 2**29 == pytest.approx(alone.bytes_of("weights"), rel=0.01)
 

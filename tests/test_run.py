@@ -502,6 +502,7 @@ def program(name):
     [
         ("accelerate", ["launch", "--cpu", "--num_processes", "1", "--num_machines", "1"], 1),
         ("torchrun", ["--standalone", "--nproc-per-node", "2"], 2),
+        ("deepspeed", ["--num_gpus", "2"], 2),
     ],
 )
 def test_launchers(name, options, processes, tmp_path):
@@ -509,7 +510,7 @@ def test_launchers(name, options, processes, tmp_path):
     # One file for each process: printed lines of two processes may mix.
     code = SHOW.replace("flush=True", "file=open(f'{__import__(\"os\").getpid()}.json', 'w')")
     (tmp_path / "train.py").write_text(code)
-    variables = {"PATH": on_path(folder), "OMP_NUM_THREADS": "1"}
+    variables = {"PATH": on_path(folder), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     ran = run(name, *options, "train.py", cwd=tmp_path, **variables)
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]

@@ -4,6 +4,7 @@
   gemma4-compat run -m package.train --epochs 3
   gemma4-compat run accelerate launch train.py --epochs 3
   gemma4-compat run torchrun --nproc-per-node 2 train.py --epochs 3
+  gemma4-compat run deepspeed --num_gpus 2 train.py --epochs 3
 
 The program is a file that this Python runs, or else a program beside this
 Python or on PATH.  Everything after its name belongs to the program.

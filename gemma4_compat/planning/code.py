@@ -10,13 +10,18 @@ from typing import Any
 from ..files import hub
 from ..model import parts
 from ..model.meta import bnb_options
-from .demand import EXCLUDED, TARGETS
+from .demand import BUCKET, EXCLUDED, TARGETS
 
+#: the file of DeepSpeed's configuration
+ZERO_CONFIG = "zero.json"
+_DEEPSPEED = f"--use_deepspeed --deepspeed_config_file {ZERO_CONFIG} "
 #: the options of ``accelerate launch`` by engine
 ENGINES = {
     "ddp": "",
     "fsdp": "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
     "--fsdp_cpu_ram_efficient_loading false ",
+    "zero2": _DEEPSPEED,
+    "zero3": _DEEPSPEED,
 }
 
 
@@ -24,6 +29,32 @@ def launch(engine: str, processes: int) -> str:
     """The command that starts the processes."""
     options = f"--num_processes {processes} {ENGINES[engine]}"
     return f"gemma4-compat run accelerate launch {options}train.py"
+
+
+def zero_config(engine: str) -> dict[str, Any] | None:
+    """DeepSpeed's configuration for an engine; ``None`` if it is another one.
+
+    The buckets are smaller than by default, where they take GiB.  ZeRO-3 gathers all weights:
+    parameters that it keeps whole must have one dtype.
+    """
+    if not engine.startswith("zero"):
+        return None
+    zero: dict[str, Any] = {"stage": int(engine[-1]), "overlap_comm": False}
+    zero["reduce_bucket_size"] = BUCKET
+    if engine == "zero3":
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": 10 * BUCKET,
+            "stage3_max_reuse_distance": 0,
+        }
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
 
 
 @dataclass(frozen=True)

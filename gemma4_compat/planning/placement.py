@@ -103,7 +103,8 @@ class Placement:
         """All the memory that a GPU needs."""
         if not self.on(gpu):
             return 0
-        adapter = self.adapter(gpu) * (1 + self.job.states)
+        adapter = self.adapter(gpu)
+        adapter += self.job.held(adapter, self.job.states) + self.job.bucket
         besides = self.cache(demand, gpu) + self.activations(demand, gpu)
         weights = self.weights(gpu) + adapter + besides
         return max(weights, self.loading() if gpu == 0 else 0) + self.gpus[gpu].outside

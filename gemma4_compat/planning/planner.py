@@ -14,8 +14,9 @@ from ..model.device_maps import covering
 from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line
-from .code import ENGINES, Load, launch, unquantised
+from .code import ENGINES, Load, launch, unquantised, zero_config
 from .demand import (
+    BUCKET,
     CONTEXT,
     TRAINED_CONTEXT,
     Demand,
@@ -75,8 +76,9 @@ def plan(
         ram: the CPU memory that the model may use.  The default is what this machine has free if
             the plan is for its GPUs, else the CPU is not checked.
         keep_ple: leave the per-layer embeddings on the GPU if they fit.
-        engine: when training, "ddp" or "fsdp" (FSDP2): several processes with a GPU each.  The plan
-            is for the smallest GPU, and offloads no decoder layers.
+        engine: when training, "ddp", "fsdp" (FSDP2), or "zero2" or "zero3" (DeepSpeed): several
+            processes with a GPU each.  The plan is for the smallest GPU, and offloads no decoder
+            layers, with DeepSpeed nothing.
         processes: the number of these processes; by default that of the GPUs.
 
     Raises:
@@ -92,7 +94,7 @@ def plan(
         raise InputError(f"cannot reserve {reserved} bytes of a GPU with {gpus[0].free}")
     gpus = (replace(gpus[0], free=gpus[0].free - reserved), *gpus[1:])
     gpus, processes = _processes(engine, processes, gpus, train)
-    shards = processes if engine == "fsdp" else 1
+    shards = processes if engine in ("fsdp", "zero3") else 1
     if context is None:
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
@@ -107,7 +109,8 @@ def plan(
 
     whole = sizes.tensor_sizes(model)
     if shards > 1 and any(tensor.name.endswith(".SCB") for tensor in whole):
-        raise InputError("FSDP2 cannot shard weights in 8 bits")
+        name = "FSDP2" if engine == "fsdp" else "ZeRO-3"
+        raise InputError(f"{name} cannot shard weights in 8 bits")
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
     if train:  # PEFT changes a model, so this is another one.
         job = training(with_adapter(_model(model_dir, asked)[0], adapter, rank))
@@ -115,6 +118,10 @@ def plan(
         job = generating(model, () if adapter is None else sizes.adapter_sizes(adapter))
     if engine == "ddp":
         job = replace(job, states=job.states + 1)  # buckets: DDP's own copy of the gradients
+    if (config := zero_config(engine or "")) is not None:
+        # DeepSpeed's own copy of the adapter; ZeRO-3 shards the adapter, too
+        parts_of_states = 1 if shards > 1 else processes
+        job = replace(job, states=4, state_shards=parts_of_states, bucket=4 * BUCKET)
     demand = job.demand(context)
     available = None if ram is None else parse_size(ram)
     if ram is None and all(each.here for each in gpus):
@@ -123,7 +130,11 @@ def plan(
     def placed(keep_ple: bool) -> Placement:
         units = units_of(model, whole, onloaded, job.adapter, shards)
         if engine is not None:
-            units = [unit if unit.layer is None else replace(unit, modules=()) for unit in units]
+            kept = config is not None
+            units = [
+                replace(unit, modules=()) if kept or unit.layer is not None else unit
+                for unit in units
+            ]
         several = Placement(units, gpus, job, processes=processes, shards=shards)
         return place(several, demand, keep_ple=keep_ple)
 
@@ -165,6 +176,7 @@ def plan(
         processes=processes,
         loading=placement.loading() + gpus[0].outside if shards > 1 else 0,
         launch=None if engine is None else launch(engine, processes),
+        deepspeed=config,
     )
 
 
@@ -284,11 +296,16 @@ def _memory(
     if placement.job.adapter:
         yield Memory("adapter", "adapter, float32", adapter)
     of = "estimate"
-    if placement.job.states:
-        yield Memory("gradients", "gradients, float32", adapter)
-        if placement.job.states > 3:
-            yield Memory("gradients", "DDP's copy of the gradients", adapter)
-        yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in adapter))
+    job = placement.job
+    if job.states:
+        state = tuple(job.held(taken, 1) for taken in adapter)
+        if job.bucket:
+            yield Memory("optimizer", "DeepSpeed's copy of the adapter", state)
+            yield Memory("gradients", "DeepSpeed's bucket of gradients", each(lambda _: job.bucket))
+        yield Memory("gradients", "gradients, float32", state)
+        if job.states > 3 and not job.bucket:
+            yield Memory("gradients", "DDP's copy of the gradients", state)
+        yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in state))
         of = f"{demand.context} tokens"
         if placement.shards > 1:
             of += ", and gathered weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from ..files import hub
 from ..model import parts
 from ..result import Result
 from ..text import size, table, wrap
+from .code import ZERO_CONFIG
 from .demand import PREFILL
 from .gpus import Gpu
 
@@ -65,10 +67,12 @@ class Plan(Result):
         longest_context: the longest context in tokens that fits with this device map; 0 if none.
         ram: the CPU memory that may be used, or ``None`` if it is unknown.
         code: Python code that loads the model as planned.
-        engine: "ddp" or "fsdp" if there are several processes.  The GPU is then that of each
-            process, and the CPU memory that of all together.
-        loading: with FSDP2, what the GPU of each process needs before the weights are sharded.
+        engine: "ddp", "fsdp", "zero2" or "zero3" if there are several processes.  The GPU is then
+            that of each process, and the CPU memory that of all together.
+        loading: with FSDP2 and ZeRO-3, what the GPU of each process needs before the weights are
+            sharded.
         launch: the command that starts the processes.
+        deepspeed: DeepSpeed's configuration, which the command reads from ``zero.json``.
     """
 
     model: str
@@ -89,6 +93,7 @@ class Plan(Result):
     processes: int = 1
     loading: int = 0
     launch: str | None = None
+    deepspeed: Mapping[str, Any] | None = None
 
     def bytes_of(self, kind: str, gpu: int | None = None) -> int:
         """The bytes of one kind on one GPU, or on all GPUs together."""
@@ -146,6 +151,8 @@ class Plan(Result):
             rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
             paragraphs += [self.code, *([] if self.launch is None else [self.launch])]
+            if self.deepspeed is not None:
+                paragraphs.append(f"{ZERO_CONFIG}:\n{json.dumps(self.deepspeed, indent=2)}")
             paragraphs += [table(rest, head, right=(1,))] if rest else []
         return "\n\n".join(paragraphs)
 
@@ -177,7 +184,8 @@ def _advice(plan: Plan) -> Iterator[str]:
     if plan.engine is not None and plan.cpu:
         yield wrap(f"CPU memory is that of all {plan.processes} processes.")
     if plan.loading:
-        yield wrap(f"Before FSDP2 shards the model, each GPU needs {size(plan.loading)}.")
+        name = "ZeRO-3" if plan.deepspeed else "FSDP2"
+        yield wrap(f"Before {name} shards the model, each GPU needs {size(plan.loading)}.")
     if plan.longest_context:
         # Another map, with more on the CPU, may have room for more.
         longest = f"{plan.longest_context} tokens"
