@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gemma4_compat.engine.gate import holds
 from tests.support import load_model
 
 
@@ -14,6 +15,8 @@ from tests.support import load_model
 def test_buffers_of_a_checkpoint(model_dir, prefixed):
     from transformers.integrations import deepspeed
 
+    if holds("transformers>=5.6"):
+        pytest.skip("this release loads the buffers under DeepSpeed only")
     (file,) = model_dir.glob("*.safetensors")
     state = load_file(file)
     if not prefixed:
