@@ -9,7 +9,7 @@ times in each.  A test is a regression if it fails with the patches more often t
 exit code is 0 only if there is no regression and all tests of the named libraries (default: all
 libraries) were run.
 
-The results are stored in ``tools/libraries.json``, for each library that was run, and
+The results are stored in ``tools/libraries.json``, for each release that was run, and
 ``docs/libraries-tests.md`` is written from them.
 
 The tests come from the version's tag on GitHub, or else from the source distribution on PyPI if
@@ -385,12 +385,12 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
 
 
 def store(name: str, version: str, tests_of: str, result: Comparison) -> None:
-    """Replace the library's part of ``DATA``; explanations of the same differences stay."""
+    """Replace the release's part of ``DATA``; explanations of the same differences stay."""
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
-    why = data.get(name, {}).get("differences", {})
+    release = f"{name} {version}"
+    why = data.get(release, {}).get("differences", {})
     names = ("torch", *SUITES)
-    data[name] = {
-        "version": version,
+    data[release] = {
         "tests of": tests_of,
         "with": {each: metadata.version(each) for each in names if each != name},
         "patches": len(result.patched.patches or ()),
@@ -409,10 +409,10 @@ def page() -> str:
     """``docs/libraries-tests.md``."""
     data = json.loads(DATA.read_text())
     lines = [PAGE_BEGIN]
-    for name, part in data.items():
+    for release, part in data.items():
         seconds, others = part["seconds"], ", ".join(" ".join(v) for v in part["with"].items())
         lines += [
-            f"## {name} {part['version']}\n",
+            f"## {release}\n",
             f"The tests of {part['tests of']}, with {others}; {part['patches']} patches applied."
             f" {seconds[0]} s without them, {seconds[1]} s with them."
             + ("" if part["finished"] else STOPPED)
