@@ -828,6 +828,14 @@ def test_on_a_gpu(model_dir, monkeypatch, kind):
         assert torch.equal(found.logits, expected.logits)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("make", [tied, untied])
+def test_a_trained_head_on_a_gpu(model, make):
+    model = make(model.cuda())
+    inputs = {name: each.cuda() for name, each in batch(model.config).items()}
+    assert isinstance(assert_equal(model, **inputs), logits.LazyOutput)
+
+
 # -- trainers
 
 
