@@ -344,6 +344,7 @@ def without_gpu(monkeypatch):
         (NO_MEMORY, 3),
         (compiler.KernelError("out of memory"), 3),
         (RuntimeError("operation not permitted when stream is capturing"), 3),
+        (compiler.KernelError("invalid device context"), 3),
         (compiler.KernelError("no NVRTC"), 1),
         (ValueError(), 1),
     ],
