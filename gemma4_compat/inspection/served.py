@@ -392,10 +392,12 @@ def _rank_and_alpha(layer: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _looked_up(layer: str, config: Mapping[str, Any], which: str) -> Any:
+    pattern, default = config.get(which) or {}, config.get(_PATTERNS[which])
+    if not pattern:  # without patterns, PEFT need not be installed
+        return default
     from peft.utils.other import get_pattern_key
 
-    pattern = config.get(which) or {}
-    return pattern.get(get_pattern_key(pattern, layer), config.get(_PATTERNS[which]))
+    return pattern.get(get_pattern_key(pattern, layer), default)
 
 
 def _in_peft(layer: str, config: Mapping[str, Any]) -> str:
