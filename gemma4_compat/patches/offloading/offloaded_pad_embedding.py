@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Patch
 from ...model.hooks import offload_hook
-from ...objects import View
-from .._code import code_at
 from .._offload import hook_of_weight
+from ._pad_embedding import FORWARD, weight_is_read_outside_its_module, with_weight
 
 PATCH = Patch(
     name="offloaded_pad_embedding",
@@ -30,23 +29,16 @@ PATCH = Patch(
 )
 
 
-@PATCH.probe
-def weight_is_read_outside_its_module() -> Finding:
-    """Look whether the model's forward still reads the embedding's weight."""
-    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
-    if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
-        return broken()
-    return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
+PATCH.probe(weight_is_read_outside_its_module)
 
 
-@PATCH.around("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+@PATCH.around(*FORWARD)
 def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = self.language_model.embed_tokens
     if any(offload_hook(module) is not None for module in embedding.modules()):
         # The lookup of the token ids leaves the weight on meta, if it was not there before.
         hook = hook_of_weight(embedding)
-        rows = View(embedding, weight=embedding.weight if hook is None else _Rows(hook))
-        self = View(self, language_model=View(self.language_model, embed_tokens=rows))
+        self = with_weight(self, embedding.weight if hook is None else _Rows(hook))
     return original(self, *args, **kwargs)
 
 

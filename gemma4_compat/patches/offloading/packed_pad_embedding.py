@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Patch
 from ...model.hooks import offload_hook
-from ...objects import View
-from .._code import code_at
+from ._pad_embedding import FORWARD, weight_is_read_outside_its_module, with_weight
 
 PATCH = Patch(
     name="packed_pad_embedding",
@@ -36,23 +35,16 @@ PATCH = Patch(
 _TABLES = ("embedding_quantized", "embedding_scale")
 
 
-@PATCH.probe
-def weight_is_read_outside_its_module() -> Finding:
-    """Look whether the model's forward still reads the embedding's weight."""
-    code = code_at("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
-    if {"language_model", "embed_tokens", "weight"} <= set(code.co_names):
-        return broken()
-    return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
+PATCH.probe(weight_is_read_outside_its_module)
 
 
-@PATCH.around("transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward")
+@PATCH.around(*FORWARD)
 def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     embedding = self.language_model.embed_tokens
     if _TABLES[0] in embedding._parameters and not torch.compiler.is_compiling():
-        rows = View(embedding, weight=_Rows(embedding))
-        self = View(self, language_model=View(self.language_model, embed_tokens=rows))
+        self = with_weight(self, _Rows(embedding))
     return original(self, *args, **kwargs)
 
 
