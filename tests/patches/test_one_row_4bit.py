@@ -433,9 +433,10 @@ def test_other_models(calls):
 
 def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls, monkeypatch):
     import bitsandbytes
+    import transformers.models.gemma4.modeling_gemma4  # noqa: F401
 
     layer = support.linear4bit(bias=True).to("cpu")
-    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(), raising=False)
+    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(patch.PATCH), raising=False)
     with torch.no_grad():
         layer(torch.randn(1, 256, dtype=torch.bfloat16))
         assert not calls
@@ -449,7 +450,7 @@ def test_compiled_layers(calls, monkeypatch):
     layer = support.linear4bit().to("cpu")
     row = torch.randn(1, 256, dtype=torch.bfloat16)
     expected = layer(row)
-    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(), raising=False)
+    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(patch.PATCH), raising=False)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
     assert torch.equal(compiled(row), expected)
     assert not calls
@@ -462,6 +463,20 @@ def test_uninstalled(model, calls):
     (status,) = [each for each in gemma4_compat.status() if each.name == "one_row_4bit"]
     assert str(status.state) == "applied"
     assert "bitsandbytes.matmul_4bit" in status.replaces
+
+
+def test_disabled_for_a_model_with_hooks(model, calls):
+    """A hook keeps the patch's forward; the same patch for another family does not serve it."""
+    import transformers.models.gemma3n.modeling_gemma3n  # noqa: F401
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    assert str(gemma4_compat.status()["gemma3n_one_row_4bit"].state) == "applied"
+    add_hook_to_module(model.model.language_model, ModelHook())
+    with gemma4_compat.disabled("one_row_4bit"):
+        one_token(model)
+        assert not calls
+    one_token(model)
+    assert calls
 
 
 def test_a_layer_that_does_not_call_matmul_4bit(monkeypatch):

@@ -127,12 +127,15 @@ def test_who_multiplies(model_dir, calls):
 def test_forward_of_one_token(model_dir):
     from torch.profiler import ProfilerActivity, profile
 
-    model = adapted(model_dir, {"": 0})
-    one_token(model)
+    model, called = adapted(model_dir, {"": 0}), []
+    hooks = [each.register_forward_hook(lambda *_: called.append(1)) for each in adapters_of(model)]
+    one_token(model)  # transformers 5.5.0 has projections that no forward uses
+    for each in hooks:
+        each.remove()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one_token(model)
     launches = sum(each.name == "one_row_lora" for each in profiler.events())
-    assert launches >= len(adapters_of(model)) >= 10, "PEFT multiplies one row"
+    assert launches >= len(called) >= 10, "PEFT multiplies one row"
 
 
 # -- the kernels ----------------------------------------------------------------------------------
@@ -368,7 +371,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
 
 def test_a_subclass_and_arguments_are_left_to_peft(calls, monkeypatch):
     layer = layer_of(device="cpu")
-    monkeypatch.setattr(one_row_4bit._thread, "launch", object(), raising=False)
+    monkeypatch.setattr(one_row_4bit._thread, "launch", one_row_4bit._Launch(), raising=False)
     row = torch.randn(1, 512, dtype=torch.bfloat16)
     with torch.no_grad():
         layer(row, adapter_names=["default"])
@@ -381,7 +384,7 @@ def test_a_subclass_and_arguments_are_left_to_peft(calls, monkeypatch):
 def test_compiled_layers(calls, monkeypatch):
     layer, row = layer_of(device="cpu"), torch.randn(1, 512, dtype=torch.bfloat16)
     expected = layer(row)
-    monkeypatch.setattr(one_row_4bit._thread, "launch", object(), raising=False)
+    monkeypatch.setattr(one_row_4bit._thread, "launch", one_row_4bit._Launch(), raising=False)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
     assert torch.equal(compiled(row), expected)
     assert not calls

@@ -22,5 +22,5 @@ def mend(patch: Patch, module: str, name: str) -> None:
         return broken()
 
     patch.on_revert(forget)
-    patch.around(module, f"{name}.forward")(in_forward)
-    patch.around("bitsandbytes", "matmul_4bit")(matmul)
+    patch.around(module, f"{name}.forward")(in_forward(patch))
+    patch.around("bitsandbytes", "matmul_4bit")(matmul(patch))

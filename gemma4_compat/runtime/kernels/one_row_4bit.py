@@ -24,6 +24,8 @@ from .compiler import KernelError, compiled, exponents
 from .step import is_short_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .compiler import Kernel
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class _Launch:
 
     _LAYOUT = struct.Struct("8Q4I")
 
-    def __init__(self) -> None:
+    def __init__(self, patch: object = None) -> None:
+        self.patch = patch
         self.values = ctypes.create_string_buffer(self._LAYOUT.size)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
 
@@ -65,23 +68,30 @@ class _Plan(NamedTuple):
     shift: int
 
 
-def in_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a text model's forward: with one token, this thread multiplies in the kernel."""
-    import torch
+def in_forward(patch: object) -> Callable[..., Any]:
+    """What a patch puts in place of a text model's forward.
 
-    if (
-        torch.compiler.is_compiling()
-        or not _is_one_token(*args, **kwargs)
-        or not is_ours(self)
-        or torch.jit.is_tracing()
-    ):
-        return original(self, *args, **kwargs)
-    outside = getattr(_thread, "launch", None)
-    try:
-        _thread.launch = _Launch()
-        return original(self, *args, **kwargs)
-    finally:
-        _thread.launch = outside
+    With one token, this thread multiplies in the kernel, by this patch's ``matmul``.
+    """
+
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if (
+            torch.compiler.is_compiling()
+            or not _is_one_token(*args, **kwargs)
+            or not is_ours(self)
+            or torch.jit.is_tracing()
+        ):
+            return original(self, *args, **kwargs)
+        outside = getattr(_thread, "launch", None)
+        try:
+            _thread.launch = _Launch(patch)
+            return original(self, *args, **kwargs)
+        finally:
+            _thread.launch = outside
+
+    return forward
 
 
 def _is_one_token(input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **others: Any) -> bool:
@@ -93,17 +103,25 @@ def _is_one_token(input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **o
     return bool(inputs.numel() == (inputs.shape[-1] if input_ids is None else 1))
 
 
-def matmul(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of ``bitsandbytes.matmul_4bit``: in a one-token forward, the kernel if it can."""
-    import torch
+def matmul(patch: object) -> Callable[..., Any]:
+    """What a patch puts in place of ``bitsandbytes.matmul_4bit``.
 
-    if not (torch.compiler.is_compiling() or args or kwargs.get("bias") is not None):
-        launch = getattr(_thread, "launch", None)
-        if launch is not None and kwargs.get("out") is None:
-            output = product(launch, A, B, quant_state)
-            if output is not None:
-                return output
-    return original(A, B, quant_state, *args, **kwargs)
+    In a one-token forward, the kernel multiplies if it can.  A hook of accelerate keeps calling
+    the patch's forward after the patch is disabled, so another patch must not multiply for it.
+    """
+
+    def multiply(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not (torch.compiler.is_compiling() or args or kwargs.get("bias") is not None):
+            launch = getattr(_thread, "launch", None)
+            if launch is not None and launch.patch is patch and kwargs.get("out") is None:
+                output = product(launch, A, B, quant_state)
+                if output is not None:
+                    return output
+        return original(A, B, quant_state, *args, **kwargs)
+
+    return multiply
 
 
 def product(launch: _Launch, inputs: Any, weight: Any, state: Any) -> Any:
