@@ -5,6 +5,7 @@ Each worker below runs in its own process, once for all patches, and prints its 
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import importlib.util
@@ -472,6 +473,22 @@ def test_probe_can_end_the_patch(name):
     globals_ = _patches()[name].probe_function.__globals__
     helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
     assert any("fixed" in each.co_names for each in (code, *helpers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_probe_imports_no_further_library(name):
+    """It runs while a user's program imports its targets, and perhaps a part of another library."""
+    patch = _patches()[name]
+    code = patch.probe_function.__code__
+    imported = {
+        each.argval.partition(".")[0]
+        for each in dis.get_instructions(code)
+        if each.opname == "IMPORT_NAME"
+    }
+    targets = {each.module.partition(".")[0] for each in patch.replacements}
+    by_targets = {"peft": {"transformers", "accelerate"}, "transformers": {"accelerate"}}
+    there = targets.union(*(by_targets.get(each, ()) for each in targets))
+    assert imported & {*LIBRARIES} <= there
 
 
 def test_canary(affected):

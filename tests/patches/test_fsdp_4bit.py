@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engines import EXPERTS, check
-from tests.support import linear4bit
+from tests.support import linear4bit, run_process
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,44 @@ def test_what_is_gathered(storage, param_dtype, mesh):
             found = sharded.eval()(inputs.detach())
             assert torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max())
     assert torch.equal(sharded.train()(inputs), expected)
+
+
+def test_bitsandbytes_is_imported_after_fsdp():
+    """The patch does not import it: neither for programs without it, nor a second time."""
+    code = """
+import sys
+import gemma4_compat
+from torch.distributed.fsdp import fully_shard
+import accelerate
+assert "bitsandbytes" not in sys.modules
+import bitsandbytes
+assert bitsandbytes.nn.Params4bit
+assert str(gemma4_compat.status()["fsdp_4bit"].state) == "applied"
+"""
+    done = run_process([sys.executable, "-c", code], sys.path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.regression("fsdp_4bit", "only Tensors of floating point dtype can require gradients")
+def test_shards_that_require_gradients_at_first(mesh, monkeypatch):
+    """As in torch 2.11."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.distributed.tensor import DTensor
+
+    class Parameter(torch.nn.Parameter):
+        def __new__(cls, data, requires_grad=True):
+            return torch.nn.Parameter(data, requires_grad or isinstance(data, DTensor))
+
+    whole, sharded = layer(torch.uint8), layer(torch.uint8)
+    monkeypatch.setattr(_fsdp_param, "nn", SimpleNamespace(**{**vars(torch.nn), "Parameter": Parameter}))
+    fully_shard(sharded, mesh=mesh)
+    assert isinstance(sharded.weight, DTensor)
+    assert not sharded.weight.requires_grad
+    with pytest.raises(RuntimeError, match="only Tensors of floating point"):
+        sharded.weight.requires_grad_()
+    inputs = torch.randn(2, 128)
+    assert torch.equal(sharded(inputs), whole(inputs))
 
 
 def test_other_weights_are_left_alone(mesh):

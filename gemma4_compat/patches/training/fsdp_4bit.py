@@ -6,24 +6,30 @@ to the weight of a ``Linear4bit`` in its forward.  Experts in 4 bits, which are 
 another module, and code that reads a weight outside a forward do not get it.
 
 A mixed precision policy casts the values of gathered parameters.  That destroys packed bytes that
-bitsandbytes stores as bfloat16, and in old releases of torch also those in uint8.
+bitsandbytes stores as bfloat16, and in old releases of torch also those in uint8.  These releases
+also make each shard a parameter that requires gradients at first, which bytes in uint8 cannot.
 
 The fix makes the gathered parameter a ``Params4bit`` with the quant state that the whole one had,
-and casts no packed bytes.  The quant states, some 3 % of the weights, stay whole on each process.
+casts no packed bytes, and lets no shard of them require gradients.  The quant states, some 3 % of
+the weights, stay whole on each process.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...objects import shadowed
 from ._packed import is_4bit
 
 PATCH = Patch(
     name="fsdp_4bit",
     symptom=(
         "with FSDP2, experts in 4 bits raise Expected mat_a to be Float32, BFloat16 or Float16 "
-        "matrix, got Byte; 4-bit weights in bfloat16 storage are wrong in another precision"
+        "matrix, got Byte; 4-bit weights in bfloat16 storage are wrong in another precision; with "
+        "torch 2.11: only Tensors of floating point dtype can require gradients"
     ),
     affects=("transformers", "bitsandbytes"),
     changes="FSDP2 gathers 4-bit weights as Params4bit with their quant states, and casts none.",
@@ -39,13 +45,20 @@ _OPTIONS = (
 _KEPT = "_gemma4_compat_4bit"
 
 
+def _gathers_itself(weight: Any) -> bool:
+    return hasattr(weight, "fsdp_post_all_gather")
+
+
 @PATCH.probe
 def gathered_weights_are_plain() -> Finding:
-    """Look whether bitsandbytes takes part in FSDP2, and for the methods that this replaces."""
-    from bitsandbytes.nn import Params4bit
+    """Look whether bitsandbytes takes part in FSDP2, and for the methods that this replaces.
+
+    A program that imports FSDP2 need not import bitsandbytes.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    if hasattr(Params4bit, "fsdp_post_all_gather"):
+    bitsandbytes = sys.modules.get("bitsandbytes.nn")
+    if bitsandbytes is not None and _gathers_itself(bitsandbytes.Params4bit):
         return fixed("Params4bit gathers itself under FSDP2")
     names = ("_init_sharded_param", "init_unsharded_param", "init_dtype_attrs")
     missing = [name for name in names if name not in vars(FSDPParam)]
@@ -56,14 +69,27 @@ def gathered_weights_are_plain() -> Finding:
 
 @PATCH.around(_PARAM, "FSDPParam._init_sharded_param")
 def init_sharded_param(original: Any, self: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, param, *args, **kwargs)
-    if is_4bit(param):
-        vars(self)[_KEPT] = {name: getattr(param, name) for name in _OPTIONS}
-        # On some CPUs a forward would pack the gathered weight again, and keep all of it.
-        module = self._module_info.module
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    if not is_4bit(param) or _gathers_itself(param):
+        return original(self, param, *args, **kwargs)
+    with shadowed(self, to_sharded_dtensor=partial(_frozen, self.to_sharded_dtensor)):
+        result = original(self, param, *args, **kwargs)
+    vars(self.sharded_param).pop("requires_grad_", None)
+    vars(self)[_KEPT] = {name: getattr(param, name) for name in _OPTIONS}
+    # On some CPUs a forward would pack the gathered weight again, and keep all of it.
+    module = self._module_info.module
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False
     return result
+
+
+def _frozen(to_sharded_dtensor: Any, local: Any) -> Any:
+    """A shard that a parameter can be made of; if it is of integers, without gradients."""
+    shard = to_sharded_dtensor(local)
+    if not shard.dtype.is_floating_point:
+        detached = shard.detach()  # becomes the parameter
+        detached.requires_grad_ = lambda requires_grad=True: detached
+        shard.detach = lambda: detached
+    return shard
 
 
 @PATCH.around(_PARAM, "FSDPParam.init_dtype_attrs")
