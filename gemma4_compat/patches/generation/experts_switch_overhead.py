@@ -1,0 +1,42 @@
+"""For each token, a model without experts walks its modules twice, to switch its experts.
+
+On a GPU, ``generate`` uses another implementation of experts to decode than for the prompt.  Before
+5.14 it switches before the forward of each token, and back after it.  A switch visits all modules,
+also those of a LoRA adapter: with one, E2B loses as much time as the GPU computes.  Gemma 4's code
+has experts, so that models without them, such as E2B, switch as well.
+
+The fix does not switch such models.  Those with experts, such as 26B-A4B, switch as before.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from ...engine import Finding, Kind, Patch, fixed_if
+from ...model.parts import is_ours
+from .._code import code_at
+
+PATCH = Patch(
+    name="experts_switch_overhead",
+    kind=Kind.SPEED,
+    symptom="on a GPU, each token of generate waits some ms for set_experts_implementation",
+    affects=("transformers<5.14",),
+    changes="While it decodes, a model without experts does not switch their implementation.",
+    links=("https://github.com/huggingface/transformers/pull/47097",),
+)
+
+_MODULE, _NAME = "transformers.generation.utils", "GenerationMixin._optimize_model_for_decode"
+
+
+@PATCH.probe
+def each_token_switches() -> Finding:
+    """Look whether the function asks submodels, as it does since it is called once."""
+    names = code_at(_MODULE, _NAME).co_names
+    return fixed_if("get_experts_implementation" in names, "the implementation is switched once")
+
+
+@PATCH.around(_MODULE, _NAME)
+def optimize_model_for_decode(original: Any, self: Any) -> Any:
+    has_experts = getattr(self.config.get_text_config(), "enable_moe_block", False)
+    return nullcontext() if is_ours(self) and not has_experts else original(self)
