@@ -96,7 +96,8 @@ def test_shards_that_require_gradients_at_first(mesh, monkeypatch):
             return torch.nn.Parameter(data, requires_grad or isinstance(data, DTensor))
 
     whole, sharded = layer(torch.uint8), layer(torch.uint8)
-    monkeypatch.setattr(_fsdp_param, "nn", SimpleNamespace(**{**vars(torch.nn), "Parameter": Parameter}))
+    old = SimpleNamespace(**{**vars(torch.nn), "Parameter": Parameter})
+    monkeypatch.setattr(_fsdp_param, "nn", old)
     fully_shard(sharded, mesh=mesh)
     assert isinstance(sharded.weight, DTensor)
     assert not sharded.weight.requires_grad
