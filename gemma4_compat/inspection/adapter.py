@@ -67,8 +67,9 @@ _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "mode
 class Group:
     """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors) or "refused" (loading raises).  A
-    ``harmless`` group does not change the model's output.
+    ``kind`` is "ignored" (PEFT does not load the tensors), "refused" (loading raises) or "missing"
+    (``adapter_config.json`` asks for tensors that the file lacks).  A ``harmless`` group does not
+    change the model's output.
     """
 
     kind: str
@@ -107,7 +108,7 @@ class AdapterInspection(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether the adapter loads into the model, and no tensor that has an effect is ignored.
+        """Whether the adapter loads into the model, and none with an effect is ignored or missing.
 
         True if no model was given.
         """
@@ -269,14 +270,14 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = (base.inner(name) for name in targeted)
+    inside = dict.fromkeys(base.inner(name) for name in targeted)
     adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
     whole_file = _refusal(found, config)
     groups: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
-    for own in keys:
-        key = replace(own, layer=_name_in_model(own.layer, base))
+    fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
+    for own, key in zip(keys, fitting, strict=True):
         fate = whole_file or _fate(key, adapted, config, base)
         if fate is None:
             renamed = renamed or key.layer != own.layer
@@ -286,11 +287,14 @@ def _fitted(
         else:
             groups.append(fate)
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
+    loads = len(keys) - len(groups)
+    if found.kind.partition(",")[0] in ("LoRA", "DoRA") and whole_file is None:
+        groups += _missing(fitting, inside, base)
     return replace(
         found,
         model=base.name,
         architecture=type(base.model).__name__,
-        loads=len(keys) - len(groups),
+        loads=loads,
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=merged_groups(groups),
     )
@@ -350,6 +354,26 @@ def _fate(
     if adapted is not None and key.method not in ("", "trainable tokens") and layer not in adapted:
         return Group("ignored", "target_modules does not name these layers", name)
     return _misshapen(key, config, base.modules[layer])
+
+
+def _missing(keys: Iterable[_Key], targeted: Iterable[str], base: BaseModel) -> Iterator[Group]:
+    """The tensors that PEFT expects and the file lacks, in towers of which it has some layers.
+
+    An adapter that was trained without a tower has none of its layers, and none is expected.
+    """
+    held: dict[str, set[str]] = {}
+    for key in keys:
+        if key.layer in base.modules and key.part in _AXES:
+            held.setdefault(base.inner(key.layer), set()).add(key.part)
+    towers, shared = set(map(tower_of, held)), shared_layers(base.model.config)
+    for layer in dict.fromkeys((*targeted, *held)):
+        if tower_of(layer) not in towers or is_shared_kv(layer, shared):
+            continue
+        is_table = hasattr(base.modules[layer], "num_embeddings")
+        for part in ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A", "lora_B"):
+            if part not in held.get(layer, ()):
+                reason = "the file lacks them: PEFT begins with new ones, which are not trained"
+                yield Group("missing", reason, f"{layer}.{part}.weight")
 
 
 def _absent(key: _Key, base: BaseModel) -> Group:

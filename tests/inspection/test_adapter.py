@@ -363,6 +363,26 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
     assert fit.verdict == "fits only in PART"
 
 
+def peft_misses(model, folder):
+    """The number of tensors that PEFT expects and the file lacks."""
+    model = peft.PeftModel.from_pretrained(model, folder)
+    missing = model.load_adapter(folder, "again").missing_keys
+    return sum(".again." in key for key in missing)
+
+
+@pytest.mark.parametrize("lacks", ["lora_B", "layers.0."])
+def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
+    def cut(tensors):
+        return {name: tensor for name, tensor in tensors.items() if lacks not in name}
+
+    folder = changed(language_adapter_dir, tmp_path, cut)
+    fit = inspect_adapter(folder, model_dir)
+    assert counts(fit, "missing") == peft_misses(load_model(model_dir), folder) > 5
+    assert fit.verdict == "fits only in PART"
+    assert "the file lacks them" in reasons(fit)
+    assert not fit.ok
+
+
 def test_llama(model_dir, llama_dir, tmp_path):
     from transformers import LlamaForCausalLM
 

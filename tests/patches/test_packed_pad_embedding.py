@@ -33,6 +33,21 @@ def test_one_row(model, monkeypatch):
     assert_same(logits(model), expected)
 
 
+def test_a_weight_of_the_user_is_read(model):
+    read = []
+
+    class Own(gemma_quant.QuantizedEmbedding):
+        @property
+        def weight(self):
+            read.append(self)
+            return super().weight
+
+    expected = logits(model)
+    model.get_submodule(TOKENS).__class__ = Own
+    assert_same(logits(model), expected)
+    assert read
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_row_equals_that_of_the_table(bits):
     from gemma4_compat.patches.offloading.packed_pad_embedding import _Rows

@@ -11,6 +11,7 @@ The fix gives the model this one row: the module dequantises it alone, from wher
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from ...engine import Patch
@@ -43,9 +44,17 @@ def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     import torch
 
     embedding = self.language_model.embed_tokens
-    if _TABLES[0] in embedding._parameters and not torch.compiler.is_compiling():
+    is_packed = _TABLES[0] in embedding._parameters and _is_usual(type(embedding))
+    if is_packed and not torch.compiler.is_compiling():
         self = with_weight(self, _Rows(embedding))
     return original(self, *args, **kwargs)
+
+
+def _is_usual(cls: Any) -> bool:
+    """Whether a class has the ``weight`` of transformers, not one of a user."""
+    module = sys.modules.get("transformers.integrations.gemma_quant")
+    usual = getattr(module, "QuantizedEmbedding", None)
+    return usual is not None and getattr(cls, "weight", None) is usual.weight
 
 
 class _Rows:
