@@ -43,12 +43,20 @@ SAMPLE = ("--sample", "1")
 BUGS = ("tests/patches", "tests/test_cuda.py", "-m", "regression and not slow", *SAMPLE)
 #: These, and the tests that depend most on the versions.
 EACH = ("-m", "(regression or each_stack) and not slow", *SAMPLE)
+#: Tests of two processes, which take long.  Those of the users' stack find the same.
+LEFT_OUT = tuple(
+    f"--deselect=tests/patches/{each}"
+    for each in (
+        "test_distributed_offload.py::test_two_processes",
+        "test_fsdp_unused_tower.py::test_one_process_has_an_image",
+    )
+)
 #: The arguments of pytest on these stacks.  Most tests run on the newest stack only.  On the
 #: others, the tests that each bug is fixed run, and those that depend most on the versions.
 ARGUMENTS = {
     "newest": ("tests", "-m", "not slow", *SAMPLE),
     "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH),
-    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH),
+    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH, *LEFT_OUT),
 }
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
