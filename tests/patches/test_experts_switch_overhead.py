@@ -57,6 +57,18 @@ def test_experts_switch(moe_dir, walks):
     assert model.config._experts_implementation == "grouped_mm"
 
 
+def test_other_models(llama_dir, monkeypatch):
+    """Some have several text models, and transformers cannot say which is meant."""
+    model = transformers.LlamaForCausalLM.from_pretrained(llama_dir)
+
+    def several(self, *args, **kwargs):
+        raise ValueError("Multiple valid text configs were found")
+
+    monkeypatch.setattr(type(model.config), "get_text_config", several)
+    with model._optimize_model_for_decode():
+        pass
+
+
 def test_a_release_that_switches_once(monkeypatch):
     from transformers.generation.utils import GenerationMixin
 

@@ -38,5 +38,8 @@ def each_token_switches() -> Finding:
 
 @PATCH.around(_MODULE, _NAME)
 def optimize_model_for_decode(original: Any, self: Any) -> Any:
-    has_experts = getattr(self.config.get_text_config(), "enable_moe_block", False)
-    return nullcontext() if is_ours(self) and not has_experts else original(self)
+    return original(self) if not is_ours(self) or _has_experts(self) else nullcontext()
+
+
+def _has_experts(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(decoder=True), "enable_moe_block", False))
