@@ -84,7 +84,7 @@ def layer_of(name: str) -> tuple[str, str] | None:
 
 def shared_layers(config: Any) -> range:
     """The indices of the decoder layers that use keys and values of earlier layers."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", None) or 0
     shared = getattr(text, "num_kv_shared_layers", None) or 0
     return range(layers - shared, layers)
