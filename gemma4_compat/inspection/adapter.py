@@ -270,7 +270,7 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = dict.fromkeys(base.inner(name) for name in targeted)
+    inside = [base.inner(name) for name in targeted]
     adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
     whole_file = _refusal(found, config)
     groups: list[Group] = []
@@ -288,7 +288,7 @@ def _fitted(
             groups.append(fate)
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
     loads = len(keys) - len(groups)
-    if found.kind.partition(",")[0] in ("LoRA", "DoRA") and whole_file is None:
+    if {"LoRA", "DoRA"} & {*found.kind.split(", ")} and whole_file is None:
         groups += _missing(fitting, inside, base)
     return replace(
         found,

@@ -383,6 +383,24 @@ def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
     assert not fit.ok
 
 
+def test_missing_tensors_beside_trainable_tokens(model_dir, tmp_path):
+    config = peft.LoraConfig(
+        r=4, target_modules=r".*language_model.*\.q_proj",
+        trainable_token_indices={"embed_tokens": [5, 6]},
+    )  # fmt: skip
+    model = peft.get_peft_model(load_model(model_dir), config)
+    model.save_pretrained(tmp_path / "whole", save_embedding_layers=False)
+    assert inspect_adapter(tmp_path / "whole", model_dir).ok
+
+    def cut(tensors):
+        return {name: tensor for name, tensor in tensors.items() if "lora_B" not in name}
+
+    folder = changed(tmp_path / "whole", tmp_path / "cut", cut)
+    fit = inspect_adapter(folder, model_dir)
+    assert counts(fit, "missing") == 6
+    assert not fit.ok
+
+
 def test_llama(model_dir, llama_dir, tmp_path):
     from transformers import LlamaForCausalLM
 
