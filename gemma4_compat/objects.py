@@ -72,7 +72,8 @@ class View:
     def __init__(self, module: Any, **attributes: Any) -> None:
         own = vars(self)
         own["_module"] = module
-        own.update(attributes)
+        for name, value in attributes.items():  # torch.compile knows no update before torch 2.12
+            own[name] = value
 
     def __getattr__(self, name: str) -> Any:
         if name == "_module":  # torch.compile makes the object before its attributes

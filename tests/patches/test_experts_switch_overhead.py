@@ -57,6 +57,13 @@ def test_experts_switch(moe_dir, walks):
     assert model.config._experts_implementation == "grouped_mm"
 
 
+def test_an_attached_model_switches(model_dir, moe_dir, walks):
+    model = support.load_model(model_dir)
+    model.draft = transformers.Gemma4ForCausalLM.from_pretrained(moe_dir)
+    generate(model)
+    assert len(walks) == (8 if EACH_TOKEN else 2)
+
+
 def test_other_models(llama_dir, monkeypatch):
     """Some have several text models, and transformers cannot say which is meant."""
     model = transformers.LlamaForCausalLM.from_pretrained(llama_dir)

@@ -5,7 +5,8 @@ On a GPU, ``generate`` uses another implementation of experts to decode than for
 also those of a LoRA adapter: with one, E2B loses as much time as the GPU computes.  Gemma 4's code
 has experts, so that models without them, such as E2B, switch as well.
 
-The fix does not switch such models.  Those with experts, such as 26B-A4B, switch as before.
+The fix does not switch such models.  Those with experts, such as 26B-A4B, switch as before;
+so does a model to which another module was attached, because that may have experts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def each_token_switches() -> Finding:
 
 @PATCH.around(_MODULE, _NAME)
 def optimize_model_for_decode(original: Any, self: Any) -> Any:
-    return original(self) if not is_ours(self) or _has_experts(self) else nullcontext()
+    return original(self) if not is_ours(self) or _may_have_experts(self) else nullcontext()
 
 
-def _has_experts(model: Any) -> bool:
+def _may_have_experts(model: Any) -> bool:
+    if model._modules.keys() - {"model", "lm_head"}:  # the user attached another model
+        return True
     return bool(getattr(model.config.get_text_config(decoder=True), "enable_moe_block", False))

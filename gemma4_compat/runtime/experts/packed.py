@@ -162,10 +162,14 @@ class Packed:
         maxima = state.absmax.view(experts, -1)
         if not state.nested:
             return _chosen(maxima, chosen).reshape(-1)
-        nested = copy.copy(state.state2)
+        nested = state.state2
         if maxima.shape[1] % nested.blocksize == 0:
-            nested.absmax = _chosen(nested.absmax.view(experts, -1), chosen).reshape(-1)
-            maxima = dequantize_blockwise(_chosen(maxima, chosen).reshape(-1), nested)
+            maxima = dequantize_blockwise(
+                _chosen(maxima, chosen).reshape(-1),
+                absmax=_chosen(nested.absmax.view(experts, -1), chosen).reshape(-1),
+                code=nested.code,
+                blocksize=nested.blocksize,
+            )
         else:  # a block of maxima contains those of two experts
             whole = dequantize_blockwise(state.absmax, nested).view(experts, -1)
             maxima = _chosen(whole, chosen).reshape(-1)
