@@ -76,10 +76,15 @@ def exact(layer, row, result):
     return result.double() + (row.double() @ a.T @ b.T) * layer.scaling["default"]
 
 
+def update_of(layer, row):
+    adapter = kernel.adapter_of(layer, row)
+    return None if adapter is None else kernel.update_of(layer, row, *adapter)
+
+
 @torch.no_grad()
 def sums(layer, row, result):
     """The kernels', and PEFT's."""
-    added, by_peft = kernel.update_of(layer, row)
+    added, by_peft = update_of(layer, row)
     own = added(result)
     assert own is not None
     return own, by_peft(result)
@@ -103,10 +108,11 @@ def calls(monkeypatch):
     """The layers whose update is computed in the kernels; here it is 0."""
     layers = []
 
-    def update_of(layer, row):
+    def update_of(layer, row, *adapter):
         layers.append(layer)
         return torch.clone, None
 
+    monkeypatch.setattr(kernel, "plain", lambda: lambda row: True)
     monkeypatch.setattr(kernel, "update_of", update_of)
     return layers
 
@@ -219,18 +225,18 @@ def test_what_the_kernels_leave_to_peft(monkeypatch):
     layer = layer_of()
     row, result = inputs_of(layer)
     layer.set_scale("default", 0.5)
-    added, by_peft = kernel.update_of(layer, row)
+    added, by_peft = update_of(layer, row)
     torch.testing.assert_close(added(result), by_peft(result), rtol=0.02, atol=0.02)
     assert added(result[..., ::2]) is None
     assert added(result.float()) is None
     for other in (row.repeat(1, 2, 1), row.float(), row[..., :256], row.cpu()):
-        assert kernel.update_of(layer, other) is None
+        assert update_of(layer, other) is None
     with torch.enable_grad():
-        assert kernel.update_of(layer, row) is None
+        assert update_of(layer, row) is None
     with torch.autocast("cuda", torch.bfloat16):
-        assert kernel.update_of(layer, row) is None
+        assert update_of(layer, row) is None
     layer.lora_A.double()
-    assert kernel.update_of(layer, row) is None
+    assert update_of(layer, row) is None
 
 
 @pytest.mark.cuda
@@ -247,13 +253,13 @@ def test_a_gpu_without_the_kernels(monkeypatch):
     monkeypatch.setattr(kernel, "_launches", kernel.Compared())
     with monkeypatch.context() as patched:
         patched.setattr(kernel, "kernel_of", fail)
-        assert kernel.update_of(layer, row) is None
-    assert kernel.update_of(layer, row) is not None
+        assert update_of(layer, row) is None
+    assert update_of(layer, row) is not None
     kernel._launches.kinds.clear()
     with monkeypatch.context() as patched:
         patched.setattr(kernel, "kernel_of", lambda *args: None)
-        assert kernel.update_of(layer, row) is None
-    assert kernel.update_of(layer, row) is None
+        assert update_of(layer, row) is None
+    assert update_of(layer, row) is None
 
 
 # -- captured steps -------------------------------------------------------------------------------
@@ -284,7 +290,66 @@ def test_captured_steps_equal_eager_steps(model_dir, place):
         assert_same(generated(model, prompt(model)), expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", ["adapter first", "adapter last"])
+def test_offloaded_layers_equal_those_on_the_gpu(model_dir, tmp_path, order):
+    from peft import PeftModel
+
+    model = adapted(model_dir, {"": 0})
+    expected = generated(model, prompt(model), eager=True)
+    assert_same(generated(model, prompt(model)), expected)
+    if order == "adapter first":
+        support.with_layers_on_the_cpu(model.get_base_model())
+    else:
+        model.save_pretrained(tmp_path)
+        base = support.with_layers_on_the_cpu(load_model(model_dir, "nf4", {"": 0}))
+        model = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert_same(generated(model, prompt(model), eager=True), expected)
+    assert_same(generated(model, prompt(model)), expected)
+    assert captures(model)
+
+
 # -- without a GPU --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_offloaded_adapters(model_dir, monkeypatch, is_launched):
+    """accelerate's hooks have the weights of A and B there for the kernel, and take them away."""
+    from accelerate import cpu_offload
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    model, seen = adapted(model_dir), []
+    expected = one_token(model)
+
+    def update_of(layer, row, first, second, dropout, scaling):
+        seen.extend((first, second))
+        assert not (first.weight.is_meta)
+        assert not (second.weight.is_meta)
+
+        def by_peft(result):
+            update = second(first(dropout(layer._cast_input_dtype(row, first.weight.dtype))))
+            return result + (update * scaling).to(result.dtype)
+
+        return by_peft if is_launched else lambda result: None, by_peft
+
+    monkeypatch.setattr(kernel, "plain", lambda: lambda row: True)
+    monkeypatch.setattr(kernel, "update_of", update_of)
+    assert torch.equal(one_token(model), expected)
+    on_the_gpu = len(seen)
+    assert on_the_gpu >= 20
+    cpu_offload(model.model.model.language_model.layers, torch.device("cpu"))
+    for _ in range(2):
+        seen.clear()
+        assert torch.equal(one_token(model), expected)
+        assert len(seen) == on_the_gpu
+        assert all(each.weight.is_meta for each in seen)
+    add_hook_to_module(seen[0], ModelHook(), append=True)
+    seen.clear()
+    assert torch.equal(one_token(model), expected)
+    assert len(seen) == on_the_gpu - 2, "PEFT calls the user's hook"
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(one_token(model), expected)
 
 
 def test_nothing_changes_on_the_cpu(model_dir):
@@ -310,7 +375,7 @@ def test_only_forwards_of_one_token(model_dir, calls):
 def test_a_launch_that_fails(model_dir, monkeypatch):
     """The base layer and its hooks run once, and the rest is PEFT's."""
     model = adapted(model_dir)
-    expected, update_of, failures, runs = one_token(model), kernel.update_of, [], []
+    expected, failures, runs = one_token(model), [], []
     device = torch.device("cpu")
 
     def fail(*_):
@@ -331,7 +396,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
     row = torch.randn(1, 1, layers[0].in_features, dtype=torch.bfloat16)
 
     def is_left_to_peft():
-        return update_of(layers[0], row) is None
+        return kernel.adapter_of(layers[0], row) is None
 
     first = layers[0].lora_A.default
     assert not is_left_to_peft()
@@ -343,7 +408,9 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
         handle = change()
         assert is_left_to_peft()
         handle.remove()
-    first.forward = first.forward
+    first.forward = first.forward  # as accelerate leaves it when it removes a hook
+    assert not is_left_to_peft()
+    first.forward = lambda inputs: nn.functional.linear(inputs, first.weight)
     assert is_left_to_peft()
     del first.forward
     layers[0].lora_dropout["default"] = nn.Dropout(0.5)

@@ -11,8 +11,11 @@ are not those of PEFT bit for bit: they are closer to the exact sum, because the
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...runtime.capture.decoding import forget
+from ...runtime.host.forward_lock import onloaded
 from ...runtime.kernels.one_row_lora import in_kernels
 from .._code import code_at
 
@@ -52,5 +55,9 @@ def peft_multiplies_and_adds() -> Finding:
     return broken()
 
 
+@PATCH.replaces(_MODULE, "Linear4bit.forward")
+def forward(original: Any) -> Any:
+    return in_kernels(original, onloaded)
+
+
 PATCH.on_revert(forget)
-PATCH.replaces(_MODULE, "Linear4bit.forward")(in_kernels)

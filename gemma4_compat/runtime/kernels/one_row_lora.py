@@ -12,7 +12,9 @@ eager and of a captured step are equal bit for bit.
 from __future__ import annotations
 
 import logging
-from functools import wraps
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,12 @@ _THREADS = 1024, 512, 256  # of a block of that kernel, of the first and of the 
 _launches = Compared()
 
 
-def in_kernels(original: Any) -> Any:
+def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
     """A function that uses the kernels where it can, in one-token forwards of our models.
 
     Args:
         original: ``forward`` of PEFT's ``Linear4bit`` for LoRA.
+        onloaded: Makes a context in which the hooks of some modules have loaded their weights.
     """
     import torch
     from peft.tuners.lora import bnb
@@ -46,30 +49,43 @@ def in_kernels(original: Any) -> Any:
 
     @wraps(original)
     def forward(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        update = None
+        adapter = None
         if (
             not (is_compiling() or args or kwargs)
             and getattr(_thread, "launch", None) is not None
             and is_usual
             and type(self) is bnb.Linear4bit
         ):
-            update = _without_errors(update_of, self, x)
-        if update is None:
+            adapter = _without_errors(adapter_of, self, x)
+        if adapter is None:
             return original(self, x, *args, **kwargs)
-        added, by_peft = update
-        result = self.base_layer(x)
-        out = _without_errors(added, result)
-        return by_peft(result) if out is None else out
+        with ExitStack() as stack:
+            hooked = [each for each in adapter[:2] if "_hf_hook" in vars(each)]
+            if hooked and not _without_errors(stack.enter_context, onloaded(hooked, x)):
+                result = None
+            else:
+                result = _result(self, x, *adapter)
+        return original(self, x) if result is None else result
 
     return forward
 
 
-def update_of(layer: Any, x: Any) -> Any:
-    """Two functions that add the active adapter's update to a result; ``None`` if PEFT has to.
+def _result(layer: Any, x: Any, *adapter: Any) -> Any:
+    """The result of the base layer and of the adapter; ``None`` if PEFT has to compute them."""
+    update = _without_errors(update_of, layer, x, *adapter)
+    if update is None:
+        return None
+    added, by_peft = update
+    result = layer.base_layer(x)
+    out = _without_errors(added, result)
+    return by_peft(result) if out is None else out
 
-    The first returns ``None`` if the kernels cannot add it.  The second computes as PEFT does.
+
+def adapter_of(layer: Any, x: Any) -> Any:
+    """A, B, the dropout and the scaling of the only active adapter; ``None`` if PEFT has to add it.
+
+    The weights of A and B may be on meta.
     """
-    import torch
     from torch.nn.modules import module as nn_module
 
     names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -86,21 +102,30 @@ def update_of(layer: Any, x: Any) -> Any:
         return None
     (name,) = names
     first, second, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    scaling, index, size = layer.scaling[name], x.get_device(), x.shape[-1]
+    scaling = layer.scaling[name]
     if (
         not (_is_plain_linear(first) and _is_plain_linear(second) and _passes(dropout))
         or type(scaling) not in (float, int)
-        or x.numel() != size
+        or not x.numel() == x.shape[-1] == first.weight.shape[1]
         or not x.is_contiguous()
     ):
         return None
-    a, b = first.weight, second.weight
-    (rank, inputs), (outputs, middle) = a.shape, b.shape
+    return first, second, dropout, scaling
+
+
+def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling: Any) -> Any:
+    """Two functions that add an adapter's update to a result; ``None`` if PEFT has to.
+
+    The first returns ``None`` if the kernels cannot add it.  The second computes as PEFT does.
+    """
+    import torch
+
+    a, b, index, size = first.weight, second.weight, x.get_device(), x.shape[-1]
+    (rank, _), (outputs, middle) = a.shape, b.shape
     pointers = x.data_ptr(), a.data_ptr(), b.data_ptr()
     if (
         not (a.get_device() == b.get_device() == index == current_device()())
         or not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype)
-        or inputs != size
         or middle != rank
         or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT
     ):
@@ -141,15 +166,36 @@ def _without_errors(function: Any, *args: Any) -> Any:
 def _is_plain_linear(layer: Any) -> bool:
     from torch import nn
 
-    own = vars(layer)
+    own, forward = vars(layer), nn.Linear.forward
     parameters = own["_parameters"]
     return (
         type(layer) is nn.Linear
-        and getattr(nn.Linear.forward, "__globals__", None) is vars(nn.modules.linear)
+        and getattr(forward, "__globals__", None) is vars(nn.modules.linear)
         and type(parameters["weight"]) is nn.Parameter
         and parameters["bias"] is None
+        and _calls(own, forward)
         and _is_unobserved(own)
     )
+
+
+def _calls(own: dict[str, Any], forward: Any) -> bool:
+    """Whether a call of a module runs this function of its class.
+
+    accelerate's hook for offloaded weights may be around it: where weights are must not change a
+    result.  When accelerate removes a hook, it leaves the bound method.
+    """
+    called = own.get("forward")
+    if "_hf_hook" in own:
+        from accelerate.hooks import AlignDevicesHook
+
+        hooked, called = called, own["_old_forward"]
+        if (
+            type(own["_hf_hook"]) is not AlignDevicesHook
+            or type(hooked) is not partial
+            or getattr(hooked, "__wrapped__", None) != called
+        ):
+            return False
+    return called is None or getattr(called, "__func__", None) is forward
 
 
 def _passes(dropout: Any) -> bool:
@@ -158,11 +204,11 @@ def _passes(dropout: Any) -> bool:
 
     own, kind = vars(dropout), type(dropout)
     passes = kind is nn.Identity or (kind is nn.Dropout and not own["training"])
-    return passes and _is_unobserved(own)
+    return passes and "forward" not in own and _is_unobserved(own)
 
 
 def _is_unobserved(own: dict[str, Any]) -> bool:
-    return "forward" not in own and not (
+    return not (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
