@@ -206,6 +206,17 @@ def build(folder):
     sizes = {"num_hidden_layers": 3, "num_experts": 8}
     sizes["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
     support.save_random("Gemma4 experts", folder / "experts", **sizes)
+    for form in (WHOLE, EXPERTS):
+        adapted(folder, form, "step").save_pretrained(adapter_of(folder, form))
+
+
+def kind_of(form):
+    return "experts" if form == EXPERTS else "dense"
+
+
+def adapter_of(folder, form):
+    """Where one process saved the adapter that all cells begin with."""
+    return folder / f"{kind_of(form)} adapter"
 
 
 def own_device():
@@ -217,9 +228,8 @@ def load(folder, form, **options):
     import torch
     import transformers
 
-    kind = "experts" if form == EXPERTS else "dense"
     cls = transformers.Gemma4ForConditionalGeneration
-    if kind == "experts":
+    if form == EXPERTS:
         cls = transformers.Gemma4ForCausalLM
     if form != WHOLE:
         options["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -234,7 +244,7 @@ def load(folder, form, **options):
     if form == HOST and DEVICE == "cuda":
         options["device_map"] = {table: "cpu", "": own_device()}
         options["quantization_config"].llm_int8_enable_fp32_cpu_offload = True
-    model = cls.from_pretrained(folder / kind, dtype=torch.float32, **options)
+    model = cls.from_pretrained(folder / kind_of(form), dtype=torch.float32, **options)
     if form == HOST and DEVICE == "cpu":
         from accelerate import dispatch_model
 
@@ -245,10 +255,13 @@ def load(folder, form, **options):
     return model
 
 
-def adapted(folder, form, action, **options):
-    """A model with LoRA on its attention and MLPs, and on the images' tower where it gets some."""
+def adapted(folder, form, action, is_read=False, **options):
+    """A model with LoRA on its attention and MLPs, and on the images' tower where it gets some.
+
+    The LoRA is new, or what one process saved of a new one is read.
+    """
     import torch
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat.tiny import _generator
 
@@ -256,6 +269,9 @@ def adapted(folder, form, action, **options):
     if action.startswith("tower"):
         targets += r"|.*vision_tower.*(q_proj|down_proj)\.linear"
     base = load(folder, form, **options)
+    if is_read:
+        read = PeftModel.from_pretrained(base, adapter_of(folder, form), is_trainable=True)
+        return read.train()
     model = get_peft_model(base, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -469,7 +485,8 @@ def train(folder, engine, form, action, rank):
         arguments = training_arguments(engine, action, *out)
         if engine.endswith("ZeRO-3"):
             options["device_map"] = None
-    model = adapted(folder, form, action, **options)
+    is_read = action == "save" and engine in ENGINES
+    model = adapted(folder, form, action, is_read, **options)
     size = RANKS if engine == ALONE else 1
     data = batches(form, action, size)
     before = {n: whole(p) for n, p in model.named_parameters() if p.requires_grad}

@@ -53,13 +53,16 @@ def unused_parameters_are_left_out() -> Finding:
             if name not in vars(cls):
                 return drifted(f"{cls.__name__} has no {name}")
     chooses = mentions(code_of(FSDPParamGroup.post_backward), "unsharded_accumulated_grad")
+    chooses = chooses or hasattr(FSDPParamGroup, "_get_unsharded_grad_to_reduce")  # torch 2.15
     return fixed_if(not chooses, "FSDP2 reduces parameters without a gradient, too")
 
 
 @PATCH.around(_STATE, "FSDPState._root_post_backward_final_callback")
 def root_post_backward_final_callback(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     states = self._state_ctx.all_states
-    if any(_trained_in_towers(group) for state in states for group in _groups(state)):
+    by_user = getattr(self._state_ctx, "manual_backward_finalization_active", False)
+    groups = [group for state in states for group in _groups(state)]
+    if not by_user and any(map(_trained_in_towers, groups)):
         # The original begins with the root.
         for state in reversed([each for each in states if not each._is_root]):
             for group in reversed(_groups(state)):
@@ -100,7 +103,7 @@ def _give_zeros(group: Any, trained: list[Any]) -> None:
 
     own = [
         parameter.unsharded_param.grad is not None
-        or parameter.unsharded_accumulated_grad is not None
+        or getattr(parameter, "unsharded_accumulated_grad", None) is not None
         for parameter in trained
     ]
     used = torch.tensor(own, dtype=torch.uint8, device=group.device)
@@ -112,4 +115,4 @@ def _give_zeros(group: Any, trained: list[Any]) -> None:
     for parameter, here, anywhere in zip(trained, own, used.tolist(), strict=True):
         if anywhere and not here:
             weight = parameter.unsharded_param
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = torch.zeros_like(weight, dtype=getattr(weight, "grad_dtype", None))
