@@ -1,6 +1,7 @@
 """Measures every patch on released versions: writes ``tools/measured/PATCH.json``.
 
     python tools/matrix.py [PATCH ...] [--overlays FOLDER] [--offline] [--newest] [--jobs N]
+    python tools/matrix.py --release LIBRARY==VERSION [--release ...]
     python tools/matrix.py --expiry
 
 Takes each library through its releases, with the others at the users' versions and then at the
@@ -14,6 +15,8 @@ Measured stacks are skipped; for the PATCHes that are named, they are measured a
 interrupt.  Bugs that show only on a GPU are unknown on a machine without one; stacks measured on a
 GPU are separate entries.
 
+``--release`` measures another release, such as one that is not the last of its minor version, with
+the other libraries at the users' versions.
 ``--newest`` measures the users' stack, the newest stack and, if a library has pre-releases, the
 newest stack with each of them.  ``--expiry`` names the patches that the newest releases make
 obsolete.
@@ -248,8 +251,13 @@ def plan(measured: Measured, named: list[str], options: Any) -> list[Any]:
     }
     items: list[Any] = []
     tested = ((stack, None) for stack in (USERS, FLOORS, NEWEST))
-    asked = (
-        tested if options.tested else itertools.islice(stacks(of), 2 if options.newest else None)
+    chosen = (each.split("==") for each in options.release)
+    asked: Iterator[tuple[Stack, str | None]] = (
+        (({**USERS, library: version}, library) for library, version in chosen)
+        if options.release
+        else tested
+        if options.tested
+        else itertools.islice(stacks(of), 2 if options.newest else None)
     )
     pre_releases = ((stack, None) for stack in early(of, index)) if options.newest else ()
     for stack, varied in itertools.chain(asked, pre_releases):
@@ -273,6 +281,7 @@ def main() -> None:
     parser.add_argument("--offline", action="store_true", help="use only releases in that folder")
     parser.add_argument("--newest", action="store_true", help="users' stack, newest, pre-releases")
     parser.add_argument("--tested", action="store_true", help="only the stacks of the tests")
+    parser.add_argument("--release", action="append", default=[], metavar="LIBRARY==VERSION")
     parser.add_argument("--expiry", action="store_true", help="name the patches that are obsolete")
     parser.add_argument("--jobs", type=int, default=1, help="stacks at a time; each uses two cores")
     options = parser.parse_intermixed_args()
