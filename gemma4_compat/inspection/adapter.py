@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from .. import text
 from ..engine.gate import holds
-from ..errors import InputError
+from ..errors import InputError, reason
 from ..files.checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -30,6 +31,7 @@ from ..files.checkpoint import (
     read_header,
 )
 from ..files.hub import Repository, short_name
+from ..model.meta import on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
@@ -68,8 +70,8 @@ class Group:
     """Tensors with the same outcome for the same reason.
 
     ``kind`` is "ignored" (PEFT does not load the tensors), "refused" (loading raises) or "missing"
-    (``adapter_config.json`` asks for tensors that the file lacks).  A ``harmless`` group does not
-    change the model's output.
+    (with this ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless``
+    group does not change the model's output.
     """
 
     kind: str
@@ -86,7 +88,7 @@ class AdapterInspection(Result):
     ``bytes`` is the size of the tensors.  ``towers`` counts tensors and layers by part of the
     model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it
     with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
-    ``None``.
+    ``None``.  ``unchecked`` says why it is not known which tensors are missing, if it is not.
     """
 
     file: str
@@ -105,6 +107,7 @@ class AdapterInspection(Result):
     loads: int = 0
     needs: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
+    unchecked: str = ""
 
     @property
     def ok(self) -> bool:
@@ -121,9 +124,13 @@ class AdapterInspection(Result):
         if self.model is None:
             return ""
         if self.ok:
-            return f"fits{with_patches(self.needs)}"
+            note = self.unchecked and f"; missing tensors are not checked: {self.unchecked}"
+            return f"fits{with_patches(self.needs)}{note}"
         if any(group.kind == "refused" for group in self.groups):
-            return "does NOT fit: loading it fails; use the model that it was trained on"
+            return (
+                "does NOT fit: loading it fails; use the model that it was trained on, and a "
+                "complete file"
+            )
         return "fits only in PART" if self.loads else "does NOT fit: none of its tensors would load"
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,6 +233,11 @@ class _Key:
         """Whether the name contains the adapter's name; PEFT omits it when it saves."""
         return self.part.startswith("lora_") and self.rest not in ("", "weight", "bias")
 
+    @property
+    def is_update(self) -> bool:
+        """Whether the tensor belongs to a layer that ``target_modules`` names."""
+        return self.method not in ("", "trainable tokens")
+
     @classmethod
     def of(cls, entry: Entry) -> _Key:
         name = re.sub(r"^base_model\.(model\.)?", "", entry.name).replace(".base_layer", "")
@@ -270,15 +282,18 @@ def _fitted(
     """The inspection with the fit of the adapter to a model."""
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
-    inside = [base.inner(name) for name in targeted]
-    adapted = {*inside, *_with_parameters(config, base)} if has_targets else None
-    whole_file = _refusal(found, config)
+    fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
+    expected, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
+    names = {key.entry.name for _, key in expected}
+    layers = {*map(base.inner, targeted), *(key.layer for _, key in expected if key.is_update)}
+    adapted = layers if has_targets else None
     groups: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
-    fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
     for own, key in zip(keys, fitting, strict=True):
-        fate = whole_file or _fate(key, adapted, config, base)
+        fate = whole_file
+        if key.layer in base.modules or key.entry.name not in names:  # else of an unknown method
+            fate = fate or _fate(key, adapted, config, base)
         if fate is None:
             renamed = renamed or key.layer != own.layer
             wrapped = wrapped or (bool(key.method) and base.inner(key.layer) != key.layer)
@@ -288,8 +303,7 @@ def _fitted(
             groups.append(fate)
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
     loads = len(keys) - len(groups)
-    if {"LoRA", "DoRA"} & {*found.kind.split(", ")} and whole_file is None:
-        groups += _missing(fitting, inside, base)
+    groups += _missing(fitting, expected, base)
     return replace(
         found,
         model=base.name,
@@ -297,6 +311,7 @@ def _fitted(
         loads=loads,
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=merged_groups(groups),
+        unchecked=unchecked,
     )
 
 
@@ -309,15 +324,29 @@ def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     return tuple(sorted(merged.values(), key=lambda each: (each.kind == "ignored", -each.count)))
 
 
-def _refusal(found: AdapterInspection, config: Mapping[str, Any]) -> Group | None:
-    """Why PEFT loads no tensor of this file into any model."""
+def _expected(
+    found: AdapterInspection,
+    keys: Iterable[_Key],
+    config: Mapping[str, Any],
+    targeted: Collection[str],
+    base: BaseModel,
+) -> tuple[list[tuple[str, _Key]], Group | None, str]:
+    """What `_saved` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
+    if not config:
+        return [], None, f"there is no {ADAPTER_CONFIG}"
     peft_type = config.get("peft_type")
-    if config and peft_type not in {str(each.value) for each in PeftType}:
-        reason = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return Group("refused", reason, found.file)
-    return None
+    if peft_type not in {str(each.value) for each in PeftType}:
+        why = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
+        return [], Group("refused", why, found.file), ""
+    try:
+        return _saved(keys, config, targeted, base), None, ""
+    except ValueError as error:  # PEFT refuses the config for this model
+        return [], Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+    except Exception as error:  # some methods of PEFT compute with the weights
+        method = f"{found.kind} without the model's weights ({type(error).__name__})"
+        return [], None, f"PEFT cannot create {method}"
 
 
 def _name_in_model(layer: str, base: BaseModel) -> str:
@@ -330,12 +359,44 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
     return layer
 
 
-def _with_parameters(config: Mapping[str, Any], base: BaseModel) -> Iterator[str]:
-    """The modules of the parameters that ``target_parameters`` names."""
-    targets = config.get("target_parameters") or ()
-    for target in [targets] if isinstance(targets, str) else targets:
-        module = target.rpartition(".")[0]
-        yield from (n for n in base.modules if n == module or n.endswith(f".{module}"))
+def _saved(
+    keys: Iterable[_Key], config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
+) -> list[tuple[str, _Key]]:
+    """The tensors that PEFT saves with this config, each with the kind of group if it is missing.
+
+    PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
+    of the targets, and the layers in them named, since PEFT alone refuses wrappers.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    if not config.get("target_modules") and not config.get("target_parameters"):
+        targeted = {key.layer for key in keys if key.is_update and key.layer in base.modules}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = PeftConfig.from_peft_type(**config)
+        others = ("exclude_modules", "layers_to_transform", "layers_pattern")
+        changes = {**dict.fromkeys(others), "init_lora_weights": False, "init_weights": False}
+        changes["rank_pattern"] = {}  # changes no names, and those of AdaLoRA need the weights
+        if targeted:
+            changes["target_modules"] = {*map(base.inner, targeted)}
+        for name in changes.keys() & vars(settings).keys():
+            setattr(settings, name, changes[name])
+        copy = on_meta(type(base.model), base.model.config)
+        model = PeftModel(copy, settings, low_cpu_mem_usage=True)
+        saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    needed = [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if hasattr(module, "adapter_state_dict_load_map")
+        for own in module.adapter_state_dict_load_map("default")
+    ]
+    names = [*needed, *(name for name in saved if name not in needed)]
+    names.sort(key={key.entry.name for key in keys}.__contains__, reverse=True)
+    kinds = ("refused" if name in needed else "missing" for name in names)
+    return [
+        (kind, _Key.of(Entry(name, "", (), 0, Path())))
+        for kind, name in zip(kinds, names, strict=True)
+    ]
 
 
 def _fate(
@@ -351,29 +412,39 @@ def _fate(
         reason = "their names contain an adapter's name, and this PEFT expects none"
         return Group("ignored", reason, name)
     layer = base.inner(key.layer) if key.method else key.layer
-    if adapted is not None and key.method not in ("", "trainable tokens") and layer not in adapted:
+    if adapted is not None and key.is_update and layer not in adapted:
         return Group("ignored", "target_modules does not name these layers", name)
     return _misshapen(key, config, base.modules[layer])
 
 
-def _missing(keys: Iterable[_Key], targeted: Iterable[str], base: BaseModel) -> Iterator[Group]:
-    """The tensors that PEFT expects and the file lacks, in towers of which it has some layers.
+def _missing(
+    keys: Collection[_Key], expected: Collection[tuple[str, _Key]], base: BaseModel
+) -> Iterator[Group]:
+    """The expected tensors that the file lacks, in towers of which it has some layers.
 
     An adapter that was trained without a tower has none of its layers, and none is expected.
     """
-    held: dict[str, set[str]] = {}
+
+    def tensor(key: _Key) -> tuple[str, str, bool]:
+        layer = base.inner(key.layer) if key.method else key.layer
+        return layer, key.part, key.rest.endswith("bias")
+
+    held = Counter(map(tensor, keys))
+    names = {key.entry.name for kind, key in expected if kind == "missing"}
+    towers = {tower_of("")}  # of what all layers share
     for key in keys:
-        if key.layer in base.modules and key.part in _AXES:
-            held.setdefault(base.inner(key.layer), set()).add(key.part)
-    towers, shared = set(map(tower_of, held)), shared_layers(base.model.config)
-    for layer in dict.fromkeys((*targeted, *held)):
-        if tower_of(layer) not in towers or is_shared_kv(layer, shared):
-            continue
-        is_table = hasattr(base.modules[layer], "num_embeddings")
-        for part in ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A", "lora_B"):
-            if part not in held.get(layer, ()):
-                reason = "the file lacks them: PEFT begins with new ones, which are not trained"
-                yield Group("missing", reason, f"{layer}.{part}.weight")
+        if (key.method and key.layer in base.modules) or key.entry.name in names:
+            towers.add(tower_of(key.layer))
+    shared = shared_layers(base.model.config)
+    for kind, key in expected:
+        if held[tensor(key)]:
+            held[tensor(key)] -= 1  # a layer has two of a name if two of its parameters are adapted
+        elif kind == "refused":
+            reason = "PEFT does not find them in the file, and raises KeyError"
+            yield Group(kind, reason, key.entry.name)
+        elif tower_of(key.layer) in towers and not is_shared_kv(key.layer, shared):
+            reason = "the file lacks them: PEFT begins with new ones, which are not trained"
+            yield Group(kind, reason, key.entry.name)
 
 
 def _absent(key: _Key, base: BaseModel) -> Group:

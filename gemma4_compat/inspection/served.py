@@ -357,11 +357,15 @@ def _fate(name: str, shapes: Shapes, served: Served) -> Group | None:
         if layer.rpartition(".")[2] in served.ends:
             return Group("ignored", "vLLM has no layer of this name, and does not say so", name)
         return Group("refused", "vLLM adapts no layers that are called so", name)
-    axis = 1 if match["part"] == "lora_A" else 0
+    part = match["part"]
+    axis, pair = (1, "lora_B") if part == "lora_A" else (0, "lora_A")
     width, shape = served.layers[layer][axis], shapes[name]
     if len(shape) != 2 or shape[axis] != width:
         reason = "the widths differ: the adapter is for another model"
         return Group("refused", reason, f"{name}: {list(shape)}, not {width} wide")
+    if name.replace(part, pair) not in shapes:
+        reason = f"the file has no {pair} for them: vLLM raises, or applies neither"
+        return Group("refused", reason, name)
     if served.own.get(layer) in served.keys and name.replace("k_proj", "v_proj") not in shapes:
         reason = "k_proj also computes the values of these layers: vLLM adapts the keys alone"
         return Group("in part", reason, name)

@@ -5,6 +5,7 @@ transformers' own quantiser decides which layers are quantised.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -44,13 +45,12 @@ def meta_model(
     config_dir = config_file(folder).parent
     with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
-    vars(config).pop("quantization_config", None)
     name = next(iter(config.architectures or ()), "class for it")
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise InputError(f"{file}: {version} has no {name}")
-    with failures_of(f"{file}: {name} cannot be built from it"), torch.device("meta"):
-        model = architecture._from_config(config, dtype=torch.bfloat16)
+    with failures_of(f"{file}: {name} cannot be built from it"):
+        model = on_meta(architecture, config)
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
@@ -66,6 +66,16 @@ def meta_model(
                 quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
             model.tie_weights()
     return model
+
+
+def on_meta(architecture: Any, config: Any) -> Any:
+    """The unquantised model of this class and config on the meta device, in bfloat16."""
+    import torch
+
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        return architecture._from_config(config, dtype=torch.bfloat16)
 
 
 def _untie(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 
 import pytest
@@ -44,6 +45,23 @@ def peft_loads(model, folder):
     # PEFT makes VeRA's matrices from a seed; PEFT < 0.21 reports those in the file as unexpected.
     left_out = [key for key in left_out if ".vera_A" not in key and ".vera_B" not in key]
     return len(load((folder / WEIGHTS).read_bytes())) - len(left_out), len(left_out)
+
+
+def peft_misses(model, folder):
+    """The number of tensors that PEFT expects and the file lacks."""
+    model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))
+    tensors = load((folder / WEIGHTS).read_bytes())
+    missing = peft.set_peft_model_state_dict(model, tensors).missing_keys
+    return sum(".default" in key for key in missing)
+
+
+def without(folder, to, lacks):
+    """A copy of an adapter without the tensors whose names this expression matches."""
+
+    def cut(tensors):
+        return {name: each for name, each in tensors.items() if not re.search(lacks, name)}
+
+    return changed(folder, to, cut)
 
 
 def counts(fit, kind):
@@ -149,6 +167,10 @@ KINDS = {
 }
 
 
+if hasattr(peft, "LilyConfig"):
+    KINDS["LILY"] = (peft.LilyConfig, {"r": 4})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds(model_dir, tmp_path, kind):
     config, options = KINDS[kind]
@@ -160,6 +182,11 @@ def test_other_kinds(model_dir, tmp_path, kind):
     assert found.tensors == len(tensors)
     assert found.ok, reasons(found)
     assert (found.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
+    folder = without(tmp_path, tmp_path / "cut", r"layers\.1\.")
+    fit = inspect_adapter(folder, model_dir)
+    # PEFT also misses what it does not save, such as the ranks of AdaLoRA.
+    misses = [peft_misses(load_model(model_dir), each) for each in (folder, tmp_path)]
+    assert counts(fit, "missing") == misses[0] - misses[1] > 0
 
 
 def test_whole_tensors_come_along(model_dir, tmp_path):
@@ -363,19 +390,9 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
     assert fit.verdict == "fits only in PART"
 
 
-def peft_misses(model, folder):
-    """The number of tensors that PEFT expects and the file lacks."""
-    model = peft.PeftModel.from_pretrained(model, folder)
-    missing = model.load_adapter(folder, "again").missing_keys
-    return sum(".again." in key for key in missing)
-
-
-@pytest.mark.parametrize("lacks", ["lora_B", "layers.0."])
+@pytest.mark.parametrize("lacks", ["lora_B", r"layers\.0\."])
 def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
-    def cut(tensors):
-        return {name: tensor for name, tensor in tensors.items() if lacks not in name}
-
-    folder = changed(language_adapter_dir, tmp_path, cut)
+    folder = without(language_adapter_dir, tmp_path, lacks)
     fit = inspect_adapter(folder, model_dir)
     assert counts(fit, "missing") == peft_misses(load_model(model_dir), folder) > 5
     assert fit.verdict == "fits only in PART"
@@ -392,13 +409,102 @@ def test_missing_tensors_beside_trainable_tokens(model_dir, tmp_path):
     model.save_pretrained(tmp_path / "whole", save_embedding_layers=False)
     assert inspect_adapter(tmp_path / "whole", model_dir).ok
 
-    def cut(tensors):
-        return {name: tensor for name, tensor in tensors.items() if "lora_B" not in name}
-
-    folder = changed(tmp_path / "whole", tmp_path / "cut", cut)
-    fit = inspect_adapter(folder, model_dir)
+    fit = inspect_adapter(without(tmp_path / "whole", tmp_path / "cut", "lora_B"), model_dir)
     assert counts(fit, "missing") == 6
     assert not fit.ok
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [({"use_dora": True}, "lora_magnitude_vector"), ({"lora_bias": True}, r"lora_B\.bias")],
+)
+def test_missing_tensors_of_options(model_dir, tmp_path, options, lacks):
+    config = peft.LoraConfig(r=4, target_modules=r".*language_model.*\.[qo]_proj", **options)
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    assert inspect_adapter(tmp_path / "whole", model_dir).ok
+    folder = without(tmp_path / "whole", tmp_path / "cut", lacks)
+    fit = inspect_adapter(folder, model_dir)
+    assert counts(fit, "missing") == peft_misses(load_model(model_dir), folder) > 5
+    assert fit.verdict == "fits only in PART"
+    assert lacks.replace("\\", "") in str(fit)
+
+
+@pytest.mark.parametrize(("lacks", "count"), [("experts", 12), (r"experts\.base_layer", 6)])
+def test_missing_tensors_of_parameters(moe_dir, tmp_path, lacks, count):
+    """PEFT wraps the experts twice: ``base_layer`` is in the names of one of the parameters."""
+    from transformers import Gemma4ForCausalLM
+
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+    model = Gemma4ForCausalLM.from_pretrained(moe_dir)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "whole")
+    assert inspect_adapter(tmp_path / "whole", moe_dir).ok
+    folder = without(tmp_path / "whole", tmp_path / "cut", lacks)
+    fit = inspect_adapter(folder, moe_dir)
+    model = Gemma4ForCausalLM.from_pretrained(moe_dir)
+    assert counts(fit, "missing") == peft_misses(model, folder) == count
+    assert "experts.base_layer.lora_" in str(fit)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["per_layer_projection_norm"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [3, 5]},
+    ],
+    ids=["module", "embeddings", "tokens"],
+)
+def test_missing_tensors_without_which_peft_raises(model_dir, tmp_path, options):
+    config = peft.LoraConfig(r=4, target_modules=["per_layer_input_gate"], **options)
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    assert inspect_adapter(tmp_path / "whole", model_dir).ok
+    folder = without(tmp_path / "whole", tmp_path / "cut", "^((?!lora_).)*$")
+    fit = inspect_adapter(folder, model_dir)
+    assert reasons(fit) == "refused 1: PEFT does not find them in the file, and raises KeyError"
+    assert fit.verdict.startswith("does NOT fit: loading it fails")
+    with pytest.raises(KeyError, match=re.escape(fit.groups[0].example)):
+        peft_loads(load_model(model_dir), folder)
+
+
+def test_tied_embeddings(model_dir, tmp_path):
+    """PEFT adapts the head with the embeddings, and saves the adapter of the embeddings alone."""
+    if "ensure_weight_tying" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this PEFT does not tie adapters")
+    config = peft.LoraConfig(
+        r=4, target_modules=["embed_tokens", "per_layer_input_gate"], init_lora_weights=False,
+        ensure_weight_tying=True,
+    )  # fmt: skip
+    model = peft.get_peft_model(load_model(model_dir), config).eval()
+    model.save_pretrained(tmp_path)
+    assert inspect_adapter(tmp_path, model_dir).ok
+    again = peft.PeftModel.from_pretrained(load_model(model_dir), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(*(each(torch.arange(3, 9)[None]).logits for each in (model, again)))
+
+
+def test_method_that_needs_the_weights(model_dir, tmp_path):
+    config = peft.ShiraConfig(r=4, target_modules=["per_layer_input_gate"])
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    fit = inspect_adapter(tmp_path, model_dir)
+    assert fit.verdict.startswith(
+        "fits; missing tensors are not checked: PEFT cannot create SHiRA without the model's"
+    )
+
+
+def test_weights_without_their_config(language_adapter_dir, model_dir, tmp_path):
+    (changed(language_adapter_dir, tmp_path) / "adapter_config.json").unlink()
+    fit = inspect_adapter(tmp_path / WEIGHTS, model_dir)
+    assert fit.verdict == "fits; missing tensors are not checked: there is no adapter_config.json"
+
+
+def test_targets_that_peft_refuses(language_adapter_dir, model_dir, tmp_path):
+    targets = ["q_proj", "input_layernorm"]
+    folder = changed(language_adapter_dir, tmp_path, target_modules=targets)
+    fit = inspect_adapter(folder, model_dir)
+    assert f"refused {fit.tensors}: PEFT raises ValueError: Target module" in reasons(fit)
+    with pytest.raises(ValueError, match="Target module"):
+        peft_loads(load_model(model_dir), folder)
 
 
 def test_llama(model_dir, llama_dir, tmp_path):
@@ -461,7 +567,7 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert set(found) == {
         "file", "kind", "base_model", "tensors", "parameters", "bytes", "dtypes", "towers",
         "ranks", "rank", "target_modules", "model", "architecture", "loads", "needs",
-        "groups", "ok", "verdict",
+        "groups", "unchecked", "ok", "verdict",
     }  # fmt: skip
     assert found["model"] is None
     assert found["ranks"] == {"4": found["tensors"] // 2}

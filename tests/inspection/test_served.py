@@ -190,6 +190,18 @@ def test_other_tensors_and_widths(language_adapter_dir, model_dir, tmp_path):
     assert not found.exportable
 
 
+@pytest.mark.parametrize(("lacks", "has"), ["AB", "BA"])
+def test_half_of_a_pair(language_adapter_dir, model_dir, tmp_path, lacks, has):
+    folder = renamed(language_adapter_dir, tmp_path / "in", "", "")
+    tensors = tensors_of(folder)
+    del tensors[f"base_model.model.model.language_model.layers.0.mlp.up_proj.lora_{lacks}.weight"]
+    save_file(tensors, folder / WEIGHTS)
+    found = check_served(folder, model_dir)
+    assert f"refused 1: the file has no lora_{lacks} for them" in reasons(found)
+    assert f"up_proj.lora_{has}" in found.groups[0].example
+    assert not found.exportable
+
+
 def test_sglang(language_adapter_dir, model_dir):
     found = check_served(language_adapter_dir, model_dir, "sglang")
     assert found.applied == 0

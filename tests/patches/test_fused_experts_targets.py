@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from gemma4_compat.inspection import scan_targets
+from gemma4_compat.inspection import inspect_adapter, scan_targets
 
 peft = pytest.importorskip("peft")
 
@@ -106,3 +106,11 @@ def test_scan(moe_dir):
         assert "the experts of 3 layers get no adapter" in note
         assert f"target_parameters={EXPERTS}" in note
     assert scan_targets(moe_dir, ["q_proj"]).notes == ()
+
+
+def test_inspection_says_nothing(moe_dir, tmp_path, caplog):
+    """PEFT then creates the adapter on a model without weights."""
+    config = peft.LoraConfig(r=4, target_modules=MLP)
+    peft.get_peft_model(load(moe_dir), config).save_pretrained(tmp_path)
+    messages, found = told(caplog, inspect_adapter, tmp_path, moe_dir)
+    assert (messages, found.ok) == ([], True)

@@ -54,7 +54,7 @@ def inject_adapter(
 ) -> Any:
     result = original(self, model, adapter_name, *args, **kwargs)
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-    if model_type.startswith("gemma4"):
+    if model_type.startswith("gemma4") and not all(each.is_meta for each in model.parameters()):
         _warn(model, adapter_name)
     return result
 
