@@ -117,7 +117,9 @@ def small_model(model_dir):
 
 
 MODELS = {"small": small_model, "large": large_model}
-PROMPTS = [image_inputs, two_images, two_rows, padded, video]
+PROMPTS = [image_inputs, two_images, two_rows, padded]
+if transformers.__version__ != "5.15.0":  # whose model raises for a video: 'tuple' object ...
+    PROMPTS.append(video)
 #: in PROMPTS, inside and outside of an image; shorter than an image; the whole prompt
 SIZES = [3, 7, 9, 100]
 #: Later releases prefill images in chunks, if no image is divided.

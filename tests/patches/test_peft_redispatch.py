@@ -578,6 +578,28 @@ def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
     assert_same(logits(model, ("text",)), logits(one, ("text",)))
 
 
+@pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
+def test_merged_adapter_of_quantised_layers_is_disabled(model_dir, kind):
+    """The weights that are kept are those from before the forward, which may repack them."""
+    from accelerate import cpu_offload
+    from peft import LoraConfig
+
+    found = []
+    for is_offloaded in (False, True):
+        model = load_model(model_dir, kind)
+        if is_offloaded:
+            cpu_offload(model, torch.device("cpu"))
+        targets = r".*language_model\.layers\.\d+\.mlp\.(gate|down)_proj"
+        model = adapted(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        model.merge_adapter()
+        with model.disable_adapter():
+            found.append([logits(model, ("text",))])  # it unmerges the adapter
+        model.state_dict()
+        found[-1] += [logits(model, ("text",)) for _ in range(2)]
+    for one, split_one in zip(*found, strict=True):
+        assert_same(split_one, one)
+
+
 def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     """The forward reads only rows of the base weight, even if the adapter is merged."""
     from gemma4_compat.runtime.host import table

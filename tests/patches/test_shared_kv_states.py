@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import gemma4_compat  # first, as in conftest.py, which the processes below do not import
@@ -131,6 +132,24 @@ WAYS = [dispatched, hooked, from_checkpoint, cpu_offloaded, disk_offloaded]
 # Without a map, only modules with their own tensors get hooks; Gemma3n's layers have no tensors.
 WITHOUT_MAP = WAYS[3:]
 CASES = [(f, way) for f in FAMILIES for way in WAYS if f != "Gemma3n" or way not in WITHOUT_MAP]
+
+
+@pytest.mark.skipif(not holds("transformers>=5.5.3,<5.23"), reason="not affected")
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_kinds_of_dictionaries(kind):
+    """From transformers 5.9 the model passes a UserDict, which accelerate copies, too."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, states, shared_kv_states):
+            shared_kv_states["sliding_attention"] = states
+            return states
+
+    given = kind()
+    layer = add_hook_to_module(Layer(), AlignDevicesHook(execution_device="cpu"))
+    layer(torch.ones(1), shared_kv_states=given)
+    assert "sliding_attention" in given
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)

@@ -8,7 +8,7 @@ from typing import Any
 from ...model.hooks import offload_hook
 from .._offload import offload, onload
 
-#: Attribute of a layer: one (hook, merged adapters) pair for each forward in progress.
+#: Attribute of a layer: the hook of its base layer, for each forward in progress.
 _FORWARDS = "_forwards_with_offloaded_base_layer"
 
 
@@ -34,23 +34,34 @@ def _before_forward(layer: Any, args: Any) -> None:
     forwards = vars(layer).setdefault(_FORWARDS, [])
     while forwards and not _runs_already(layer):  # torch calls no hook after an interrupt
         _after_forward(layer, args, None)
+    if getattr(layer, "disable_adapters", False) and getattr(layer, "merged", False):
+        _unmerge(layer)
     # Without inputs, the hook of an embedding loads the whole weight instead of the needed rows.
-    # LoRA on a parameter replaces the whole weight, and unmerging changes it.
-    unmerges = getattr(layer, "disable_adapters", False) and _merged(layer)
-    inputs = () if unmerges or hasattr(layer, "parameter_name") else args
+    # LoRA on a parameter replaces the whole weight.
+    inputs = () if hasattr(layer, "parameter_name") else args
     base = base_layer(layer)  # its hook may have been replaced since
-    forwards.append((offload_hook(base), _merged(layer)))
+    forwards.append(offload_hook(base))
     onload(base, *inputs)
+
+
+def _unmerge(layer: Any) -> None:
+    """With adapters disabled, the forward of a merged layer begins with this.
+
+    It is done before the forward, because a quantised weight that ran once may be in another layout
+    than the one to keep.
+    """
+    from peft.tuners import tuners_utils
+
+    with tuners_utils.onload_layer(layer):
+        layer.unmerge()
 
 
 def _after_forward(layer: Any, args: Any, output: Any) -> None:
     forwards = vars(layer).get(_FORWARDS)
     if not forwards:  # another pre-hook raised first
         return
-    hook, merged = forwards[-1]
-    if hook is not None:
-        # With adapters disabled, the forward of a merged layer unmerges it permanently.
-        offload(base_layer(layer), hook, keep_changes=_merged(layer) != merged)
+    if forwards[-1] is not None:
+        offload(base_layer(layer), forwards[-1])
     forwards.pop()
 
 
@@ -63,7 +74,3 @@ def _runs_already(layer: Any) -> bool:
                 running += 1
             frame = frame.f_back  # type: ignore[assignment]
     return running > 1
-
-
-def _merged(layer: Any) -> list[str]:
-    return list(getattr(layer, "merged_adapters", ()))

@@ -67,7 +67,8 @@ class _Shared(UserDict[Any, Any]):
 )
 def layer_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """All decoder layers of Gemma 4, its variants and Gemma 3n inherit this method."""
-    if isinstance(kwargs.get("shared_kv_states"), (dict, _Shared)):
+    # from transformers 5.9 it is a UserDict
+    if isinstance(kwargs.get("shared_kv_states"), (dict, UserDict)):
         kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
     return original(self, *args, **kwargs)
 
