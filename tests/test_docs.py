@@ -288,6 +288,9 @@ def test_the_speeds_of_the_recipes_are_those_of_the_benchmarks():
     rows = re.findall(r"^\| .+ \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", table, re.MULTILINE)
     assert len(rows) == 4
     assert all(any({*row} <= figures for figures in measured) for row in rows)
+    below = text_of("docs/recipes.md").partition(table)[2].partition("All figures")[0]
+    (slower,) = re.findall(r"\d\.\d+ times", below)
+    assert f"{slower} as slow" in text_of("benchmarks/DECODING.md")
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/errors.md"])

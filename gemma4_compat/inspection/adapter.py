@@ -392,10 +392,9 @@ def _saved(
     ]
     names = [*needed, *(name for name in saved if name not in needed)]
     names.sort(key={key.entry.name for key in keys}.__contains__, reverse=True)
-    kinds = ("refused" if name in needed else "missing" for name in names)
     return [
-        (kind, _Key.of(Entry(name, "", (), 0, Path())))
-        for kind, name in zip(kinds, names, strict=True)
+        ("refused" if name in needed else "missing", _Key.of(Entry(name, "", (), 0, Path())))
+        for name in names
     ]
 
 

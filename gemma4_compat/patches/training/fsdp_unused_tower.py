@@ -59,15 +59,13 @@ def unused_parameters_are_left_out() -> Finding:
 
 @PATCH.around(_STATE, "FSDPState._root_post_backward_final_callback")
 def root_post_backward_final_callback(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    states = self._state_ctx.all_states
     by_user = getattr(self._state_ctx, "manual_backward_finalization_active", False)
-    groups = [group for state in states for group in _groups(state)]
-    if not by_user and any(map(_trained_in_towers, groups)):
+    groups = [(state, group) for state in self._state_ctx.all_states for group in _groups(state)]
+    if not by_user and any(_trained_in_towers(group) for _, group in groups):
         # The original begins with the root.
-        for state in reversed([each for each in states if not each._is_root]):
-            for group in reversed(_groups(state)):
-                if group._training_state.name != "POST_BACKWARD":
-                    group.post_backward()
+        for state, group in reversed(groups):
+            if not state._is_root and group._training_state.name != "POST_BACKWARD":
+                group.post_backward()
     return original(self, *args, **kwargs)
 
 
