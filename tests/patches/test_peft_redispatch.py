@@ -600,6 +600,26 @@ def test_merged_adapter_of_quantised_layers_is_disabled(model_dir, kind):
         assert_same(split_one, one)
 
 
+@pytest.mark.parametrize("kind", [None, "nf4-nested"])
+def test_merged_adapter_is_replaced(model_dir, kind):
+    """PEFT unmerges it; here its own weights are offloaded, too."""
+    from accelerate import cpu_offload
+    from peft import LoraConfig
+
+    targets = r".*language_model\.layers\.\d+\.mlp\.(gate|down)_proj"
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    found = []
+    for is_offloaded in (False, True):
+        model = adapted(load_model(model_dir, kind), config)
+        model.add_adapter("second", config)
+        if is_offloaded:
+            cpu_offload(model, torch.device("cpu"))
+        model.merge_adapter()
+        model.set_adapter("second")
+        found.append(logits(model, ("text",)))
+    assert_same(*reversed(found))
+
+
 def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     """The forward reads only rows of the base weight, even if the adapter is merged."""
     from gemma4_compat.runtime.host import table

@@ -35,7 +35,7 @@ def _before_forward(layer: Any, args: Any) -> None:
     while forwards and not _runs_already(layer):  # torch calls no hook after an interrupt
         _after_forward(layer, args, None)
     if getattr(layer, "disable_adapters", False) and getattr(layer, "merged", False):
-        _unmerge(layer)
+        unmerge(layer)
     # Without inputs, the hook of an embedding loads the whole weight instead of the needed rows.
     # LoRA on a parameter replaces the whole weight.
     inputs = () if hasattr(layer, "parameter_name") else args
@@ -44,11 +44,11 @@ def _before_forward(layer: Any, args: Any) -> None:
     onload(base, *inputs)
 
 
-def _unmerge(layer: Any) -> None:
-    """With adapters disabled, the forward of a merged layer begins with this.
+def unmerge(layer: Any) -> None:
+    """Unmerge a PEFT layer with its weights, and those of its adapters, onloaded.
 
-    It is done before the forward, because a quantised weight that ran once may be in another layout
-    than the one to keep.
+    With adapters disabled, the forward of a merged layer begins with this.  It has to be done
+    before, because a quantised weight that ran once may be in another layout than the one to keep.
     """
     from peft.tuners import tuners_utils
 

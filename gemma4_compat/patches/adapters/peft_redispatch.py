@@ -29,7 +29,7 @@ from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
 from .._code import code_at
 from .._offload import executing_map, has_changed, is_dispatched, onloaded
-from ._adapter_layer import base_layer, onload_in_forward
+from ._adapter_layer import base_layer, onload_in_forward, unmerge
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,7 @@ def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
                 "Adapter cannot be set when the model is merged. Unmerging the model first.",
                 stacklevel=3,
             )
-            with onloaded(base, keep_changes=True):
-                layer.unmerge()
+            unmerge(layer)
     return original(*args, **kwargs)
 
 
