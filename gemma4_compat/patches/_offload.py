@@ -14,6 +14,7 @@ from ..model.hooks import (
     placed_model,
 )
 from ..objects import shadowed
+from ..runtime.host.forward_lock import lock_of
 
 #: The number of rows of a weight to compare at a time.
 _ROWS = 8192
@@ -54,7 +55,8 @@ def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> 
     """Onload modules to their execution devices during the block.
 
     With ``keep_changes``, or if this function returns true after the block, the changes that the
-    block makes to the weights are kept, unless the block raises.
+    block makes to the weights are kept, unless the block raises.  No other thread runs these
+    modules meanwhile.
     """
     completed, offloaded = False, set()
 
@@ -66,6 +68,7 @@ def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> 
 
     with ExitStack() as stack:
         for module in modules:
+            stack.enter_context(lock_of(module))  # a forward in progress may have onloaded it
             hook = offload_hook(module)
             if hook is not None:
                 stack.callback(offload_once, module, hook, False)  # if the first is interrupted

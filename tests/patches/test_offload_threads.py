@@ -335,6 +335,41 @@ def test_models_that_call_each_other(model_dir, tmp_path):
     assert all(torch.equal(each, expected) for each in [*found, *inner.values()])
 
 
+def test_a_merge_during_a_forward(model_dir, tmp_path):
+    """It waits: the weights on the device are a copy that the end of the forward discards."""
+    from peft import LoraConfig, get_peft_model
+
+    model = layers_on_disk(load_model(model_dir).float(), tmp_path)
+    layer = offloaded_linear(model)
+    adapted = get_peft_model(
+        model, LoraConfig(target_modules=r".*layers\.1\.mlp\.down_proj", init_lora_weights=False)
+    )
+    expected, inside, goes_on, found = text(adapted), threading.Event(), threading.Event(), []
+    forward = layer._old_forward
+
+    def waits(*args, **kwargs):
+        inside.set()
+        goes_on.wait(60)
+        return forward(*args, **kwargs)
+
+    layer._old_forward = waits
+    runs = threading.Thread(target=lambda: found.append(text(adapted)), daemon=True)
+    runs.start()
+    assert inside.wait(60)
+    layer._old_forward = forward
+    merges = threading.Thread(target=adapted.merge_adapter, daemon=True)
+    merges.start()
+    merges.join(0.5)
+    goes_on.set()
+    for thread in (runs, merges):
+        thread.join(60)
+        assert not thread.is_alive(), "a thread waits for ever"
+    assert found
+    assert torch.equal(found[0], expected)
+    assert adapted.base_model.model.model.language_model.layers[1].mlp.down_proj.merged
+    torch.testing.assert_close(text(adapted), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_during_a_forward(model_dir, tmp_path):
     model = layers_on_disk(load_model(model_dir), tmp_path)

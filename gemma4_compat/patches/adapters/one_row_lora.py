@@ -15,9 +15,9 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...runtime.capture.decoding import forget
-from ...runtime.host.forward_lock import onloaded
 from ...runtime.kernels.one_row_lora import in_kernels
 from .._code import code_at
+from .._offload import onloaded
 
 PATCH = Patch(
     name="one_row_lora",

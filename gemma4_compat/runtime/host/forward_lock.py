@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper, wraps
 from typing import Any
 
@@ -223,22 +223,6 @@ def lock_of(module: Any) -> AbstractContextManager[None]:
     hook = vars(module).get("_hf_hook")
     lock: ForwardLock | None = None if hook is None else vars(hook).get(_LOCK)
     return nullcontext() if lock is None else lock.held()
-
-
-@contextmanager
-def onloaded(modules: Iterable[Any], *args: Any) -> Iterator[bool]:
-    """A block in which the hooks of these modules have loaded their weights, as for a forward.
-
-    Args:
-        modules: Each has a hook.
-        args: Of their forwards.
-    """
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(lock_of(module))
-            module._hf_hook.pre_forward(module, *args)
-            stack.callback(module._hf_hook.post_forward, module, None)
-        yield True
 
 
 def _is_locked(forward: Any) -> bool:

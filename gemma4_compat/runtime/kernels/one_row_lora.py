@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
 
     Args:
         original: ``forward`` of PEFT's ``Linear4bit`` for LoRA.
-        onloaded: Makes a context in which the hooks of some modules have loaded their weights.
+        onloaded: Makes a context in which some modules are onloaded.
     """
     import torch
     from peft.tuners.lora import bnb
@@ -59,12 +59,9 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
             adapter = _without_errors(adapter_of, self, x)
         if adapter is None:
             return original(self, x, *args, **kwargs)
-        with ExitStack() as stack:
-            hooked = [each for each in adapter[:2] if "_hf_hook" in vars(each)]
-            if hooked and not _without_errors(stack.enter_context, onloaded(hooked, x)):
-                result = None
-            else:
-                result = _result(self, x, *adapter)
+        hooked = any("_hf_hook" in vars(each) for each in adapter[:2])
+        with onloaded(*adapter[:2]) if hooked else nullcontext():
+            result = _result(self, x, *adapter)
         return original(self, x) if result is None else result
 
     return forward
