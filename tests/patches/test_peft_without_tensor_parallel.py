@@ -98,7 +98,7 @@ def test_an_adapter_on_layers_alone(load, experts_dir, tmp_path, group):
     check(load, experts_dir, save_adapter(experts_dir, tmp_path / "adapter", None), group)
 
 
-@pytest.mark.skipif(not holds("peft>=0.19,<0.20"), reason="PEFT looks first")
+@pytest.mark.skipif(not holds("peft>=0.19,<0.20"), reason="PEFT checks first")
 def test_a_sharded_model_is_left_to_peft(experts_dir, tmp_path, group):
     """PEFT cannot load an adapter on sharded experts."""
     from torch.distributed.device_mesh import init_device_mesh

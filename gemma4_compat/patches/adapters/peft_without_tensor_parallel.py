@@ -1,13 +1,13 @@
 """PEFT 0.19 prepares tensor parallelism for every LoRA adapter that several processes load.
 
 Where ``torch.distributed`` is initialised (``accelerate launch``, DDP, FSDP), PEFT shards a loaded
-adapter like the model.  It imports the styles of tensor parallelism from transformers and reads the
-device of each base weight, and only then looks whether a layer is sharded.  transformers 5.16
-removed one of the styles, ``EmbeddingParallel``, so loading raises.  The experts of 26B-A4B have no
-``weight``, so an adapter on them raises with any transformers.
+adapter as the model is sharded.  It imports the styles of tensor parallelism from transformers, and
+reads the device of each base weight, before it checks whether a layer is sharded at all.
+transformers 5.16 removed one of the styles, ``EmbeddingParallel``, so loading raises.  The experts of
+26B-A4B have no ``weight``, so an adapter on them raises with any transformers.
 
-The fix looks first.  transformers marks the modules of a sharded model, and no others.  Their
-adapters stay with PEFT.
+The fix checks first.  transformers marks the modules of a model that it shards, and no others.  For
+such a model, PEFT's own code runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft>=0.19,<0.20"),
     changes=(
-        "PEFT leaves tensor parallelism out where it loads a LoRA adapter in several processes and "
-        "transformers did not shard the model."
+        "PEFT runs its code for tensor parallelism only if transformers sharded the model for which "
+        "it loads a LoRA adapter."
     ),
     links=(
         "https://github.com/huggingface/peft/pull/3261",
@@ -43,13 +43,13 @@ _MARKS = ("_hf_tp_plan", "_is_hooked")
 
 
 @PATCH.probe
-def imports_before_it_looks() -> Finding:
+def imports_before_it_checks() -> Finding:
     """Check whether the import comes before the loop over the layers."""
     names = code_at(_MODULE, _SHARD).co_names  # in the order of their first use
     if _STYLES not in names or "named_modules" not in names:
-        return drifted(f"{_SHARD} no longer imports the styles, or no longer looks at the layers")
+        return drifted(f"{_SHARD} does not import the styles, or does not go through the layers")
     first = names.index("named_modules") < names.index(_STYLES)
-    return fixed_if(first, "PEFT looks first whether a layer is sharded")
+    return fixed_if(first, "PEFT checks first whether a layer is sharded")
 
 
 @PATCH.around(_MODULE, _SHARD)
