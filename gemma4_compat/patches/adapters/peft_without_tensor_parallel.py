@@ -2,8 +2,8 @@
 
 Where ``torch.distributed`` is initialised (``accelerate launch``, DDP, FSDP), PEFT shards a loaded
 adapter as the model is sharded.  It imports the styles of tensor parallelism from transformers, and
-reads the device of each base weight, before it checks whether a layer is sharded at all.
-transformers 5.16 removed one of the styles, ``EmbeddingParallel``, so loading raises.  The experts of
+reads the device of each base weight, before it checks whether a layer is sharded at all.  One of
+the styles, ``EmbeddingParallel``, is gone in transformers 5.16, so loading raises.  The experts of
 26B-A4B have no ``weight``, so an adapter on them raises with any transformers.
 
 The fix checks first.  transformers marks the modules of a model that it shards, and no others.  For
@@ -26,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft>=0.19,<0.20"),
     changes=(
-        "PEFT runs its code for tensor parallelism only if transformers sharded the model for which "
-        "it loads a LoRA adapter."
+        "Loading a LoRA adapter runs PEFT's code for tensor parallelism only if transformers sharded "
+        "the model."
     ),
     links=(
         "https://github.com/huggingface/peft/pull/3261",
