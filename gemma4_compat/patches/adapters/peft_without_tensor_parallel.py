@@ -26,8 +26,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft>=0.19,<0.20"),
     changes=(
-        "Loading a LoRA adapter runs PEFT's code for tensor parallelism only if transformers sharded "
-        "the model."
+        "Loading a LoRA adapter runs PEFT's code for tensor parallelism only if transformers "
+        "sharded the model."
     ),
     links=(
         "https://github.com/huggingface/peft/pull/3261",
