@@ -11,6 +11,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 import gemma4_compat
 from gemma4_compat.patches.attention import _cudnn
+from tests.support import load_model
 
 #: the lengths at which cuDNN is wrong, and others
 WRONG, RIGHT = (64, 192, 704), (128, 640, 577)
@@ -140,6 +141,33 @@ def test_a_compiled_step():
     layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     assert all(each.isfinite().all() for each in gradients(model, 192))
     assert cudnn_sdp_enabled()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["multimodal", "gemma4", "gemma3n", "unified"])
+def test_a_compiled_token(kind, model_dir):
+    """torch.compile traces a decode step as one graph, if it does so without the patches."""
+    from transformers import CompileConfig
+
+    whole = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode=None)
+    ids = torch.arange(3, 12, device="cuda")[None]
+
+    def tokens(**options):
+        model = load_model(model_dir) if kind == "multimodal" else make(kind).eval()
+        model.to("cuda", torch.bfloat16)
+        return model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False,
+            eos_token_id=None, cache_implementation="static", **options,
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    try:
+        with gemma4_compat.disabled():
+            tokens(compile_config=whole)
+    except Exception as error:
+        pytest.skip(f"not without the patches, either: {type(error).__name__}")
+    torch.compiler.reset()
+    assert torch.equal(tokens(compile_config=whole), tokens(disable_compile=True))
 
 
 @pytest.mark.parametrize("before", [True, False])
