@@ -201,12 +201,15 @@ def test_on_the_cpu_pytorch_chooses(kind, monkeypatch):
     assert gradients(make(kind), 64)
 
 
-def test_a_compiled_forward_on_the_cpu():
+def test_a_compiled_forward_on_the_cpu(recwarn):
+    """torch.compile warns of functions with a cache, once in a process."""
+    torch._dynamo.utils.warn_once_cache.clear()
     model = low_scores()
     expected = gradients(model, 64)
     layer = model.model.layers[0].self_attn
     layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     assert all(map(torch.equal, expected, gradients(model, 64)))
+    assert not [each for each in recwarn if "lru_cache" in str(each.message)]
 
 
 class OnAGPU:
