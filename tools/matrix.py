@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gemma4_compat.patches import load  # noqa: E402
-from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS  # noqa: E402
+from gemma4_compat.versions import FLOORS, LIBRARIES, MIDDLE, NEWEST, USERS  # noqa: E402
 from tools.measured import DATA, Measured  # noqa: E402
 
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
@@ -233,6 +233,18 @@ def expiry(measured: Measured) -> Iterator[str]:
         yield "these releases still need every patch"
 
 
+def asked(of: dict[str, list[str]], options: Any) -> Iterator[tuple[Stack, str | None]]:
+    """The stacks that the options ask for, each with the library that is varied, if it is one."""
+    if options.release:
+        for release in options.release:
+            library, version = release.split("==")
+            yield {**USERS, library: version}, library
+    elif options.tested:
+        yield from ((stack, None) for stack in (USERS, MIDDLE, FLOORS, NEWEST))
+    else:
+        yield from itertools.islice(stacks(of), 2 if options.newest else None)
+
+
 def plan(measured: Measured, named: list[str], options: Any) -> list[Any]:
     """The stacks to measure, each with its patches that are not measured."""
     import torch
@@ -250,17 +262,8 @@ def plan(measured: Measured, named: list[str], options: Any) -> list[Any]:
         if not named or patch.name in named
     }
     items: list[Any] = []
-    tested = ((stack, None) for stack in (USERS, FLOORS, NEWEST))
-    chosen = (each.split("==") for each in options.release)
-    asked: Iterator[tuple[Stack, str | None]] = (
-        (({**USERS, library: version}, library) for library, version in chosen)
-        if options.release
-        else tested
-        if options.tested
-        else itertools.islice(stacks(of), 2 if options.newest else None)
-    )
     pre_releases = ((stack, None) for stack in early(of, index)) if options.newest else ()
-    for stack, varied in itertools.chain(asked, pre_releases):
+    for stack, varied in itertools.chain(asked(of, options), pre_releases):
         key = {**machine, **stack}
         wanted = [
             name

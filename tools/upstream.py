@@ -3,10 +3,10 @@
     python tools/upstream.py [LIBRARY ...]
 
 Uses the installed versions of the libraries, and those of their tests that cover the code that the
-patches change.  The tests run once in a plain process, and once in a process that imports
-gemma4_compat before anything else.  Tests that pass in one of the two only are run again, three
-times in each.  A test is a regression if it fails with the patches more often than without.  The
-exit code is 0 only if there is no regression and all tests of the named libraries (default: all
+patches change.  The tests run once in a plain process, and at the same time in a process that
+imports gemma4_compat before anything else.  Tests that pass in one of the two only are run again,
+three times in each.  A test is a regression if it fails with the patches more often than without.
+The exit code is 0 only if there is no regression and all tests of the named libraries (default: all
 libraries) were run.
 
 The results are stored in ``tools/libraries.json``, for each release that was run, and
@@ -37,6 +37,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -62,9 +63,9 @@ PAGE_BEGIN = """# The libraries' own tests, without and with the patches
 <!-- Written by `tools/upstream.py`; do not edit.  Explanations are in `tools/libraries.json`. -->
 
 `nox -s upstream` runs tests of transformers, accelerate, peft and bitsandbytes, first without this
-package, then with it imported before anything else.  No result may get worse.  The tests run on a
-CPU, without a network: *no network* counts those that fail because they need the Hub.  Tests that
-fail both times do so without this package as well.
+package, then with it imported before anything else.  No result may get worse.  The tests run
+without a network, and on a CPU unless the heading names a GPU: *no network* counts those that fail
+because they need the Hub.  Tests that fail both times do so without this package as well.
 """
 STOPPED = "  **Both runs were stopped**: only the tests that both reached are counted."
 #: Imported before the tests, in both modes: a patch is applied when all its targets are imported,
@@ -147,6 +148,7 @@ SUITES = {
             "tests/test_mixed.py",
             "tests/test_other.py",
             "tests/test_custom_models.py",
+            "tests/test_common_gpu.py",
             # These are a fifth of all tests, and run the same code with every dtype.
             "-k=not adapter_dtype_autocast",
         ),
@@ -350,15 +352,19 @@ class Comparison:
 def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) -> Comparison:
     arguments = [*SUITES[name].arguments, *extra]
     arguments = [a for a in arguments if not a.endswith(".py") or (folder / a).exists()]
-    results = []
-    for label, mode in (("without", PLAIN), ("with", PATCHED)):
-        result = run(mode, folder, arguments, out / f"{name}-{label}", limit)
+    sides = {"without": PLAIN, "with": PATCHED}
+    with ThreadPoolExecutor(len(sides)) as pool:
+        runs = {
+            label: pool.submit(run, mode, folder, arguments, out / f"{name}-{label}", limit)
+            for label, mode in sides.items()
+        }
+    results = [each.result() for each in runs.values()]
+    for label, result in zip(sides, results, strict=True):
         patches = "unpatched" if result.patches is None else f"{len(result.patches)} patches"
         end = "" if result.finished else ", NOT FINISHED"
         counts = Counter(result.outcomes.values())
         count = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
         print(f"  {label}: {count}; {patches}; {result.seconds:.0f} s{end}", flush=True)
-        results.append(result)
     plain, patched = results
     if not plain.passed:
         raise Unavailable(f"no test passes without the patches: see {out / name}-without.txt")
@@ -374,7 +380,7 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
     if 0 < len(suspects) <= MOST_AGAIN:
         passes: Counter[tuple[str, str]] = Counter()
         for number in range(TIMES_AGAIN):
-            for label, mode in (("without", PLAIN), ("with", PATCHED)):
+            for label, mode in sides.items():
                 repeated = run(mode, folder, suspects, out / f"{name}-again-{number}-{label}", 1200)
                 passes.update((label, test) for test in repeated.passed)
         again = {test: (passes["without", test], passes["with", test]) for test in suspects}
@@ -386,8 +392,12 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
 
 def store(name: str, version: str, tests_of: str, result: Comparison) -> None:
     """Replace the release's part of ``DATA``; explanations of the same differences stay."""
+    import torch
+
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
     release = f"{name} {version}"
+    if torch.cuda.is_available():
+        release += f" on {torch.cuda.get_device_name()}"
     why = data.get(release, {}).get("differences", {})
     names = ("torch", *SUITES)
     data[release] = {

@@ -294,6 +294,28 @@ def test_bfloat16_split(model_dir):
 
 
 @pytest.mark.cuda
+def test_after_hidden_states(model):
+    """transformers leaves its hooks on a model that was asked for hidden states."""
+    inputs = prompt(model)
+    expected = generated(model, inputs)
+    hidden = model(**inputs, output_hidden_states=True).hidden_states
+    assert any(module._forward_hooks for module in base_of(model).modules())
+    check(model, inputs)
+    assert_same(generated(model, inputs), expected)
+    again = model(**inputs, output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, again, hidden))
+
+
+@pytest.mark.cuda
+def test_a_config_that_asks_for_hidden_states(model):
+    """Their outputs are not tensors, so that the steps stay eager."""
+    model.config.get_text_config().output_hidden_states = True
+    for _ in range(2):
+        inputs = prompt(model)
+        assert_same(generated(model, inputs), generated(model, inputs, eager=True))
+
+
+@pytest.mark.cuda
 def test_inference_mode(model):
     expected = generated(model, prompt(model), eager=True)
     for _ in range(2):

@@ -11,6 +11,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 import gemma4_compat
 from gemma4_compat.patches.attention import _cudnn
+from tests.support import load_model
 
 #: the lengths at which cuDNN is wrong, and others
 WRONG, RIGHT = (64, 192, 704), (128, 640, 577)
@@ -142,6 +143,33 @@ def test_a_compiled_step():
     assert cudnn_sdp_enabled()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["multimodal", "gemma4", "gemma3n", "unified"])
+def test_a_compiled_token(kind, model_dir):
+    """torch.compile traces a decode step as one graph, if it does so without the patches."""
+    from transformers import CompileConfig
+
+    whole = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode=None)
+    ids = torch.arange(3, 12, device="cuda")[None]
+
+    def tokens(**options):
+        model = load_model(model_dir) if kind == "multimodal" else make(kind).eval()
+        model.to("cuda", torch.bfloat16)
+        return model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False,
+            eos_token_id=None, cache_implementation="static", **options,
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    try:
+        with gemma4_compat.disabled():
+            tokens(compile_config=whole)
+    except Exception as error:
+        pytest.skip(f"not without the patches, either: {type(error).__name__}")
+    torch.compiler.reset()
+    assert torch.equal(tokens(compile_config=whole), tokens(disable_compile=True))
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_the_choice_of_kernels_is_restored(before):
     """Of two threads, the first to enter is the first to leave."""
@@ -173,12 +201,15 @@ def test_on_the_cpu_pytorch_chooses(kind, monkeypatch):
     assert gradients(make(kind), 64)
 
 
-def test_a_compiled_forward_on_the_cpu():
+def test_a_compiled_forward_on_the_cpu(recwarn):
+    """torch.compile warns of functions with a cache, once in a process."""
+    torch._dynamo.utils.warn_once_cache.clear()
     model = low_scores()
     expected = gradients(model, 64)
     layer = model.model.layers[0].self_attn
     layer.forward = torch.compile(layer.forward, backend="eager", fullgraph=True)
     assert all(map(torch.equal, expected, gradients(model, 64)))
+    assert not [each for each in recwarn if "lru_cache" in str(each.message)]
 
 
 class OnAGPU:

@@ -50,9 +50,10 @@ def text_weights(model):
 
 
 def assert_same_weights(found, expected):
+    """transformers 5.8 does not initialise weights that a checkpoint lacks; they may be nan."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @pytest.mark.regression("text_model_weights", RANDOM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -19,6 +18,8 @@ _BLOCK, _REMAINDER = 128, 64
 _DECODES_WRONG = 91900
 #: device, dtype and head size of an example -> whether it is wrong
 _wrong: dict[tuple[Any, Any, int], bool] = {}
+#: device -> whether it decodes wrong values
+_decoding: dict[Any, bool] = {}
 _lock = ForkableLock()
 #: The forwards that do not use cuDNN now, and what PyTorch's flag was before the first.
 _inside: list[object] = []
@@ -93,13 +94,18 @@ def _may_be_wrong(module: Any, hidden_states: Any) -> bool:
     return _wrong[example]
 
 
-@lru_cache
 def _decodes_wrong(device: Any) -> bool:
     import torch
 
-    if not torch.cuda.is_available() or (torch.backends.cudnn.version() or 0) < _DECODES_WRONG:
-        return False
-    return bool(torch.cuda.get_device_capability(device)[0] == 10)
+    if device not in _decoding:
+        new = torch.cuda.is_available() and (torch.backends.cudnn.version() or 0) >= _DECODES_WRONG
+        _decoding[device] = new and torch.cuda.get_device_capability(device)[0] == 10
+    return _decoding[device]
+
+
+# torch.compile cannot trace the version of cuDNN, so it calls this function.  The decorator
+# torch.compiler.assume_constant_result sets the same attribute, but imports torch.
+_decodes_wrong._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_wrong_gradients(device: Any, dtype: Any, head_size: int) -> bool:

@@ -48,7 +48,10 @@ def replace(
 
     @patch.around(module, f"{layer}.forward")
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if not plain()(hidden_states) or not applies(self, hidden_states):
+        import torch
+
+        compiling = torch.compiler.is_compiling()  # torch.compile warns of functions with a cache
+        if compiling or not plain()(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
         before = getattr(thread, "inside", False)
         try:

@@ -34,6 +34,9 @@ SEARCH = (
     "(BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
 )
 
+#: Modules whose forward hooks do nothing in a captured step: this package, and transformers, which
+#: keeps its hooks on a model once a forward has asked for hidden states or attentions.
+_IDLE_HOOKS = ("gemma4_compat.", "transformers.utils.output_capturing")
 #: Device types that have CUDA graphs.
 CAPTURED_ON = ("cuda",)
 
@@ -161,7 +164,7 @@ def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
         raise NotCaptured("there are forward hooks for all modules")
     for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(str(hook.__module__).startswith("gemma4_compat.") for hook in hooks):
+        if not all(str(hook.__module__).startswith(_IDLE_HOOKS) for hook in hooks):
             raise NotCaptured(f"{name} has a forward hook")
         if has_threshold(module) and not can_search(device):
             raise NotCaptured(SEARCH.format("their inputs"))
