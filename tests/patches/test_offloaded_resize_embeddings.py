@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gemma4_compat.model.hooks import offload_hooks
 from tests.support import assert_same, load_model, logits, offloaded, split
 
 LANGUAGE = "model.language_model"
@@ -55,6 +56,34 @@ def test_ends_that_are_tied_again(model_dir, ends, tmp_path):
     assert offloaded(model) == before
     for _ in range(2):
         assert_same(logits(model, ("text",)), expected)
+
+
+def test_the_address_of_the_old_weight(model_dir, tmp_path):
+    """accelerate looks tied weights up by their address, and free memory is used again."""
+    parts = {f"{LANGUAGE}.layers.1": "disk", "": "cpu"}
+    model = split(load_model(model_dir), tmp_path, parts)
+    logits(model, ("text",))
+    address = model.get_input_embeddings().weight.data_ptr()
+    tables = [hook.tied_params_map for hook in offload_hooks(model.modules())]
+    assert any(address in table for table in tables)
+    resized(model, 520)
+    assert not any(address in table for table in tables)
+
+
+def test_an_adapter_after_a_resize(model_dir, language_adapter_dir, tmp_path):
+    """PEFT and accelerate ask the hooks where the weights were before the dispatch."""
+    from accelerate.hooks import remove_hook_from_submodules
+    from peft import PeftModel
+
+    one = PeftModel.from_pretrained(resized(load_model(model_dir), 520), language_adapter_dir)
+    expected = logits(one, ("text",))
+    parts = {f"{LANGUAGE}.layers.1": "disk", **dict.fromkeys(ENDS["per layer"], "disk"), "": "cpu"}
+    model = resized(split(load_model(model_dir), tmp_path, parts), 520)
+    adapted = PeftModel.from_pretrained(model, language_adapter_dir)
+    assert_same(logits(adapted, ("text",)), expected)
+    remove_hook_from_submodules(adapted.get_base_model())
+    assert not any(weight.is_meta for weight in adapted.parameters())
+    assert_same(logits(adapted, ("text",)), expected)
 
 
 def test_new_tokens_of_another_model(llama_dir, tmp_path):

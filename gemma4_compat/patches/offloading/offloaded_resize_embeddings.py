@@ -10,6 +10,9 @@ meta, and no hook loads it.
 
 The fix onloads offloaded embeddings, and an offloaded head, while they are resized or tied.  From
 then on their hooks load the new weights.
+
+accelerate looks tied weights up by the address that they had when the model was dispatched.  After
+a resize, that address is free, and a weight read from the disk may get it.  The fix removes it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...model.hooks import host_tensors, offload_hooks
 from .._code import code_at
 from .._offload import offload, onload, onloaded
 
@@ -50,7 +54,25 @@ def resize_ignores_offloading() -> Finding:
 def resize_token_embeddings(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Embeddings and head stay onloaded until they are tied again."""
     with _onloaded_embeddings(self, keep_changes=True):
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+    _forget_freed(self)
+    return result
+
+
+@PATCH.around("accelerate.hooks", "AlignDevicesHook.init_hook")
+def init_hook(original: Any, self: Any, module: Any) -> Any:
+    """A resize adds the hook again, while the weight is on meta.
+
+    accelerate takes this for the place where the weight was before the dispatch, and PEFT for a
+    weight in a safetensors file.
+    """
+    before = vars(self).get("original_devices") or {}
+    module = original(self, module)
+    for name, device in before.items():
+        now = self.original_devices.get(name)
+        if now is not None and now.type == "meta":
+            self.original_devices[name] = device
+    return module
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.tie_weights")
@@ -66,6 +88,22 @@ def get_resized_embeddings(
     """Only this method resizes the per-layer embeddings."""
     with onloaded(old_embeddings, keep_changes=True):
         return original(self, old_embeddings, *args, **kwargs)
+
+
+def _forget_freed(model: Any) -> None:
+    """Remove addresses of freed weights from accelerate's table of tied weights.
+
+    A weight that is read from the disk may get the address of the old embeddings, and accelerate
+    would use the new embeddings instead.
+    """
+    hooks = [*offload_hooks(model.modules())]
+    used = {weight.data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    for hook in hooks:
+        used.update(each.data_ptr() for each in (host_tensors(hook.weights_map) or {}).values())
+    for hook in hooks:
+        table = hook.tied_params_map or {}
+        for address in table.keys() - used:
+            del table[address]
 
 
 @contextmanager
