@@ -407,6 +407,12 @@ def _fate(
         return None
     if key.layer not in base.modules:
         return _absent(key, base)
+    if not name.startswith(_PREFIX):
+        reason = (
+            f"PEFT ignores names that do not begin with {_PREFIX} Put that before each name, or "
+            "load the file with transformers' model.load_adapter"
+        )
+        return Group("ignored", reason, name)
     if key.is_named and holds("peft<0.21"):
         reason = "their names contain an adapter's name, and this PEFT expects none"
         return Group("ignored", reason, name)

@@ -110,13 +110,35 @@ def test_ranks_and_dtypes(model_dir, tmp_path):
 @pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("prefix", [True, False])
 def test_saved_by_transformers(model_dir, tmp_path, prefix):
+    """transformers loads its own format, too; PEFT does not."""
     model = load_model(model_dir)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj"))
     model.save_pretrained(tmp_path, save_peft_format=prefix)
     found = inspect_adapter(tmp_path, model_dir)
     assert found.towers == {"language": {"tensors": 12, "layers": 6}}
-    assert found.ok
-    assert found.loads == found.tensors == 12
+    assert found.ok == prefix
+    assert (found.loads, counts(found, "ignored")) == ((12, 0) if prefix else (0, 12))
+    load_model(model_dir).load_adapter(tmp_path)
+
+
+def test_names_that_peft_ignores(language_adapter_dir, model_dir, tmp_path):
+    """PEFT loads none of these tensors, without an error; the named way out works."""
+
+    def without_prefix(tensors):
+        return {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
+
+    def with_prefix(tensors):
+        return {f"base_model.model.{name}": t for name, t in tensors.items()}
+
+    folder = changed(language_adapter_dir, tmp_path / "bare", without_prefix)
+    found = inspect_adapter(folder, model_dir)
+    assert peft_loads(load_model(model_dir), folder) == (0, found.tensors)
+    assert (found.loads, counts(found, "ignored"), counts(found, "missing")) == (0, 72, 0)
+    assert "PEFT ignores names that do not begin with base_model.model." in reasons(found)
+    assert found.verdict == "does NOT fit: none of its tensors would load"
+    folder = changed(folder, tmp_path / "again", with_prefix)
+    assert inspect_adapter(folder, model_dir).ok
+    assert peft_loads(load_model(model_dir), folder) == (72, 0)
 
 
 def test_e2b_adapter(e2b_dir, tmp_path):
