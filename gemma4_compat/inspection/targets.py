@@ -240,7 +240,13 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
         raise InputError(f"PEFT refuses the adapter's config: {error}") from error
     tuners_utils._maybe_include_all_linear_layers(config, base.model)
     exists = tuners_utils.check_target_module_exists
-    return [name for name in base.modules if exists(config, name)]
+
+    def matches(name: str) -> bool:
+        # For an excluded module the result is falsy, but neither False nor None.
+        inner = exists(config, base.inner(name))
+        return bool(exists(config, name)) and bool(inner or inner in (False, None))
+
+    return [name for name in base.modules if matches(name)]
 
 
 def check_expression(targets: str) -> None:
