@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -31,7 +32,7 @@ from ..files.checkpoint import (
     read_header,
 )
 from ..files.hub import Repository, short_name
-from ..model.meta import on_meta
+from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
@@ -66,6 +67,10 @@ _Tensor = tuple[str, str, bool]
 _ZERO = (
     "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: set the value of the training"
 )
+_DEQUANTIZED = (
+    "if from_pretrained gets quantization_config=CompressedTensorsConfig(dequantize=True) "
+    "(transformers 5.21 or later): else PEFT raises \"'Linear' object has no attribute 'weight'\""
+)
 #: the beginnings of the text model's names in the text-only and in the multimodal class
 _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "model."))
 
@@ -95,6 +100,7 @@ class AdapterInspection(Result):
     model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it
     with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
     ``None``.  ``unchecked`` says why it is not known which tensors are missing, if it is not.
+    ``condition`` is how the model has to be loaded, if not as usual.
     """
 
     file: str
@@ -114,6 +120,7 @@ class AdapterInspection(Result):
     needs: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
     unchecked: str = ""
+    condition: str = ""
 
     @property
     def ok(self) -> bool:
@@ -131,7 +138,7 @@ class AdapterInspection(Result):
             return ""
         if self.ok:
             note = self.unchecked and f"; missing tensors are not checked: {self.unchecked}"
-            return f"fits{with_patches(self.needs)}{note}"
+            return f"fits{with_patches(self.needs)}{self.condition and f', {self.condition}'}{note}"
         if any(group.kind == "refused" for group in self.groups):
             return (
                 "does NOT fit: loading it fails; use the model that it was trained on, and a "
@@ -320,6 +327,7 @@ def _fitted(
             groups.append(fate)
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
     loads = len(keys) - len(groups)
+    adapted_layers = any(key.is_update and key.layer for key in keys)
     groups += [*idle, *_missing(fitting, expected, base)]
     return replace(
         found,
@@ -329,6 +337,7 @@ def _fitted(
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=merged_groups(groups),
         unchecked=unchecked,
+        condition=_DEQUANTIZED if base.method == COMPRESSED and adapted_layers else "",
     )
 
 
@@ -359,9 +368,11 @@ def _expected(
         return [], True, Group("refused", why, found.file), ""
     try:
         return *_created(keys, config, targeted, base), None, ""
-    except ValueError as error:  # PEFT refuses the config for this model
-        return [], True, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
-    except Exception as error:  # some methods of PEFT compute with the weights
+    except Exception as error:
+        # PEFT refuses the config for this model; DoRA fails on the packed weights of QAT.
+        if isinstance(error, ValueError) or (base.method == QAT and config.get("use_dora")):
+            return [], True, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+        # some methods of PEFT compute with the weights
         method = f"{found.kind} without the model's weights ({type(error).__name__})"
         return [], True, None, f"PEFT cannot create {method}"
 
@@ -401,8 +412,11 @@ def _created(
             changes["target_modules"] = {*map(base.inner, targeted)}
         for name in changes.keys() & vars(settings).keys():
             setattr(settings, name, changes[name])
-        copy = on_meta(type(base.model), base.model.config)
-        model = PeftModel(copy, settings, low_cpu_mem_usage=True)
+        if base.method == QAT:
+            model = copy.deepcopy(base.model)  # has other layers, and no weights
+        else:
+            model = on_meta(type(base.model), base.model.config)
+        model = PeftModel(model, settings, low_cpu_mem_usage=True)
         saved = get_peft_model_state_dict(model, save_embedding_layers=False)
     needed = [
         f"{name}.{own}"

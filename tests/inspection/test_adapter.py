@@ -651,7 +651,7 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert set(found) == {
         "file", "kind", "base_model", "tensors", "parameters", "bytes", "dtypes", "towers",
         "ranks", "rank", "target_modules", "model", "architecture", "loads", "needs",
-        "groups", "unchecked", "ok", "verdict",
+        "groups", "unchecked", "condition", "ok", "verdict",
     }  # fmt: skip
     assert found["model"] is None
     assert found["ranks"] == {"4": found["tensors"] // 2}
