@@ -400,8 +400,6 @@ def _created(
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    if not config.get("target_modules") and not config.get("target_parameters"):
-        targeted = {key.layer for key in keys if key.is_update and key.layer in base.modules}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = PeftConfig.from_peft_type(**config)

@@ -430,6 +430,17 @@ def test_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path, options):
     assert fit.verdict == "fits only in PART"
 
 
+def test_targets_that_peft_chooses(language_adapter_dir, model_dir, tmp_path):
+    folder = changed(language_adapter_dir, tmp_path, target_modules=None)
+    fit = inspect_adapter(folder, model_dir)
+    if "PEFT raises" in reasons(fit):  # it knows no targets for Gemma 4
+        with pytest.raises(ValueError, match="specify `target_modules`"):
+            peft_loads(load_model(model_dir), folder)
+    else:
+        assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+        assert fit.verdict == "fits only in PART"
+
+
 def test_whole_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path):
     """PEFT loads them into the model itself, if it has such a tensor."""
     config = peft.LoraConfig(
