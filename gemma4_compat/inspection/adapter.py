@@ -65,7 +65,8 @@ _AXES = {
 #: the layer, the part, and whether it is the bias of the part
 _Tensor = tuple[str, str, bool]
 _ZERO = (
-    "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: set the value of the training"
+    "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: use the value that the "
+    "adapter was trained with"
 )
 _DEQUANTIZED = (
     "if from_pretrained gets quantization_config=CompressedTensorsConfig(dequantize=True) "
@@ -430,8 +431,8 @@ def _created(
     names = sorted(kinds, key={key.entry.name for key in keys}.__contains__, reverse=True)
     factors = [getattr(module, "scaling", None) for module in model.modules()]
     scalings = [value for each in factors if isinstance(each, dict) for value in each.values()]
-    has_magnitudes = config.get("use_dora")  # which change the output without an update
-    scales = bool(has_magnitudes or any(scalings) or not scalings)
+    # The magnitudes of DoRA change the output without an update, too.
+    scales = bool(any(scalings) or not scalings or config.get("use_dora"))
     return [(kinds[name], _Key.of(Entry(name, "", (), 0, Path()))) for name in names], scales
 
 
@@ -450,7 +451,7 @@ def _fate(
         return _absent(key, base)
     if not name.startswith(_PREFIX):
         reason = (
-            f"PEFT ignores names that do not begin with {_PREFIX} Put that before each name, or "
+            f"PEFT ignores names that do not begin with {_PREFIX!r}: put that before each name, or "
             "load the file with transformers' model.load_adapter"
         )
         return Group("ignored", reason, name)

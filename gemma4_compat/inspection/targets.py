@@ -246,7 +246,7 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
     def matches(name: str) -> bool:
         # For an excluded module the result is falsy, but neither False nor None.
         inner = exists(config, base.inner(name))
-        return bool(exists(config, name)) and bool(inner or inner in (False, None))
+        return bool(exists(config, name) and (inner or inner in (False, None)))
 
     return [name for name in base.modules if matches(name)]
 

@@ -134,7 +134,7 @@ def test_names_that_peft_ignores(language_adapter_dir, model_dir, tmp_path):
     found = inspect_adapter(folder, model_dir)
     assert peft_loads(load_model(model_dir), folder) == (0, found.tensors)
     assert (found.loads, counts(found, "ignored"), counts(found, "missing")) == (0, 72, 0)
-    assert "PEFT ignores names that do not begin with base_model.model." in reasons(found)
+    assert "PEFT ignores names that do not begin with 'base_model.model.'" in reasons(found)
     assert found.verdict == "does NOT fit: none of its tensors would load"
     folder = changed(folder, tmp_path / "again", with_prefix)
     assert inspect_adapter(folder, model_dir).ok
