@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -114,6 +115,27 @@ def test_inspection_names_the_bits(qat_dir):
     assert kinds[parts.LAYERS] == {"2-bit": 6, "4-bit": 36, "8-bit": 6}
 
 
+@pytest.mark.parametrize(
+    ("options", "raised"),
+    [
+        ({}, None),
+        ({"use_dora": True}, RuntimeError),
+        ({"modules_to_save": ["per_layer_projection_norm"]}, None),
+        ({"modules_to_save": ["embed_tokens"]}, KeyError),
+    ],
+    ids=["lora", "dora", "norm", "embeddings"],
+)
+def test_which_adapters_fit_a_qat_checkpoint(model_dir, qat_dir, tmp_path, options, raised):
+    """Adapters of the unquantised model."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=LANGUAGE_TARGETS, **options)
+    peft.get_peft_model(load(model_dir), config).save_pretrained(tmp_path)
+    found = gemma4_compat.inspect_adapter(tmp_path, qat_dir)
+    assert found.ok == (raised is None)
+    with pytest.raises(raised) if raised else nullcontext():
+        peft.PeftModel.from_pretrained(load(qat_dir), tmp_path)
+
+
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
@@ -173,5 +195,11 @@ def test_w4a16_with_an_adapter(w4a16_dir, tmp_path):
     assert_same(logits(adapted(model), ["text"]), expected)
     merged = adapted(dequantized(w4a16_dir)).merge_and_unload()
     assert_same(logits(merged, ["text"]), expected, tolerance=0.5)
+    adapted(dequantized(w4a16_dir)).save_pretrained(tmp_path / "adapter")
+    found = gemma4_compat.inspect_adapter(tmp_path / "adapter", w4a16_dir)
+    assert found.ok
+    assert "fits, if from_pretrained gets quantization_config=CompressedTensorsConfig" in (
+        found.verdict
+    )
     with pytest.raises(AttributeError, match="no attribute 'weight'"):
         adapted(load(w4a16_dir))

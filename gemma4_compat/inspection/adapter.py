@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -31,7 +32,7 @@ from ..files.checkpoint import (
     read_header,
 )
 from ..files.hub import Repository, short_name
-from ..model.meta import on_meta
+from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
@@ -61,6 +62,16 @@ _AXES = {
     "lora_embedding_A": (1, "num_embeddings"),
     "lora_embedding_B": (0, "embedding_dim"),
 }
+#: the layer, the part, and whether it is the bias of the part
+_Tensor = tuple[str, str, bool]
+_ZERO = (
+    "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: use the value that the "
+    "adapter was trained with"
+)
+_DEQUANTIZED = (
+    "if from_pretrained gets quantization_config=CompressedTensorsConfig(dequantize=True) "
+    "(transformers 5.21 or later): else PEFT raises \"'Linear' object has no attribute 'weight'\""
+)
 #: the beginnings of the text model's names in the text-only and in the multimodal class
 _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "model."))
 
@@ -69,9 +80,10 @@ _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "mode
 class Group:
     """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors), "refused" (loading raises) or "missing"
-    (with this ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless``
-    group does not change the model's output.
+    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (it loads them and
+    multiplies them by 0), "refused" (loading raises) or "missing" (with this
+    ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not
+    change the model's output.
     """
 
     kind: str
@@ -89,6 +101,7 @@ class AdapterInspection(Result):
     model, ``ranks`` layers by their rank.  If a model was given, ``loads`` tensors load into it
     with the patches in ``needs`` applied, and ``groups`` are the others; else ``model`` is
     ``None``.  ``unchecked`` says why it is not known which tensors are missing, if it is not.
+    ``condition`` is how the model has to be loaded, if not as usual.
     """
 
     file: str
@@ -108,6 +121,7 @@ class AdapterInspection(Result):
     needs: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
     unchecked: str = ""
+    condition: str = ""
 
     @property
     def ok(self) -> bool:
@@ -125,12 +139,14 @@ class AdapterInspection(Result):
             return ""
         if self.ok:
             note = self.unchecked and f"; missing tensors are not checked: {self.unchecked}"
-            return f"fits{with_patches(self.needs)}{note}"
+            return f"fits{with_patches(self.needs)}{self.condition and f', {self.condition}'}{note}"
         if any(group.kind == "refused" for group in self.groups):
             return (
                 "does NOT fit: loading it fails; use the model that it was trained on, and a "
                 "complete file"
             )
+        if self.loads == sum(group.count for group in self.groups if group.kind == "no effect") > 0:
+            return "loads, but has NO effect"
         return "fits only in PART" if self.loads else "does NOT fit: none of its tensors would load"
 
     def as_dict(self) -> dict[str, Any]:
@@ -238,6 +254,11 @@ class _Key:
         """Whether the tensor belongs to a layer that ``target_modules`` names."""
         return self.method not in ("", "trainable tokens")
 
+    def tensor(self, base: BaseModel) -> _Tensor:
+        """What identifies the tensor, also if the file names the wrapper of its layer."""
+        layer = base.inner(self.layer) if self.method else self.layer
+        return layer, self.part, self.rest.endswith("bias")
+
     @classmethod
     def of(cls, entry: Entry) -> _Key:
         name = re.sub(r"^base_model\.(model\.)?", "", entry.name).replace(".base_layer", "")
@@ -283,18 +304,22 @@ def _fitted(
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
     fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
-    expected, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
+    expected, scales, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
     names = {key.entry.name for _, key in expected}
     layers = {*map(base.inner, targeted), *(key.layer for _, key in expected if key.is_update)}
     adapted = layers if has_targets else None
+    tensors = {key.tensor(base) for _, key in expected}
     groups: list[Group] = []
+    idle: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
     for own, key in zip(keys, fitting, strict=True):
         fate = whole_file
         if key.layer in base.modules or key.entry.name not in names:  # else of an unknown method
-            fate = fate or _fate(key, adapted, config, base)
+            fate = fate or _fate(key, adapted, tensors, config, base)
         if fate is None:
+            if key.is_update and not scales:
+                idle.append(Group("no effect", _ZERO, key.entry.name))
             renamed = renamed or key.layer != own.layer
             wrapped = wrapped or (bool(key.method) and base.inner(key.layer) != key.layer)
         elif fate.kind == "ignored" and key.layer != own.layer:  # text_model_adapter raises
@@ -303,7 +328,8 @@ def _fitted(
             groups.append(fate)
     needs = {"clippable_linear": wrapped, "text_model_adapter": renamed}
     loads = len(keys) - len(groups)
-    groups += _missing(fitting, expected, base)
+    adapted_layers = any(key.is_update and key.layer for key in keys)
+    groups += [*idle, *_missing(fitting, expected, base)]
     return replace(
         found,
         model=base.name,
@@ -312,6 +338,7 @@ def _fitted(
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
         groups=merged_groups(groups),
         unchecked=unchecked,
+        condition=_DEQUANTIZED if base.method == COMPRESSED and adapted_layers else "",
     )
 
 
@@ -330,23 +357,25 @@ def _expected(
     config: Mapping[str, Any],
     targeted: Collection[str],
     base: BaseModel,
-) -> tuple[list[tuple[str, _Key]], Group | None, str]:
-    """What `_saved` returns, why PEFT loads no tensor of this file, and why it is not known."""
+) -> tuple[list[tuple[str, _Key]], bool, Group | None, str]:
+    """What `_created` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
     if not config:
-        return [], None, f"there is no {ADAPTER_CONFIG}"
+        return [], True, None, f"there is no {ADAPTER_CONFIG}"
     peft_type = config.get("peft_type")
     if peft_type not in {str(each.value) for each in PeftType}:
         why = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return [], Group("refused", why, found.file), ""
+        return [], True, Group("refused", why, found.file), ""
     try:
-        return _saved(keys, config, targeted, base), None, ""
-    except ValueError as error:  # PEFT refuses the config for this model
-        return [], Group("refused", f"PEFT raises {reason(error)}", found.file), ""
-    except Exception as error:  # some methods of PEFT compute with the weights
+        return *_created(keys, config, targeted, base), None, ""
+    except Exception as error:
+        # PEFT refuses the config for this model; DoRA fails on the packed weights of QAT.
+        if isinstance(error, ValueError) or (base.method == QAT and config.get("use_dora")):
+            return [], True, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+        # some methods of PEFT compute with the weights
         method = f"{found.kind} without the model's weights ({type(error).__name__})"
-        return [], None, f"PEFT cannot create {method}"
+        return [], True, None, f"PEFT cannot create {method}"
 
 
 def _name_in_model(layer: str, base: BaseModel) -> str:
@@ -359,18 +388,19 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
     return layer
 
 
-def _saved(
+def _created(
     keys: Iterable[_Key], config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
-) -> list[tuple[str, _Key]]:
-    """The tensors that PEFT saves with this config, each with the kind of group if it is missing.
+) -> tuple[list[tuple[str, _Key]], bool]:
+    """The tensors that PEFT creates with this config, and whether a scaling is not 0.
+
+    Each has the kind of group that it is in if it is missing; it is empty if PEFT saves no such
+    tensor.
 
     PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
     of the targets, and the layers in them named, since PEFT alone refuses wrappers.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
-    if not config.get("target_modules") and not config.get("target_parameters"):
-        targeted = {key.layer for key in keys if key.is_update and key.layer in base.modules}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = PeftConfig.from_peft_type(**config)
@@ -381,8 +411,11 @@ def _saved(
             changes["target_modules"] = {*map(base.inner, targeted)}
         for name in changes.keys() & vars(settings).keys():
             setattr(settings, name, changes[name])
-        copy = on_meta(type(base.model), base.model.config)
-        model = PeftModel(copy, settings, low_cpu_mem_usage=True)
+        if base.method == QAT:
+            model = copy.deepcopy(base.model)  # has other layers, and no weights
+        else:
+            model = on_meta(type(base.model), base.model.config)
+        model = PeftModel(model, settings, low_cpu_mem_usage=True)
         saved = get_peft_model_state_dict(model, save_embedding_layers=False)
     needed = [
         f"{name}.{own}"
@@ -390,16 +423,25 @@ def _saved(
         if hasattr(module, "adapter_state_dict_load_map")
         for own in module.adapter_state_dict_load_map("default")
     ]
-    names = [*needed, *(name for name in saved if name not in needed)]
-    names.sort(key={key.entry.name for key in keys}.__contains__, reverse=True)
-    return [
-        ("refused" if name in needed else "missing", _Key.of(Entry(name, "", (), 0, Path())))
-        for name in names
-    ]
+    kinds = {
+        **dict.fromkeys(model.state_dict(), ""),
+        **dict.fromkeys(saved, "missing"),
+        **dict.fromkeys(needed, "refused"),
+    }
+    names = sorted(kinds, key={key.entry.name for key in keys}.__contains__, reverse=True)
+    factors = [getattr(module, "scaling", None) for module in model.modules()]
+    scalings = [value for each in factors if isinstance(each, dict) for value in each.values()]
+    # The magnitudes of DoRA change the output without an update, too.
+    scales = bool(any(scalings) or not scalings or config.get("use_dora"))
+    return [(kinds[name], _Key.of(Entry(name, "", (), 0, Path()))) for name in names], scales
 
 
 def _fate(
-    key: _Key, adapted: Collection[str] | None, config: Mapping[str, Any], base: BaseModel
+    key: _Key,
+    adapted: Collection[str] | None,
+    created: Collection[_Tensor],
+    config: Mapping[str, Any],
+    base: BaseModel,
 ) -> Group | None:
     """Why a tensor does not load; ``None`` if it does."""
     name = key.entry.name
@@ -407,12 +449,25 @@ def _fate(
         return None
     if key.layer not in base.modules:
         return _absent(key, base)
+    if not name.startswith(_PREFIX):
+        reason = (
+            f"PEFT ignores names that do not begin with {_PREFIX!r}: put that before each name, or "
+            "load the file with transformers' model.load_adapter"
+        )
+        return Group("ignored", reason, name)
     if key.is_named and holds("peft<0.21"):
         reason = "their names contain an adapter's name, and this PEFT expects none"
         return Group("ignored", reason, name)
     layer = base.inner(key.layer) if key.method else key.layer
     if adapted is not None and key.is_update and layer not in adapted:
         return Group("ignored", "target_modules does not name these layers", name)
+    is_own = not key.method and getattr(base.modules[layer], key.part, None) is not None
+    if created and not is_own and key.tensor(base) not in created:
+        reason = (
+            f"{ADAPTER_CONFIG} does not ask for them, so PEFT creates none: use the config that "
+            "the adapter was trained with"
+        )
+        return Group("ignored", reason, name)
     return _misshapen(key, config, base.modules[layer])
 
 
@@ -424,11 +479,7 @@ def _missing(
     An adapter that was trained without a tower has none of its layers, and none is expected.
     """
 
-    def tensor(key: _Key) -> tuple[str, str, bool]:
-        layer = base.inner(key.layer) if key.method else key.layer
-        return layer, key.part, key.rest.endswith("bias")
-
-    held = Counter(map(tensor, keys))
+    held = Counter(key.tensor(base) for key in keys)
     names = {key.entry.name for kind, key in expected if kind == "missing"}
     towers = {tower_of("")}  # of what all layers share
     for key in keys:
@@ -436,8 +487,11 @@ def _missing(
             towers.add(tower_of(key.layer))
     shared = shared_layers(base.model.config)
     for kind, key in expected:
-        if held[tensor(key)]:
-            held[tensor(key)] -= 1  # a layer has two of a name if two of its parameters are adapted
+        if not kind:
+            continue
+        tensor = key.tensor(base)
+        if held[tensor]:
+            held[tensor] -= 1  # a layer has two of a name if two of its parameters are adapted
         elif kind == "refused":
             reason = "PEFT does not find them in the file, and raises KeyError"
             yield Group(kind, reason, key.entry.name)

@@ -183,12 +183,13 @@ class BaseModel:
     """A model to match names in.
 
     ``modules`` maps names to modules; a layer that PEFT has wrapped stands under its own name,
-    without the adapter.
+    without the adapter.  ``method`` is the quantisation of a checkpoint.
     """
 
     name: str
     model: Any
     modules: Mapping[str, Any]
+    method: str | None = None
 
     def inner(self, name: str) -> str:
         """The name of the layer that gets the adapter if the module of this name matches."""
@@ -198,9 +199,10 @@ class BaseModel:
 
 def base_model_of(model: Any) -> BaseModel:
     """The model, or the one that a checkpoint's ``config.json`` describes, on the meta device."""
+    method = None
     if isinstance(model, LOCATIONS):
         name = str(model)
-        model, _ = checkpoint_model(model)
+        model, method = checkpoint_model(model)
     else:
         model = base_of(model)
         name = str(getattr(model, "name_or_path", ""))
@@ -213,7 +215,7 @@ def base_model_of(model: Any) -> BaseModel:
             adapted.append(path)
             module = module.get_base_layer()
         modules[path] = module
-    return BaseModel(name, model, modules)
+    return BaseModel(name, model, modules, method)
 
 
 # -- matching -------------------------------------------------------------------------------------
@@ -240,7 +242,13 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
         raise InputError(f"PEFT refuses the adapter's config: {error}") from error
     tuners_utils._maybe_include_all_linear_layers(config, base.model)
     exists = tuners_utils.check_target_module_exists
-    return [name for name in base.modules if exists(config, name)]
+
+    def matches(name: str) -> bool:
+        # For an excluded module the result is falsy, but neither False nor None.
+        inner = exists(config, base.inner(name))
+        return bool(exists(config, name) and (inner or inner in (False, None)))
+
+    return [name for name in base.modules if matches(name)]
 
 
 def check_expression(targets: str) -> None:

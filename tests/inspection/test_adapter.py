@@ -110,13 +110,35 @@ def test_ranks_and_dtypes(model_dir, tmp_path):
 @pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("prefix", [True, False])
 def test_saved_by_transformers(model_dir, tmp_path, prefix):
+    """transformers loads its own format, too; PEFT does not."""
     model = load_model(model_dir)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj"))
     model.save_pretrained(tmp_path, save_peft_format=prefix)
     found = inspect_adapter(tmp_path, model_dir)
     assert found.towers == {"language": {"tensors": 12, "layers": 6}}
-    assert found.ok
-    assert found.loads == found.tensors == 12
+    assert found.ok == prefix
+    assert (found.loads, counts(found, "ignored")) == ((12, 0) if prefix else (0, 12))
+    load_model(model_dir).load_adapter(tmp_path)
+
+
+def test_names_that_peft_ignores(language_adapter_dir, model_dir, tmp_path):
+    """PEFT loads none of these tensors, without an error; the named way out works."""
+
+    def without_prefix(tensors):
+        return {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
+
+    def with_prefix(tensors):
+        return {f"base_model.model.{name}": t for name, t in tensors.items()}
+
+    folder = changed(language_adapter_dir, tmp_path / "bare", without_prefix)
+    found = inspect_adapter(folder, model_dir)
+    assert peft_loads(load_model(model_dir), folder) == (0, found.tensors)
+    assert (found.loads, counts(found, "ignored"), counts(found, "missing")) == (0, 72, 0)
+    assert "PEFT ignores names that do not begin with 'base_model.model.'" in reasons(found)
+    assert found.verdict == "does NOT fit: none of its tensors would load"
+    folder = changed(folder, tmp_path / "again", with_prefix)
+    assert inspect_adapter(folder, model_dir).ok
+    assert peft_loads(load_model(model_dir), folder) == (72, 0)
 
 
 def test_e2b_adapter(e2b_dir, tmp_path):
@@ -390,6 +412,79 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
     assert fit.verdict == "fits only in PART"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [3, 5]}],
+    ids=["magnitudes", "biases", "tokens"],
+)
+def test_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path, options):
+    config = peft.LoraConfig(r=4, target_modules=r".*language_model.*\.[qo]_proj", **options)
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    assert inspect_adapter(tmp_path / "whole", model_dir).ok
+    folder = changed(tmp_path / "whole", tmp_path / "cut", **dict.fromkeys(options))
+    fit = inspect_adapter(folder, model_dir)
+    left_out = peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, counts(fit, "ignored")) == left_out
+    assert left_out[1] == (1 if "trainable_token_indices" in options else 12)
+    assert "adapter_config.json does not ask for them" in reasons(fit)
+    assert fit.verdict == "fits only in PART"
+
+
+def test_targets_that_peft_chooses(language_adapter_dir, model_dir, tmp_path):
+    folder = changed(language_adapter_dir, tmp_path, target_modules=None)
+    fit = inspect_adapter(folder, model_dir)
+    if "PEFT raises" in reasons(fit):  # it knows no targets for Gemma 4
+        with pytest.raises(ValueError, match="specify `target_modules`"):
+            peft_loads(load_model(model_dir), folder)
+    else:
+        assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+        assert fit.verdict == "fits only in PART"
+
+
+def test_whole_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path):
+    """PEFT loads them into the model itself, if it has such a tensor."""
+    config = peft.LoraConfig(
+        r=4, target_modules=["per_layer_input_gate"], modules_to_save=["per_layer_projection_norm"]
+    )
+    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    folder = changed(tmp_path / "whole", tmp_path / "cut", modules_to_save=None)
+    fit = inspect_adapter(folder, model_dir)
+    assert fit.ok
+    assert (fit.loads, 0) == peft_loads(load_model(model_dir), folder)
+
+    def renamed(tensors):
+        return {name.replace("norm.weight", "norm.bias"): t for name, t in tensors.items()}
+
+    folder = changed(folder, tmp_path / "bias", renamed)
+    fit = inspect_adapter(folder, model_dir)
+    assert counts(fit, "ignored") == 1
+    assert (fit.loads, 1) == peft_loads(load_model(model_dir), folder)
+
+
+def test_excluded_layers_in_wrappers(adapter_dir, model_dir, tmp_path):
+    """The targets name the wrappers, which get no adapter if the layers inside are excluded."""
+    folder = changed(adapter_dir, tmp_path, exclude_modules=["linear"])
+    fit = inspect_adapter(folder, model_dir)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert counts(fit, "ignored") == 40
+    assert fit.verdict == "fits only in PART"
+
+
+@pytest.mark.parametrize("entry", [{"lora_alpha": 0}, {"alpha_pattern": {".*": 0}}])
+def test_scaling_of_zero(language_adapter_dir, model_dir, tmp_path, entry):
+    folder = changed(language_adapter_dir, tmp_path, **entry)
+    fit = inspect_adapter(folder, model_dir)
+    assert (fit.loads, 0) == peft_loads(load_model(model_dir), folder)
+    assert counts(fit, "no effect") == fit.loads
+    assert fit.verdict == "loads, but has NO effect"
+    assert not fit.ok
+    tokens = torch.arange(3, 9)[None]
+    model = load_model(model_dir).eval()
+    with torch.no_grad():
+        before = model(tokens).logits
+        assert torch.equal(peft.PeftModel.from_pretrained(model, folder)(tokens).logits, before)
+
+
 @pytest.mark.parametrize("lacks", ["lora_B", r"layers\.0\."])
 def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
     folder = without(language_adapter_dir, tmp_path, lacks)
@@ -567,7 +662,7 @@ def test_command_json(adapter_dir, model_dir, capsys):
     assert set(found) == {
         "file", "kind", "base_model", "tensors", "parameters", "bytes", "dtypes", "towers",
         "ranks", "rank", "target_modules", "model", "architecture", "loads", "needs",
-        "groups", "unchecked", "ok", "verdict",
+        "groups", "unchecked", "condition", "ok", "verdict",
     }  # fmt: skip
     assert found["model"] is None
     assert found["ranks"] == {"4": found["tensors"] // 2}
