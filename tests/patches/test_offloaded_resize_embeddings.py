@@ -70,6 +70,15 @@ def test_the_address_of_the_old_weight(model_dir, tmp_path):
     assert not any(address in table for table in tables)
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_tensor_without_an_address(model_dir, tmp_path, is_split):
+    model = load_model(model_dir)
+    if is_split:
+        model = split(model, tmp_path, {f"{LANGUAGE}.layers.1": "disk", "": "cpu"})
+    model.register_buffer("users", torch.eye(2).to_sparse(), persistent=False)
+    assert resized(model, 520).get_input_embeddings().num_embeddings == 520
+
+
 def test_an_adapter_after_a_resize(model_dir, language_adapter_dir, tmp_path):
     """PEFT and accelerate ask the hooks where the weights were before the dispatch."""
     from accelerate.hooks import remove_hook_from_submodules

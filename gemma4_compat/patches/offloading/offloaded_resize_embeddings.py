@@ -23,6 +23,7 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.hooks import host_tensors, offload_hooks
+from ...runtime.capture.snapshot import address
 from .._code import code_at
 from .._offload import offload, onload, onloaded
 
@@ -97,13 +98,15 @@ def _forget_freed(model: Any) -> None:
     would use the new embeddings instead.
     """
     hooks = [*offload_hooks(model.modules())]
-    used = {weight.data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    if not hooks:
+        return
+    used = {address(weight) for weight in (*model.parameters(), *model.buffers())}
     for hook in hooks:
-        used.update(each.data_ptr() for each in (host_tensors(hook.weights_map) or {}).values())
+        used.update(map(address, (host_tensors(hook.weights_map) or {}).values()))
     for hook in hooks:
         table = hook.tied_params_map or {}
-        for address in table.keys() - used:
-            del table[address]
+        for freed in table.keys() - used:
+            del table[freed]
 
 
 @contextmanager
