@@ -123,8 +123,7 @@ def tests(session: nox.Session, stack: str) -> None:
     """Run the tests on one stack; then check that regression tests fail without the patches.
 
     The oldest and the middle stack have no such check.  Arguments after ``--`` replace those of
-    pytest:
-    ``-- tests`` runs all tests.
+    pytest: ``-- tests`` runs all tests.
     """
     others = NEIGHBOURS.get(stack, ())
     libraries = (TORCH, *STACKS[stack], *TRL[stack], *others, "wrapt", "packaging")

@@ -19,7 +19,7 @@ USERS = {
     "peft": "0.19.1",
     "bitsandbytes": "0.49.2",
 }
-#: Bugs that came after the users' releases and went before the newest ones.
+#: Releases with bugs that came after the users' releases and went before the newest ones.
 MIDDLE = {**USERS, "transformers": "5.15.1"}
 #: The newest releases on which the patches were measured: those of ``tools/measured/``.
 NEWEST = {

@@ -62,8 +62,8 @@ PAGE_BEGIN = """# The libraries' own tests, without and with the patches
 
 <!-- Written by `tools/upstream.py`; do not edit.  Explanations are in `tools/libraries.json`. -->
 
-`nox -s upstream` runs tests of transformers, accelerate, peft and bitsandbytes, first without this
-package, then with it imported before anything else.  No result may get worse.  The tests run
+`nox -s upstream` runs tests of transformers, accelerate, peft and bitsandbytes without this
+package, and with it imported before anything else.  No result may get worse.  The tests run
 without a network, and on a CPU unless the heading names a GPU: *no network* counts those that fail
 because they need the Hub.  Tests that fail both times do so without this package as well.
 """
@@ -354,11 +354,11 @@ def compare(name: str, folder: Path, out: Path, limit: int, extra: list[str]) ->
     arguments = [a for a in arguments if not a.endswith(".py") or (folder / a).exists()]
     sides = {"without": PLAIN, "with": PATCHED}
     with ThreadPoolExecutor(len(sides)) as pool:
-        runs = {
-            label: pool.submit(run, mode, folder, arguments, out / f"{name}-{label}", limit)
+        runs = [
+            pool.submit(run, mode, folder, arguments, out / f"{name}-{label}", limit)
             for label, mode in sides.items()
-        }
-    results = [each.result() for each in runs.values()]
+        ]
+    results = [each.result() for each in runs]
     for label, result in zip(sides, results, strict=True):
         patches = "unpatched" if result.patches is None else f"{len(result.patches)} patches"
         end = "" if result.finished else ", NOT FINISHED"
