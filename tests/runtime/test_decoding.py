@@ -456,13 +456,13 @@ def test_the_garbage_collector_stays_off_while_any_gpu_captures():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with graph._no_garbage_collection():
+        with graph.no_garbage_collection():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=other)
     assert gc.isenabled()
-    with graph._no_garbage_collection():
+    with graph.no_garbage_collection():
         thread.start()
         assert inside.wait(60)
     assert not gc.isenabled()

@@ -123,6 +123,13 @@ class Layers:
         self.all = [*getattr(cache, "layers", ())]
         self.static = layers_of(cache)
         self.counting = [*counting_layers(cache)] if self.static else []
+        parts = (cache, *self.all)
+        #: whether a user has put no code of his own into this cache
+        self.are_usual = all(
+            type(each).__module__ == "transformers.cache_utils"
+            and not any(map(callable, vars(each).values()))
+            for each in parts
+        )
 
     def are_of(self, cache: Any) -> bool:
         return self.all == getattr(cache, "layers", None)

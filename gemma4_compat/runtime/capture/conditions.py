@@ -43,6 +43,10 @@ CAPTURED_ON = ("cuda",)
 
 def obstacle_of(model: Any) -> str | None:
     """The reason why the decode steps of a model are not captured; ``None`` if they are."""
+    try:
+        check_process()
+    except NotCaptured as why:
+        return str(why)
     return device_or_obstacle(model, modules_of_a_step(model))[1]
 
 
@@ -83,7 +87,27 @@ def environment_now() -> tuple[Any, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+        len(getattr(torch.library, "_impls", ())),  # kernels that replace PyTorch's
     )
+
+
+def check_process() -> None:
+    """Check that nothing in this process sees the operators or the modules of each step.
+
+    Raises:
+        NotCaptured: there are modes of PyTorch, or forward hooks for all modules.
+    """
+    import torch
+    from torch.nn.modules import module as nn_module
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        raise NotCaptured("there are forward hooks for all modules")
+    modes = {type(mode) for mode in _get_current_function_mode_stack()} - {DeviceContext}
+    if modes or torch._C._len_torch_dispatch_stack():
+        names = ", ".join(sorted(mode.__name__ for mode in modes)) or "a dispatch mode"
+        raise NotCaptured(f"{names} of PyTorch is active, which sees each operator")
 
 
 def hooks_so_far() -> int:
@@ -156,12 +180,8 @@ def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
         NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
             layers that cannot search for outliers on this GPU.
     """
-    from torch.nn.modules import module as nn_module
-
     if any(module.training for module in modules.values()):
         raise NotCaptured("the model is in training mode")
-    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-        raise NotCaptured("there are forward hooks for all modules")
     for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(str(hook.__module__).startswith(_IDLE_HOOKS) for hook in hooks):

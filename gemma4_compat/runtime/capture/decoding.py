@@ -25,6 +25,7 @@ from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers
 from .conditions import (
     INPUTS,
     SEARCH,
+    check_process,
     device_or_obstacle,
     environment_now,
     hooks_so_far,
@@ -32,9 +33,10 @@ from .conditions import (
     modules_of_a_step,
     unknown_input,
 )
-from .graph import CaptureFailed, NotCaptured, Step, flattened, reason_of
+from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
 from .inputs import Inputs, kind_of_step
 from .snapshot import Snapshot
+from .watch import uses_of, watched
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ _FREE = 2  # of them, free ones
 _STEPS = 8  # per memory
 _KINDS = 64  # per state
 _NEW_KINDS = 3  # per call
+_WATCHED = 3  # eager steps, for what runs only once: a warning, an import
 
 
 def decoding_of(model: Any) -> Decoding:
@@ -84,6 +87,7 @@ class Decoding(NotCopied):
 
     def state(self, model: Any) -> ModelState:
         """The state that describes the model as it is now."""
+        check_process()
         environment, hooks = environment_now(), hooks_so_far()
         with self.lock:
             for state in self.states:
@@ -171,6 +175,7 @@ class Decoder:
         self.layers: Layers | None = None
         self.inputs = Inputs()
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
+        self.watched = 0  # eager steps that ran functions that a graph cannot stand for
         self.obstacle: str | None = None
 
     def __call__(self, **inputs: Any) -> Any:
@@ -196,11 +201,14 @@ class Decoder:
             if counting:
                 kind = kind_of_step(arguments, length, counting)
                 inputs = self.inputs.made(kind, arguments, length)
+        if inputs is None and not self.inputs.can_learn(kind):
+            return make()
         if inputs is None:
-            inputs = make()
+            with watched() as watch:
+                inputs = make()
             with _logged():
-                if kind is not None:
-                    self.inputs.learn(kind, self.model, inputs, arguments, length)
+                if watch.unknown() is None:  # a user's function may make other masks next time
+                    self.inputs.learn(kind, inputs, arguments, length)
         return inputs
 
     def _give_up(self, error: Exception) -> None:
@@ -234,6 +242,8 @@ class Decoder:
             or not all(layer.is_initialized for layer in layers.static)
         ):
             return None
+        if not layers.are_usual:
+            raise NotCaptured("its cache has functions or layers of another library")
         if self.state is None or not self.state.lasts():
             self.state = self.decoding.state(self.model)
         state = self.state
@@ -265,9 +275,15 @@ class Decoder:
     @contextmanager
     def _eager(self, state: ModelState, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
         """The context of the eager step before a capture, which compiles kernels."""
-        with lock_of(self.model), in_step() as step:
+        with lock_of(self.model), in_step() as step, no_garbage_collection(), watched() as watch:
             yield
-        failure = step.failure
+        state.snapshot.add(uses_of(watch.functions.values()))
+        why, failure = watch.unknown(), step.failure
+        if why is not None:
+            self.watched += 1
+            if failure is None and self.watched < _WATCHED:
+                return
+            failure = failure or (CaptureFailed if watch.is_complete else NotCaptured)(why)
         passes = failure is not None and is_short_of_memory(failure)
         if not passes and not step.searched and any(map(has_threshold, modules)):
             failure = CaptureFailed(SEARCH.format("their inputs"))

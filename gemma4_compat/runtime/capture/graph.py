@@ -133,7 +133,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
     """
     import torch
 
-    with _lock_of(_captures, device), torch.cuda.device(device), _no_garbage_collection():
+    with _lock_of(_captures, device), torch.cuda.device(device), no_garbage_collection():
         if device in _short:  # a capture cannot use the memory that PyTorch's cache holds
             _short.discard(device)
             torch.cuda.empty_cache()
@@ -180,7 +180,7 @@ def _random_numbers_kept(device: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
     pause = object()
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .branches import code_of_transformers
 from .cache_memory import full_layers
 from .conditions import kind_of
 
@@ -39,16 +38,15 @@ class Inputs:
             {n: _input(n, rule, arguments, length) for n, rule in rules.items()} if rules else None
         )
 
-    def learn(
-        self, kind: Any, model: Any, inputs: Any, arguments: dict[str, Any], length: int
-    ) -> None:
+    def can_learn(self, kind: Any) -> bool:
+        return kind is not None and kind not in self.rules and len(self.rules) < _KINDS
+
+    def learn(self, kind: Any, inputs: Any, arguments: dict[str, Any], length: int) -> None:
         """Find the rules that make these inputs."""
-        if kind in self.rules or len(self.rules) == _KINDS:
-            return
         self.rules[kind] = {}
         rules = {name: _rule(value, arguments.get(name)) for name, value in inputs.items()}
         made = {n: _input(n, rule, arguments, length) for n, rule in rules.items()}
-        if _equal(made, inputs) and _is_of_transformers(model):
+        if _equal(made, inputs):
             self.rules[kind] = rules
 
 
@@ -77,17 +75,6 @@ def _kind_of_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape[:-1], value.shape[-1:] == (1,), value.dtype, value.device
     return value if isinstance(value, (bool, int, type(None))) else id(value)
-
-
-def _is_of_transformers(model: Any) -> bool:
-    """Whether functions of transformers make the masks of a model, for PyTorch's attention."""
-    from transformers import masking_utils
-
-    usual = masking_utils.create_masks_for_generate
-    make = getattr(model, "create_masks_for_generate", usual)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(attention)
-    return all(map(code_of_transformers, (make, usual, mask)))
 
 
 def _rule(value: Any, given: Any) -> _Rule:

@@ -14,6 +14,7 @@ from typing import Any
 from ...model.hooks import offload_hook
 from ..host.blocks import streamed_tensors
 from ..kernels.step import without_stand_ins
+from .watch import Use
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -49,12 +50,20 @@ class Snapshot:
         self._adapted = [
             own for own, each in zip(self._modules, modules, strict=True) if _ADAPTER in vars(each)
         ][:1]
-        self._code = [
-            (entries, name, entries[name], label)
-            for label, entries, names in _namespaces({type(module) for module in modules})
-            for name in names
-        ]
+        bases = {base for module in modules for base in type(module).__mro__[:-1]}
+        self._classes = [(vars(base), len(vars(base)), base.__name__) for base in bases]
+        #: by owner and name
+        self._code: dict[tuple[int, str], Use] = {
+            (id(base), name): (vars(base), name, value, base.__name__)
+            for base in bases
+            for name, value in vars(base).items()
+            if name not in ("__dict__", "__weakref__")
+        }
         self._others = [(other, _frozen(vars(other))) for other in others]
+
+    def add(self, uses: dict[tuple[int, str], Use]) -> None:
+        """Compare what the functions of a step are and call, too."""
+        self._code = {**uses, **self._code}
 
     def has_same_adapter(self) -> bool:
         """Whether the same adapters are active and merged, which is quick to see."""
@@ -69,45 +78,13 @@ class Snapshot:
         for other, frozen in self._others:
             if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
-        for entries, name, value, label in self._code:
+        for own, size, label in self._classes:
+            if len(own) != size:
+                return f"the attributes of {label}"
+        for entries, name, value, label in self._code.values():
             if entries.get(name) is not value:
                 return f"{name} of {label}"
         return None
-
-
-def _namespaces(classes: Iterable[Any]) -> Iterator[tuple[str, Any, list[str]]]:
-    """What the forwards of these classes are found in, and what they call by name.
-
-    The classes with their bases, the Python modules that define their forwards, and transformers'
-    tables of functions for attention and experts.
-    """
-    import torch
-
-    bases = list(dict.fromkeys(base for each in classes for base in each.__mro__[:-1]))
-    for base in bases:
-        if names := [n for n in vars(base) if n not in ("__dict__", "__weakref__")]:
-            yield base.__name__, vars(base), names
-    modules = {id(vars(torch.nn.functional)): vars(torch.nn.functional)}
-    for each in classes:
-        function = getattr(each, "forward", None)
-        while function is not None:
-            namespace = getattr(function, "__globals__", None)
-            if namespace is not None:
-                modules[id(namespace)] = namespace
-            function = getattr(function, "__wrapped__", None)
-    tables: dict[int, Any] = {}
-    for namespace in modules.values():
-        label = str(namespace.get("__name__"))
-        if names := [n for n, value in namespace.items() if callable(value)]:
-            yield label, namespace, names
-        for value in list(namespace.values()):
-            own = getattr(value, "__dict__", None)
-            if isinstance(own, dict) and "_local_mapping" in own:
-                for table in (own["_local_mapping"], type(value)._global_mapping):
-                    tables[id(table)] = table
-    for table in tables.values():
-        if table:
-            yield "a table of functions", table, list(table)
 
 
 class _Module:
@@ -117,12 +94,12 @@ class _Module:
     """
 
     __slots__ = (
-        "containers", "get", "ids", "keys", "module", "names", "tensors", "values", "weak",
+        "containers", "get", "ids", "keys", "kind", "module", "names", "tensors", "values", "weak",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
         own = without_stand_ins(vars(module))
-        self.module = weakref.ref(module)
+        self.module, self.kind = weakref.ref(module), type(module)
         self.names = _names(own)
         self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
         values = self.get(own)
@@ -140,6 +117,8 @@ class _Module:
         module = self.module()
         if module is None:
             return "the set of modules"
+        if type(module) is not self.kind:
+            return f"the class of a {self.kind.__name__}"
         own = vars(module)
         what = self._changed_setting(own)
         if what is not None:

@@ -1,0 +1,143 @@
+"""Watches which Python functions a step runs: a graph repeats kernels, and runs no Python code.
+
+A function of a known library computes the same kernels in each step, as long as the model and the
+functions that it calls by name are the same.  Any other function may count, decay or record, so it
+has to run in each step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+#: The libraries whose functions a graph may stand for.
+KNOWN = (
+    "torch", "transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat",
+    "compressed_tensors", "liger_kernel", "typing_extensions",
+)  # fmt: skip
+#: Modules of Python that run the functions of others, or count calls.
+_NOT_KNOWN = ("unittest", "site-packages", "dist-packages")
+#: A name in a namespace, with its value there: namespace, name, value, label.
+Use = tuple[Mapping[str, Any], str, Any, str]
+
+
+class Watch:
+    """The Python functions that a thread ran."""
+
+    def __init__(self) -> None:
+        self.functions: dict[int, tuple[CodeType, dict[str, Any]]] = {}  # by the id of the code
+        self.is_complete = False
+
+    def unknown(self) -> str | None:
+        """The reason why a graph cannot stand for these functions; ``None`` if it can."""
+        if not self.is_complete:
+            return "a profiler is at work (sys.setprofile), so nobody knows what a step runs"
+        for code, namespace in self.functions.values():
+            if not _is_known(code, namespace):
+                name = getattr(code, "co_qualname", code.co_name)
+                where = f"{code.co_filename}, line {code.co_firstlineno}"
+                return f"a graph does not run Python code, and a step runs {name} ({where})"
+        return None
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """In this context, note the Python functions that this thread runs."""
+    watch = Watch()
+    functions = watch.functions
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if id(code) not in functions:
+                functions[id(code)] = code, frame.f_globals
+
+    if sys.getprofile() is not None:
+        yield watch
+        return
+    sys.setprofile(note)
+    try:
+        yield watch
+    finally:
+        watch.is_complete = sys.getprofile() is note
+        if watch.is_complete:
+            sys.setprofile(None)
+
+
+def uses_of(functions: Iterable[tuple[CodeType, dict[str, Any]]]) -> dict[tuple[int, str], Use]:
+    """These functions, and what they call by name; by the id of its owner, and its name."""
+    import torch
+
+    uses: dict[tuple[int, str], Use] = {}
+    for code, namespace in functions:
+        label = str(namespace.get("__name__"))
+        pairs = [(each, (code.co_name,)) for each in _classes_in(namespace)]
+        for owner, names in [*pairs, (namespace, code.co_names), (torch.Tensor, code.co_names)]:
+            uses |= _uses(owner, names, label, [])
+    return uses
+
+
+def _uses(owner: Any, names: tuple[str, ...], label: str, seen: list[Any]) -> dict[Any, Use]:
+    """What these names stand for in a namespace, and in the modules and classes named there."""
+    seen.append(owner)
+    entries = owner if isinstance(owner, dict) else vars(owner)
+    uses: dict[tuple[int, str], Use] = {}
+    for name in names:
+        value = entries.get(name)
+        # A method that a user adds hides one of a base class.
+        if _can_be_called(value) or (value is None and _inherits(owner, name)):
+            uses[id(owner), name] = entries, name, value, label
+        if isinstance(value, (ModuleType, type)) and all(value is not each for each in seen):
+            uses |= _uses(value, names, value.__name__, seen)
+        for table in _tables_of(value):
+            for key, function in table.items():
+                uses[id(table), key] = table, key, function, name
+    return uses
+
+
+def _tables_of(value: Any) -> tuple[dict[str, Any], ...]:
+    """The functions in one of transformers' tables, such as ``ALL_ATTENTION_FUNCTIONS``."""
+    own = vars(value).get("_local_mapping") if hasattr(value, "__dict__") else None
+    return () if own is None else (own, type(value)._global_mapping)
+
+
+def _classes_in(namespace: dict[str, Any]) -> list[type]:
+    """The classes that a Python module defines; a method is found by its name in one of them."""
+    name, values = namespace.get("__name__"), list(namespace.values())
+    return [each for each in values if isinstance(each, type) and each.__module__ == name]
+
+
+def _inherits(owner: Any, name: str) -> bool:
+    return isinstance(owner, type) and any(name in vars(base) for base in owner.__mro__[1:-1])
+
+
+def _can_be_called(value: Any) -> bool:
+    return callable(value) or isinstance(value, (classmethod, property, ModuleType))
+
+
+def _is_known(code: CodeType, namespace: dict[str, Any]) -> bool:
+    """Whether a function is of a known library, or of Python."""
+    file, name = code.co_filename, code.co_name
+    if file.startswith("<"):  # no file: of Python itself, or written by ``dataclasses``
+        library = str(namespace.get("__name__")).partition(".")[0]
+        is_written = name.startswith("__") and name.endswith("__")
+        return file.startswith("<frozen ") or (is_written and library in KNOWN)
+    if file.startswith(_folders()):
+        return True
+    python = _folder_of(os)
+    return file.startswith(python) and not file.removeprefix(python).startswith(_NOT_KNOWN)
+
+
+def _folders() -> tuple[str, ...]:
+    modules = (sys.modules.get(name) for name in KNOWN)
+    return tuple(_folder_of(module) for module in modules if module is not None)
+
+
+def _folder_of(module: ModuleType) -> str:
+    folder, file = os.path.split(str(module.__file__))
+    is_package = hasattr(module, "__path__") or module is os
+    return os.path.join(folder, "" if is_package else file)
