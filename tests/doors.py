@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DOORS: dict[str, Callable] = {}
 
 
-def door(function=None, is_captured=False):
-    """Register a door.  ``is_captured``: its code runs outside of the step."""
+def door(function=None, verdict="eager"):
+    """Register a door.  ``verdict``: how steps run while it is open."""
     if function is None:
-        return functools.partial(door, is_captured=is_captured)
-    function.is_captured = is_captured
+        return functools.partial(door, verdict=verdict)
+    function.verdict = verdict
     DOORS[function.__name__] = function
     return function
 
@@ -34,7 +34,7 @@ class Own:
     """Code with a state in Python: it counts its calls, and changes values more with each."""
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.restore = 0, lambda: None
 
     def changed(self, value):
         self.calls += 1
@@ -201,9 +201,8 @@ def a_tensor_subclass(model, own, patch):
 @door
 def a_mock_that_records(model, own, patch):
     mlp = layers_of(model)[1].mlp
-    mlp_forward = mlp.forward
-    recorder = mock.Mock(wraps=mlp_forward)
-    own.recorder = recorder
+    recorder = mock.Mock(wraps=mlp.forward)
+    own.restore = lambda: setattr(own, "calls", recorder.call_count)
     patch.setitem(vars(mlp), "forward", recorder)
 
 
@@ -300,7 +299,7 @@ def a_kernel_of_torch(model, own, patch):
 a_kernel_of_torch.kept = []
 
 
-@door(is_captured=True)
+@door(verdict="captured")
 def a_function_that_makes_masks(model, own, patch):
     """Masks are made before the step, so the function runs for each captured step, too."""
     from transformers.masking_utils import AttentionMaskInterface

@@ -1,19 +1,31 @@
-"""A user's code in a decode step runs in each step, whichever way it got there."""
+"""A user's code in a decode step runs in each step, whichever way it got there.
+
+``tests/doors.json`` has what was measured on a GPU; ``python -m tests.test_doors`` measures it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
+import logging
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
+from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS
 from tests import support
 from tests.doors import DOORS, Own, layers_of
 from tests.pretended_gpu import pretend
 
 TOKENS = 6
+DATA = Path(__file__).with_name("doors.json")
+#: bitsandbytes 0.46.1 has no library for CUDA 13
+STACKS = {"newest": NEWEST, "users": USERS, "oldest": {**FLOORS, "bitsandbytes": "0.48.0"}}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -26,6 +38,10 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def model(device, model_dir, adapter_dir):
+    return load(device, model_dir, adapter_dir)
+
+
+def load(device, model_dir, adapter_dir):
     from peft import PeftModel
 
     kind = None if device == "cpu" else "nf4"
@@ -33,15 +49,10 @@ def model(device, model_dir, adapter_dir):
     return PeftModel.from_pretrained(base, adapter_dir).eval().get_base_model()
 
 
-@pytest.fixture(scope="module")
-def usual(model):
-    return generated(model, eager=True)
-
-
 @contextlib.contextmanager
-def opened(name, model):
+def opened(door, model):
     """The state of the user's code, while its door is open."""
-    own, door = Own(), DOORS[name]
+    own = Own()
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if inspect.isgeneratorfunction(door):
             stack.enter_context(contextlib.contextmanager(door)(model, own, patch))
@@ -50,9 +61,7 @@ def opened(name, model):
         try:
             yield own
         finally:
-            getattr(own, "restore", lambda: None)()
-    if hasattr(own, "recorder"):
-        own.calls = own.recorder.call_count
+            own.restore()
 
 
 def generated(model, eager=False, **options):
@@ -69,31 +78,57 @@ def captures(model):
     return sum(len(memory.steps) for memory in vars(model)["_decoding"].memories)
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_own_code_runs_in_each_step(model, usual, name, caplog):
-    """With a door that is open from the beginning, and with one that opens between two calls."""
+def fresh(model):
     vars(model).pop("_decoding", None)
-    with opened(name, model) as reference:
+
+
+def play(model, door):
+    """What happens with a door that is open from the beginning, and one opened between two calls.
+
+    "eager" or "captured", if tokens, logits and the number of calls are those of eager decoding.
+    """
+    fresh(model)
+    usual = generated(model, eager=True)
+    with opened(door, model) as reference:
         expected = generated(model, eager=True)
     assert reference.calls >= TOKENS - 1
-    for _ in range(2):
-        caplog.clear()
-        with opened(name, model) as own:
+    verdicts = {}
+    for when in ("open before the first capture", "opened between two calls"):
+        with opened(door, model) as own:
             found = generated(model)
-        assert own.calls == reference.calls
-        assert torch.equal(found, expected)
-        is_eager = "decodes eagerly with a static cache" in caplog.text
-        assert is_eager != DOORS[name].is_captured
-        # Closed again: the steps are those of before.
-        caplog.clear()
-        assert torch.equal(generated(model), usual)
-        assert captures(model), "nothing was captured"
-        vars(model)["_decoding"].warned.clear()
+        decoding = vars(model)["_decoding"]
+        verdict = "eager" if decoding.warned else "captured"
+        if own.calls != reference.calls:
+            verdict = f"WRONG: {own.calls} calls, not {reference.calls}"
+        elif not torch.equal(found, expected):
+            verdict = "WRONG: other logits"
+        # Closed again: the steps are those of before, and captured.
+        elif not torch.equal(generated(model), usual) or not captures(model):
+            verdict = "WRONG: afterwards"
+        verdicts[when] = verdict
+        decoding.warned.clear()
+    return verdicts
 
 
-def test_code_that_runs_once(model, usual, monkeypatch):
+@pytest.mark.parametrize("name", DOORS)
+def test_own_code_runs_in_each_step(model, name):
+    assert set(play(model, DOORS[name]).values()) == {DOORS[name].verdict}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_data(stack):
+    """Each door was tried on a GPU, and no verdict is bad."""
+    entry = json.loads(DATA.read_text(encoding="utf-8"))[stack]
+    assert {name: entry["versions"][name] for name in LIBRARIES} == STACKS[stack]
+    assert entry["doors"].keys() == DOORS.keys()
+    for name, verdicts in entry["doors"].items():
+        assert set(verdicts.values()) == {DOORS[name].verdict}, name
+
+
+def test_code_that_runs_once(model):
     """A line in a log or an import keeps the steps eager for a token."""
-    vars(model).pop("_decoding", None)
+    usual = generated(model, eager=True)
+    fresh(model)
     mlp, calls = layers_of(model)[1].mlp, []
 
     def forward(hidden):
@@ -116,9 +151,10 @@ def test_code_that_runs_once(model, usual, monkeypatch):
     assert captures(model)
 
 
-def test_while_a_profiler_runs(model, usual, caplog):
+def test_while_a_profiler_runs(model, caplog):
     """What a step runs cannot be watched then; later calls are captured."""
-    vars(model).pop("_decoding", None)
+    usual = generated(model, eager=True)
+    fresh(model)
     seen = []
     sys.setprofile(lambda frame, event, argument: seen.append(event))
     try:
@@ -132,3 +168,39 @@ def test_while_a_profiler_runs(model, usual, caplog):
     assert not captures(model)
     assert torch.equal(generated(model), usual)
     assert captures(model)
+
+
+def test_inspect_model_says_why(model):
+    """After a call, and no longer after the code was taken away."""
+    from gemma4_compat.runtime.facts import how_it_decodes
+
+    fresh(model)
+    with opened(DOORS["forward_of_an_instance"], model):
+        generated(model)
+        assert "own (" in how_it_decodes(model)
+    assert "own (" not in how_it_decodes(model)
+
+
+def main():
+    """Measure all doors on the GPU of this machine: ``python -m tests.test_doors STACK``."""
+    import importlib.metadata
+
+    from gemma4_compat.tiny import build_adapter, build_checkpoint
+
+    logging.disable(logging.WARNING)
+    stack = sys.argv[1]
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = build_checkpoint(Path(folder, "model"))
+        model = load("cuda", model_dir, build_adapter(Path(folder, "adapter"), model_dir))
+        doors = {name: play(model, door) for name, door in DOORS.items()}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", *LIBRARIES)}
+    entry = {"device": torch.cuda.get_device_name(), "versions": versions, "doors": doors}
+    found = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    text = json.dumps({**found, stack: entry}, indent=1) + "\n"
+    Path(os.environ.get("OUT", DATA.parent), DATA.name).write_text(text, encoding="utf-8")
+    for name, verdicts in doors.items():
+        print(name, *verdicts.values(), sep="; ")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..model.parts import is_ours
 from .capture.conditions import obstacle_of
+from .capture.decoding import seen_obstacle
 from .host.hooked import at_work
 
 __all__ = ["at_work", "how_it_decodes"]
@@ -21,7 +22,7 @@ def how_it_decodes(model: Any) -> str | None:
         return None
     if _is_compiled_upstream(model):
         return 'compiled by transformers with cache_implementation="static"'
-    why = obstacle_of(model)
+    why = obstacle_of(model) or seen_obstacle(model)
     if why is None:
         return 'captured as CUDA graphs with cache_implementation="static"'
     return f"eager, because {why}"

@@ -63,6 +63,14 @@ def decoder_of(model: Any, cache: Any) -> Decoder | None:
     return decoder  # type: ignore[no-any-return]
 
 
+def seen_obstacle(model: Any) -> str | None:
+    """Why earlier steps of a model stayed eager, if nothing has changed since."""
+    decoding: Decoding | None = vars(model).get("_decoding")
+    states = () if decoding is None else tuple(decoding.states)
+    now = environment_now()
+    return next((each.obstacle for each in states if each.obstacle and not each.change(now)), None)
+
+
 def forget() -> None:
     """Free the graphs of all models."""
     for decoding in list(_all):
