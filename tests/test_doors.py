@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gemma4_compat.runtime.capture import watch
 from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS
-from tests import support
+from tests import doors, support
 from tests.doors import DOORS, Own, layers_of
 from tests.pretended_gpu import pretend
 
@@ -53,6 +54,7 @@ def load(device, model_dir, adapter_dir):
 def opened(door, model):
     """The state of the user's code, while its door is open."""
     own = Own()
+    vars(model).pop("_cache", None)  # older releases keep the cache of the last call
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if inspect.isgeneratorfunction(door):
             stack.enter_context(contextlib.contextmanager(door)(model, own, patch))
@@ -62,6 +64,7 @@ def opened(door, model):
             yield own
         finally:
             own.restore()
+            vars(model).pop("_cache", None)
 
 
 def generated(model, eager=False, **options):
@@ -170,6 +173,25 @@ def test_while_a_profiler_runs(model, caplog):
     assert captures(model)
 
 
+def test_a_handler_of_logs(model, monkeypatch):
+    """Its code does not belong to a step, also if a library logs a line in each step."""
+    lines = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append(record)
+
+    usual = generated(model, eager=True)
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "handlers", [Handler()])
+    doors.log_in_each_step(monkeypatch, logger)
+    monkeypatch.setattr(watch, "KNOWN", (*watch.KNOWN, "tests.doors"))
+    fresh(model)
+    assert torch.equal(generated(model), usual)
+    assert lines
+    assert captures(model)
+
+
 def test_inspect_model_says_why(model):
     """After a call, and no longer after the code was taken away."""
     from gemma4_compat.runtime.facts import how_it_decodes
@@ -179,6 +201,45 @@ def test_inspect_model_says_why(model):
         generated(model)
         assert "own (" in how_it_decodes(model)
     assert "own (" not in how_it_decodes(model)
+
+
+#: Loads a model with functions of another library in its steps.
+BESIDE = {
+    "liger_kernel": """
+from liger_kernel.transformers import apply_liger_kernel_to_gemma4
+apply_liger_kernel_to_gemma4(rope=False)
+model = support.load_model(folder, "nf4", {"": 0})
+assert "liger" in type(model.model.language_model.layers[0].mlp).forward.__module__
+""",
+    "compressed_tensors": """
+from transformers import Gemma4ForConditionalGeneration
+packed = support.save_w4a16(folder, pathlib.Path(folder, "w4a16"))
+model = Gemma4ForConditionalGeneration.from_pretrained(packed, device_map={"": 0}).eval()
+""",
+}
+CHECK = """
+import pathlib, sys
+import gemma4_compat
+import torch
+from tests import support, test_doors
+folder = sys.argv[1]
+{load}
+from gemma4_compat.patches.generation import captured_decoding
+usual = test_doors.generated(model, eager=True)
+assert torch.equal(test_doors.generated(model), usual)
+print(test_doors.captures(model), vars(model)["_decoding"].warned)
+assert test_doors.captures(model)
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("library", BESIDE)
+def test_beside_another_library(model_dir, library):
+    """Its functions are captured."""
+    pytest.importorskip(library)
+    code = CHECK.format(load=BESIDE[library])
+    done = support.run_process([sys.executable, "-c", code, model_dir], [*sys.path, "."])
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def main():
@@ -192,14 +253,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_checkpoint(Path(folder, "model"))
         model = load("cuda", model_dir, build_adapter(Path(folder, "adapter"), model_dir))
-        doors = {name: play(model, door) for name, door in DOORS.items()}
+        verdicts = {name: play(model, door) for name, door in DOORS.items()}
     versions = {name: importlib.metadata.version(name) for name in ("torch", *LIBRARIES)}
-    entry = {"device": torch.cuda.get_device_name(), "versions": versions, "doors": doors}
+    entry = {"device": torch.cuda.get_device_name(), "versions": versions, "doors": verdicts}
     found = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     text = json.dumps({**found, stack: entry}, indent=1) + "\n"
     Path(os.environ.get("OUT", DATA.parent), DATA.name).write_text(text, encoding="utf-8")
-    for name, verdicts in doors.items():
-        print(name, *verdicts.values(), sep="; ")
+    for name, each in verdicts.items():
+        print(name, *each.values(), sep="; ")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import branches, conditions, graph
+from gemma4_compat.runtime.capture import branches, conditions, graph, watch
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
@@ -229,6 +229,7 @@ def test_mlp_beside_experts(tmp_path, monkeypatch, slow):
 
         return forward
 
+    monkeypatch.setattr(watch, "KNOWN", (*watch.KNOWN, __name__))
     for name in ("mlp", "router", "experts", "self_attn"):
         kind = type(getattr(model.model.layers[0], name))
         monkeypatch.setattr(kind, "forward", on_stream(name, kind.forward))
@@ -585,6 +586,7 @@ def while_capturing(monkeypatch, action):
         return original(self, keys, *args, **kwargs)
 
     with monkeypatch.context() as patch:
+        patch.setattr(watch, "KNOWN", (*watch.KNOWN, __name__))
         patch.setattr(Cache, "update", update)
         yield
 

@@ -21,6 +21,8 @@ KNOWN = (
 )  # fmt: skip
 #: Modules of Python that run the functions of others, or count calls.
 _NOT_KNOWN = ("unittest", "site-packages", "dist-packages")
+#: Modules of Python whose calls do nothing that a step needs in each token, whatever they call.
+_ASIDE = ("logging", "warnings", "importlib._bootstrap")
 #: A name in a namespace, with its value there: namespace, name, value, label.
 Use = tuple[Mapping[str, Any], str, Any, str]
 
@@ -53,7 +55,7 @@ def watched() -> Iterator[Watch]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
-            if id(code) not in functions:
+            if id(code) not in functions and not _is_aside(frame):
                 functions[id(code)] = code, frame.f_globals
 
     if sys.getprofile() is not None:
@@ -66,6 +68,12 @@ def watched() -> Iterator[Watch]:
         watch.is_complete = sys.getprofile() is note
         if watch.is_complete:
             sys.setprofile(None)
+
+
+def _is_aside(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") not in _ASIDE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def uses_of(functions: Iterable[tuple[CodeType, dict[str, Any]]]) -> dict[tuple[int, str], Use]:
