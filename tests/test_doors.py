@@ -207,7 +207,7 @@ def test_inspect_model_says_why(model):
 BESIDE = {
     "liger_kernel": """
 from liger_kernel.transformers import apply_liger_kernel_to_gemma4
-apply_liger_kernel_to_gemma4(rope=False)
+apply_liger_kernel_to_gemma4(rope=False, fused_linear_cross_entropy=False)
 model = support.load_model(folder, "nf4", {"": 0})
 assert "liger" in type(model.model.language_model.layers[0].mlp).forward.__module__
 """,

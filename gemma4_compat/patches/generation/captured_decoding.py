@@ -15,17 +15,17 @@ Modules that a decode step does not run, such as the towers, may be on the CPU o
 reads offloaded embeddings in place.  The cache's memory and the graphs are kept, and the next call
 with a cache of the same size uses them again, unless other code still holds the old cache.
 
-A graph repeats kernels, and runs no Python code.  So the first step is watched: if it runs code that
-is not of the libraries, the steps stay eager.  Before each call, the functions of the step are
+A graph repeats kernels, and runs no Python code.  So the eager step is watched: if it runs code
+that is not of the libraries, the steps stay eager.  Before each call, the functions of the step are
 compared with those that ran (``runtime/capture/watch.py``).
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: a user's
-code, decoder layers that accelerate copies (see ``offload_streaming``), several GPUs, forward hooks,
-modes of PyTorch, training mode, several sequences with 8-bit layers that have an outlier threshold, Gemma 3n before
-transformers 5.23 (it copies a number from the CPU in each step).  Nothing changes if transformers
-compiles the step, or if the user passes a ``compile_config`` or ``disable_compile``.  Between two
-tokens of a call, a hook that is added and an adapter that is switched are noticed, and weights that
-are replaced are not.
+code, decoder layers that accelerate copies (see ``offload_streaming``), several GPUs, forward
+hooks, modes of PyTorch, training mode, several sequences with 8-bit layers that have an outlier
+threshold, Gemma 3n before transformers 5.23 (it copies a number from the CPU in each step).
+Nothing changes if transformers compiles the step, or if the user passes a ``compile_config`` or
+``disable_compile``.  Between two tokens of a call, a hook that is added and an adapter that is
+switched are noticed, and weights that are replaced are not.
 """
 
 from __future__ import annotations
