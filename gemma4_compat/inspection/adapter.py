@@ -36,8 +36,10 @@ from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
+    PATTERNS,
     BaseModel,
     base_model_of,
+    looked_up,
     matching,
     needs_patch,
     with_patches,
@@ -250,6 +252,11 @@ class _Key:
         return self.part.startswith("lora_") and self.rest not in ("", "weight", "bias")
 
     @property
+    def depth(self) -> int:
+        """How many adapters are around the one that has the tensor."""
+        return self.entry.name.count(".base_layer")
+
+    @property
     def is_update(self) -> bool:
         """Whether the tensor belongs to a layer that ``target_modules`` names."""
         return self.method not in ("", "trainable tokens")
@@ -304,21 +311,25 @@ def _fitted(
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
     fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
-    expected, scales, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
-    names = {key.entry.name for _, key in expected}
-    layers = {*map(base.inner, targeted), *(key.layer for _, key in expected if key.is_update)}
-    adapted = layers if has_targets else None
-    tensors = {key.tensor(base) for _, key in expected}
+    expected, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
+    names = {each.key.entry.name for each in expected}
+    updated = (each.key.layer for each in expected if each.key.is_update)
+    adapted = {*map(base.inner, targeted), *updated} if has_targets else None
+    # a layer has two of a name if two of its parameters are adapted: the depth says which
+    created = {each.key.tensor(base): each for each in expected}
+    nested = {(each.key.tensor(base), each.key.depth): each for each in expected}
     groups: list[Group] = []
     idle: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
     for own, key in zip(keys, fitting, strict=True):
         fate = whole_file
+        tensor = key.tensor(base)
+        made = nested.get((tensor, key.depth), created.get(tensor))
         if key.layer in base.modules or key.entry.name not in names:  # else of an unknown method
-            fate = fate or _fate(key, adapted, tensors, config, base)
+            fate = fate or _fate(key, adapted, made, bool(expected), base)
         if fate is None:
-            if key.is_update and not scales:
+            if key.is_update and made is not None and made.idle:
                 idle.append(Group("no effect", _ZERO, key.entry.name))
             renamed = renamed or key.layer != own.layer
             wrapped = wrapped or (bool(key.method) and base.inner(key.layer) != key.layer)
@@ -351,31 +362,46 @@ def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     return tuple(sorted(merged.values(), key=lambda each: (each.kind == "ignored", -each.count)))
 
 
+@dataclass(frozen=True)
+class _Created:
+    """A tensor that PEFT creates.
+
+    ``kind`` is that of the group that it is in if the file lacks it; it is empty if PEFT saves no
+    such tensor.  ``key`` has its shape, if it is known.  ``idle`` says whether PEFT multiplies it
+    by 0.
+    """
+
+    kind: str
+    key: _Key
+    idle: bool
+
+
 def _expected(
     found: AdapterInspection,
     keys: Iterable[_Key],
     config: Mapping[str, Any],
     targeted: Collection[str],
     base: BaseModel,
-) -> tuple[list[tuple[str, _Key]], bool, Group | None, str]:
+) -> tuple[list[_Created], Group | None, str]:
     """What `_created` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
     if not config:
-        return [], True, None, f"there is no {ADAPTER_CONFIG}"
+        return [], None, f"there is no {ADAPTER_CONFIG}"
     peft_type = config.get("peft_type")
     if peft_type not in {str(each.value) for each in PeftType}:
         why = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return [], True, Group("refused", why, found.file), ""
+        return [], Group("refused", why, found.file), ""
     try:
-        return *_created(keys, config, targeted, base), None, ""
+        return _created(keys, config, targeted, base), None, ""
     except Exception as error:
         # PEFT refuses the config for this model; DoRA fails on the packed weights of QAT.
-        if isinstance(error, ValueError) or (base.method == QAT and config.get("use_dora")):
-            return [], True, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+        refused = isinstance(error, (ValueError, IndexError))
+        if refused or (base.method == QAT and config.get("use_dora")):
+            return [], Group("refused", f"PEFT raises {reason(error)}", found.file), ""
         # some methods of PEFT compute with the weights
         method = f"{found.kind} without the model's weights ({type(error).__name__})"
-        return [], True, None, f"PEFT cannot create {method}"
+        return [], None, f"PEFT cannot create {method}"
 
 
 def _name_in_model(layer: str, base: BaseModel) -> str:
@@ -390,11 +416,8 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
 
 def _created(
     keys: Iterable[_Key], config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
-) -> tuple[list[tuple[str, _Key]], bool]:
-    """The tensors that PEFT creates with this config, and whether a scaling is not 0.
-
-    Each has the kind of group that it is in if it is missing; it is empty if PEFT saves no such
-    tensor.
+) -> list[_Created]:
+    """The tensors that PEFT creates with this config.
 
     PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
     of the targets, and the layers in them named, since PEFT alone refuses wrappers.
@@ -404,11 +427,14 @@ def _created(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = PeftConfig.from_peft_type(**config)
-        others = ("exclude_modules", "layers_to_transform", "layers_pattern")
-        changes = {**dict.fromkeys(others), "init_lora_weights": False, "init_weights": False}
-        changes["rank_pattern"] = {}  # changes no names, and those of AdaLoRA need the weights
+        changes: dict[str, Any] = {"init_lora_weights": False, "init_weights": False}
         if targeted:
+            changes |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
             changes["target_modules"] = {*map(base.inner, targeted)}
+        for which in PATTERNS:
+            changes[which] = _with_inner_names(config, which, targeted, base)
+        if pruned := config.get("peft_type") == "ADALORA":
+            changes["rank_pattern"] = {}  # needs the weights
         for name in changes.keys() & vars(settings).keys():
             setattr(settings, name, changes[name])
         if base.method == QAT:
@@ -428,22 +454,48 @@ def _created(
         **dict.fromkeys(saved, "missing"),
         **dict.fromkeys(needed, "refused"),
     }
+    shapes = {} if pruned else {n: tuple(t.shape) for n, t in (model.state_dict() | saved).items()}
     names = sorted(kinds, key={key.entry.name for key in keys}.__contains__, reverse=True)
-    factors = [getattr(module, "scaling", None) for module in model.modules()]
-    scalings = [value for each in factors if isinstance(each, dict) for value in each.values()]
-    # The magnitudes of DoRA change the output without an update, too.
-    scales = bool(any(scalings) or not scalings or config.get("use_dora"))
-    return [(kinds[name], _Key.of(Entry(name, "", (), 0, Path()))) for name in names], scales
+    idle = set()
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        # The magnitudes of DoRA change the output without an update, too.
+        if isinstance(scaling, dict) and not any(scaling.values()) and not config.get("use_dora"):
+            idle.add(name)
+        for tokens in getattr(module, "token_indices", {}).values():
+            rows = len(module.get_base_layer().weight)
+            if outside := [token for token in tokens if not -rows <= token < rows]:
+                raise IndexError(f"token {outside[0]} is not one of the {rows} of the model")
+    created = []
+    for name in names:
+        key = _Key.of(Entry(name, "", shapes.get(name, ()), 0, Path()))
+        created.append(_Created(kinds[name], key, name.partition(f".{key.part}")[0] in idle))
+    return created
+
+
+def _with_inner_names(
+    config: Mapping[str, Any], which: str, targeted: Collection[str], base: BaseModel
+) -> dict[str, Any]:
+    """A pattern of the config that also names the layers whose wrappers are the targets."""
+    given = config.get(which) or {}
+    pinned = {}
+    for name in targeted if given else ():
+        if (inner := base.inner(name)) not in targeted:
+            pinned[re.escape(inner)] = looked_up(config, which, inner, name)
+    return {**{name: value for name, value in pinned.items() if value is not None}, **given}
 
 
 def _fate(
     key: _Key,
     adapted: Collection[str] | None,
-    created: Collection[_Tensor],
-    config: Mapping[str, Any],
+    made: _Created | None,
+    complete: bool,
     base: BaseModel,
 ) -> Group | None:
-    """Why a tensor does not load; ``None`` if it does."""
+    """Why a tensor does not load; ``None`` if it does.
+
+    ``made`` is what PEFT creates for it; ``complete`` says whether it is known.
+    """
     name = key.entry.name
     if not key.layer:  # shared by all layers
         return None
@@ -462,17 +514,17 @@ def _fate(
     if adapted is not None and key.is_update and layer not in adapted:
         return Group("ignored", "target_modules does not name these layers", name)
     is_own = not key.method and getattr(base.modules[layer], key.part, None) is not None
-    if created and not is_own and key.tensor(base) not in created:
+    if complete and not is_own and made is None:
         reason = (
             f"{ADAPTER_CONFIG} does not ask for them, so PEFT creates none: use the config that "
             "the adapter was trained with"
         )
         return Group("ignored", reason, name)
-    return _misshapen(key, config, base.modules[layer])
+    return _misshapen(key, base.modules[layer], made.key.entry.shape if made else ())
 
 
 def _missing(
-    keys: Collection[_Key], expected: Collection[tuple[str, _Key]], base: BaseModel
+    keys: Collection[_Key], expected: Collection[_Created], base: BaseModel
 ) -> Iterator[Group]:
     """The expected tensors that the file lacks, in towers of which it has some layers.
 
@@ -480,13 +532,14 @@ def _missing(
     """
 
     held = Counter(key.tensor(base) for key in keys)
-    names = {key.entry.name for kind, key in expected if kind == "missing"}
+    names = {each.key.entry.name for each in expected if each.kind == "missing"}
     towers = {tower_of("")}  # of what all layers share
     for key in keys:
         if (key.method and key.layer in base.modules) or key.entry.name in names:
             towers.add(tower_of(key.layer))
     shared = shared_layers(base.model.config)
-    for kind, key in expected:
+    for each in expected:
+        kind, key = each.kind, each.key
         if not kind:
             continue
         tensor = key.tensor(base)
@@ -510,8 +563,8 @@ def _absent(key: _Key, base: BaseModel) -> Group:
     return Group("ignored", reason, key.entry.name)
 
 
-def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | None:
-    """Whether a tensor has another shape than the one that its layer needs."""
+def _misshapen(key: _Key, module: Any, made: tuple[int, ...]) -> Group | None:
+    """Whether a tensor has another shape than the one that its layer, or PEFT, has."""
     name, shape = key.entry.name, key.entry.shape
     reason = "the widths differ: the adapter is for another model"
     if not key.method:
@@ -522,16 +575,15 @@ def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | Non
         return Group("refused", reason, wrong)
     axis, attribute = _AXES.get(key.part, (0, ""))
     width = getattr(module, attribute, None)
-    if width is None or axis >= len(shape) or key.rest == "bias":
-        return None
-    if shape[axis] != width:
+    if width is not None and axis < len(shape) and shape[axis] != width:
         return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
-    rank = config.get("r", 8)  # PEFT's default
-    ranks = (rank, *(config.get("rank_pattern") or {}).values())
-    if config.get("peft_type") == "LORA" and len(shape) == 2 and shape[1 - axis] not in ranks:
-        reason = f"their rank is not {rank}, the rank in {ADAPTER_CONFIG}"
+    if not made or made == shape:
+        return None
+    if width is not None and len(shape) == 2 == len(made):
+        reason = f"their rank is not {made[1 - axis]}, their rank in {ADAPTER_CONFIG}"
         return Group("refused", reason, f"{name}: {shape[1 - axis]}")
-    return None
+    reason = f"PEFT creates other shapes with this {ADAPTER_CONFIG}: use that of the training"
+    return Group("refused", reason, f"{name}: shape {list(shape)}, not {list(made)}")
 
 
 # -- what is printed ------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ..files.hub import Repository, short_name
 from ..model.parts import is_shared_kv, shape_of, shared_layers, tower_of
 from ..result import Result
 from .adapter import Group, merged_groups
-from .targets import BaseModel, base_model_of
+from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up
 
 #: the releases whose source these tables are from
 SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}
@@ -75,8 +75,6 @@ _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<projection
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: of vLLM's projections -> the parameters of transformers
 _PARAMETERS = {"gate_proj": "gate_up_proj", "down_proj": "down_proj"}
-#: entries of adapter_config.json, and those that count where no pattern matches
-_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 Tensors = Mapping[str, Any]
 
 
@@ -381,38 +379,14 @@ def _scaled(name: str, config: Mapping[str, Any]) -> Group | None:
     match = _TENSOR.fullmatch(name)
     assert match is not None
     layer = match["layer"]
-    if _rank_and_alpha(layer, config) == _rank_and_alpha(_in_peft(layer, config), config):
+    names = (layer, in_peft(layer, config))
+    if all(looked_up(config, w, layer) == looked_up(config, w, *names) for w in PATTERNS):
         return None
     reason = (
         "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not find it, "
         "and scales the update otherwise"
     )
     return Group("in part", reason, name)
-
-
-def _rank_and_alpha(layer: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Those of a layer with this name, as PEFT and vLLM look them up."""
-    return _looked_up(layer, config, "rank_pattern"), _looked_up(layer, config, "alpha_pattern")
-
-
-def _looked_up(layer: str, config: Mapping[str, Any], which: str) -> Any:
-    pattern, default = config.get(which) or {}, config.get(_PATTERNS[which])
-    if not pattern:  # without patterns, PEFT need not be installed
-        return default
-    from peft.utils.other import get_pattern_key
-
-    return pattern.get(get_pattern_key(pattern, layer), default)
-
-
-def _in_peft(layer: str, config: Mapping[str, Any]) -> str:
-    """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
-    wrapper = layer.removesuffix(".linear")
-    targets = config.get("target_modules") or ()
-    if isinstance(targets, str):
-        is_target = re.fullmatch(targets, layer) is not None
-    else:
-        is_target = any(layer == each or layer.endswith(f".{each}") for each in targets)
-    return layer if is_target else wrapper
 
 
 # -- the copy -------------------------------------------------------------------------------------
@@ -452,7 +426,7 @@ def for_vllm(
                     pinned[rf"{experts}.\d+.{each}"] = own
             continue
         out[name] = tensor
-        pinned[layer] = _in_peft(was, config)
+        pinned[layer] = in_peft(was, config)
         if layer in served.keys:
             out.setdefault(name.replace("k_proj", "v_proj"), tensor.clone())
             pinned[layer.replace("k_proj", "v_proj")] = pinned[layer]
@@ -502,8 +476,8 @@ def _pinned(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     """The config in which layers with new names keep the rank and the alpha of their old names."""
     changed = dict(config)
     if config.get("rank_pattern") or config.get("alpha_pattern"):
-        for which in _PATTERNS:
-            kept = {name: _looked_up(was, config, which) for name, was in names.items() if name}
+        for which in PATTERNS:
+            kept = {name: looked_up(config, which, was) for name, was in names.items() if name}
             # the first that matches counts
             changed[which] = {**kept, **(config.get(which) or {})}
     return changed

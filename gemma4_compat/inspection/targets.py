@@ -33,6 +33,8 @@ from ..result import Result
 _SETTINGS = (
     "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
+#: entries of adapter_config.json, and those that count where no pattern matches
+PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _SUPPORTED, _PATCHED = "supported", "needs the patch clippable_linear"
 _REFUSED = "NOT supported by LoRA"
 _WRAPS = "With clippable_linear (import gemma4_compat first) the adapter wraps the layer inside."
@@ -249,6 +251,28 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
         return bool(exists(config, name) and (inner or inner in (False, None)))
 
     return [name for name in base.modules if matches(name)]
+
+
+def looked_up(config: Mapping[str, Any], which: str, *layers: str) -> Any:
+    """The rank or alpha of a layer as PEFT and vLLM look it up, by the first name that matches."""
+    pattern, default = config.get(which) or {}, config.get(PATTERNS[which])
+    if not pattern:  # without patterns, PEFT need not be installed
+        return default
+    from peft.utils.other import get_pattern_key
+
+    keys = (get_pattern_key(pattern, layer) for layer in layers)
+    return next((pattern[key] for key in keys if key in pattern), default)
+
+
+def in_peft(layer: str, config: Mapping[str, Any]) -> str:
+    """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
+    wrapper = layer.removesuffix(".linear")
+    targets = config.get("target_modules") or ()
+    if isinstance(targets, str):
+        is_target = re.fullmatch(targets, layer) is not None
+    else:
+        is_target = any(layer == each or layer.endswith(f".{each}") for each in targets)
+    return layer if is_target else wrapper
 
 
 def check_expression(targets: str) -> None:
