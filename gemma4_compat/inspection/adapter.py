@@ -36,12 +36,11 @@ from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
 from .targets import (
-    PATTERNS,
     BaseModel,
     base_model_of,
-    looked_up,
     matching,
     needs_patch,
+    pinned,
     with_patches,
 )
 
@@ -64,8 +63,8 @@ _AXES = {
     "lora_embedding_A": (1, "num_embeddings"),
     "lora_embedding_B": (0, "embedding_dim"),
 }
-#: the layer, the part, and whether it is the bias of the part
-_Tensor = tuple[str, str, bool]
+#: the layer, the part, how many adapters are around this one, and whether it is a bias
+_Tensor = tuple[str, str, int, bool]
 _ZERO = (
     "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: use the value that the "
     "adapter was trained with"
@@ -252,11 +251,6 @@ class _Key:
         return self.part.startswith("lora_") and self.rest not in ("", "weight", "bias")
 
     @property
-    def depth(self) -> int:
-        """How many adapters are around the one that has the tensor."""
-        return self.entry.name.count(".base_layer")
-
-    @property
     def is_update(self) -> bool:
         """Whether the tensor belongs to a layer that ``target_modules`` names."""
         return self.method not in ("", "trainable tokens")
@@ -264,7 +258,8 @@ class _Key:
     def tensor(self, base: BaseModel) -> _Tensor:
         """What identifies the tensor, also if the file names the wrapper of its layer."""
         layer = base.inner(self.layer) if self.method else self.layer
-        return layer, self.part, self.rest.endswith("bias")
+        depth = self.entry.name.count(".base_layer") if self.method else 0
+        return layer, self.part, depth, self.rest.endswith("bias")
 
     @classmethod
     def of(cls, entry: Entry) -> _Key:
@@ -311,22 +306,18 @@ def _fitted(
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
     fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
-    expected, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
-    names = {each.key.entry.name for each in expected}
-    updated = (each.key.layer for each in expected if each.key.is_update)
+    expected, whole_file, unchecked = _expected(found, config, targeted, base)
+    updated = (each.key.layer for each in expected.values() if each.key.is_update)
     adapted = {*map(base.inner, targeted), *updated} if has_targets else None
-    # a layer has two of a name if two of its parameters are adapted: the depth says which
-    created = {each.key.tensor(base): each for each in expected}
-    nested = {(each.key.tensor(base), each.key.depth): each for each in expected}
     groups: list[Group] = []
     idle: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
     for own, key in zip(keys, fitting, strict=True):
         fate = whole_file
-        tensor = key.tensor(base)
-        made = nested.get((tensor, key.depth), created.get(tensor))
-        if key.layer in base.modules or key.entry.name not in names:  # else of an unknown method
+        made = expected.get(key.tensor(base))
+        # else of an unknown method
+        if key.layer in base.modules or made is None or made.key.entry.name != key.entry.name:
             fate = fate or _fate(key, adapted, made, bool(expected), base)
         if fate is None:
             if key.is_update and made is not None and made.idle:
@@ -378,30 +369,29 @@ class _Created:
 
 def _expected(
     found: AdapterInspection,
-    keys: Iterable[_Key],
     config: Mapping[str, Any],
     targeted: Collection[str],
     base: BaseModel,
-) -> tuple[list[_Created], Group | None, str]:
+) -> tuple[dict[_Tensor, _Created], Group | None, str]:
     """What `_created` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
     if not config:
-        return [], None, f"there is no {ADAPTER_CONFIG}"
+        return {}, None, f"there is no {ADAPTER_CONFIG}"
     peft_type = config.get("peft_type")
     if peft_type not in {str(each.value) for each in PeftType}:
         why = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return [], Group("refused", why, found.file), ""
+        return {}, Group("refused", why, found.file), ""
     try:
-        return _created(keys, config, targeted, base), None, ""
+        return _created(config, targeted, base), None, ""
     except Exception as error:
         # PEFT refuses the config for this model; DoRA fails on the packed weights of QAT.
         refused = isinstance(error, (ValueError, IndexError))
         if refused or (base.method == QAT and config.get("use_dora")):
-            return [], Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+            return {}, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
         # some methods of PEFT compute with the weights
         method = f"{found.kind} without the model's weights ({type(error).__name__})"
-        return [], None, f"PEFT cannot create {method}"
+        return {}, None, f"PEFT cannot create {method}"
 
 
 def _name_in_model(layer: str, base: BaseModel) -> str:
@@ -415,8 +405,8 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
 
 
 def _created(
-    keys: Iterable[_Key], config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
-) -> list[_Created]:
+    config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
+) -> dict[_Tensor, _Created]:
     """The tensors that PEFT creates with this config.
 
     PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
@@ -426,13 +416,13 @@ def _created(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = PeftConfig.from_peft_type(**config)
+        inner = {name: base.inner(name) for name in targeted}
+        outer = {re.escape(own): (own, n) for n, own in inner.items() if own not in inner}
+        settings = PeftConfig.from_peft_type(**pinned(config, outer))
         changes: dict[str, Any] = {"init_lora_weights": False, "init_weights": False}
         if targeted:
             changes |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
-            changes["target_modules"] = {*map(base.inner, targeted)}
-        for which in PATTERNS:
-            changes[which] = _with_inner_names(config, which, targeted, base)
+            changes["target_modules"] = {*inner.values()}
         if pruned := config.get("peft_type") == "ADALORA":
             changes["rank_pattern"] = {}  # needs the weights
         for name in changes.keys() & vars(settings).keys():
@@ -455,7 +445,6 @@ def _created(
         **dict.fromkeys(needed, "refused"),
     }
     shapes = {} if pruned else {n: tuple(t.shape) for n, t in (model.state_dict() | saved).items()}
-    names = sorted(kinds, key={key.entry.name for key in keys}.__contains__, reverse=True)
     idle = set()
     for name, module in model.named_modules():
         scaling = getattr(module, "scaling", None)
@@ -466,23 +455,12 @@ def _created(
             rows = len(module.get_base_layer().weight)
             if outside := [token for token in tokens if not -rows <= token < rows]:
                 raise IndexError(f"token {outside[0]} is not one of the {rows} of the model")
-    created = []
-    for name in names:
+    created = {}
+    for name, kind in kinds.items():
         key = _Key.of(Entry(name, "", shapes.get(name, ()), 0, Path()))
-        created.append(_Created(kinds[name], key, name.partition(f".{key.part}")[0] in idle))
+        layer = name.partition(f".{key.part}")[0]
+        created[key.tensor(base)] = _Created(kind, key, layer in idle)
     return created
-
-
-def _with_inner_names(
-    config: Mapping[str, Any], which: str, targeted: Collection[str], base: BaseModel
-) -> dict[str, Any]:
-    """A pattern of the config that also names the layers whose wrappers are the targets."""
-    given = config.get(which) or {}
-    pinned = {}
-    for name in targeted if given else ():
-        if (inner := base.inner(name)) not in targeted:
-            pinned[re.escape(inner)] = looked_up(config, which, inner, name)
-    return {**{name: value for name, value in pinned.items() if value is not None}, **given}
 
 
 def _fate(
@@ -524,28 +502,25 @@ def _fate(
 
 
 def _missing(
-    keys: Collection[_Key], expected: Collection[_Created], base: BaseModel
+    keys: Collection[_Key], expected: Mapping[_Tensor, _Created], base: BaseModel
 ) -> Iterator[Group]:
     """The expected tensors that the file lacks, in towers of which it has some layers.
 
     An adapter that was trained without a tower has none of its layers, and none is expected.
     """
 
-    held = Counter(key.tensor(base) for key in keys)
-    names = {each.key.entry.name for each in expected if each.kind == "missing"}
+    held = {key.tensor(base) for key in keys}
     towers = {tower_of("")}  # of what all layers share
     for key in keys:
-        if (key.method and key.layer in base.modules) or key.entry.name in names:
+        made = expected.get(key.tensor(base))
+        if (key.method and key.layer in base.modules) or (made and made.kind == "missing"):
             towers.add(tower_of(key.layer))
     shared = shared_layers(base.model.config)
-    for each in expected:
+    for tensor, each in expected.items():
         kind, key = each.kind, each.key
-        if not kind:
+        if not kind or tensor in held:
             continue
-        tensor = key.tensor(base)
-        if held[tensor]:
-            held[tensor] -= 1  # a layer has two of a name if two of its parameters are adapted
-        elif kind == "refused":
+        if kind == "refused":
             reason = "PEFT does not find them in the file, and raises KeyError"
             yield Group(kind, reason, key.entry.name)
         elif tower_of(key.layer) in towers and not is_shared_kv(key.layer, shared):

@@ -30,7 +30,7 @@ from ..files.hub import Repository, short_name
 from ..model.parts import is_shared_kv, shape_of, shared_layers, tower_of
 from ..result import Result
 from .adapter import Group, merged_groups
-from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up
+from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up, pinned
 
 #: the releases whose source these tables are from
 SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}
@@ -413,7 +413,7 @@ def for_vllm(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and the config of an adapter as vLLM needs them."""
     out: dict[str, Any] = {}
-    pinned: dict[str, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for name, layer, part, tensor, was in _named(tensors, served):
         experts = layer.removesuffix(".base_layer")
         if experts in served.experts:
@@ -423,15 +423,15 @@ def for_vllm(
             for each in PROJECTIONS:
                 if (each == "down_proj") == (parameter == "down_proj"):
                     own = f"{was.removesuffix('.base_layer')}.{parameter}"
-                    pinned[rf"{experts}.\d+.{each}"] = own
+                    names[rf"{experts}.\d+.{each}"] = (own,)
             continue
         out[name] = tensor
-        pinned[layer] = in_peft(was, config)
+        names[layer] = (was, in_peft(was, config))
         if layer in served.keys:
             out.setdefault(name.replace("k_proj", "v_proj"), tensor.clone())
-            pinned[layer.replace("k_proj", "v_proj")] = pinned[layer]
+            names[layer.replace("k_proj", "v_proj")] = names[layer]
     _fill(out, served)
-    return out, _pinned(config, pinned)
+    return out, pinned(config, names)
 
 
 def _parameter(layer: str, config: Mapping[str, Any]) -> str:
@@ -472,17 +472,6 @@ def _fill(tensors: dict[str, Any], served: Served) -> None:
             tensors.setdefault(f"{_PREFIX}{layer}.{match['part']}.weight", tensor.new_zeros(shape))
 
 
-def _pinned(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The config in which layers with new names keep the rank and the alpha of their old names."""
-    changed = dict(config)
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        for which in PATTERNS:
-            kept = {name: looked_up(config, which, was) for name, was in names.items() if name}
-            # the first that matches counts
-            changed[which] = {**kept, **(config.get(which) or {})}
-    return changed
-
-
 def for_peft(
     tensors: Tensors, config: Mapping[str, Any], served: Served
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -495,14 +484,14 @@ def for_peft(
 
     out: dict[str, Any] = {}
     experts: dict[str, dict[str, Any]] = {}
-    pinned: dict[str, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     named = {name: rest for name, *rest in _named(tensors, served)}
     for name, (layer, part, tensor, was) in named.items():
         if (expert := _EXPERT.fullmatch(layer)) is not None:
             experts.setdefault(expert["experts"], {})[f"{layer}.{part}"] = tensor
             for projection, own in _PARAMETERS.items():
                 if was.endswith(f".0.{projection}"):
-                    pinned[f"{expert['experts']}.{own}"] = was
+                    names[f"{expert['experts']}.{own}"] = (was,)
         elif layer.endswith(".v_proj") and layer.replace("v_proj", "k_proj") in served.keys:
             keys = named.get(name.replace("v_proj", "k_proj"), [None] * 4)[2]
             if keys is None or not torch.equal(tensor, keys):
@@ -512,7 +501,7 @@ def for_peft(
                 )
         else:
             out[name] = tensor
-            pinned[layer] = pinned[layer.removesuffix(".linear")] = was
+            names[layer] = names[layer.removesuffix(".linear")] = (was,)
     for layer, updates in experts.items():
         for part in ("lora_A", "lora_B"):
             try:
@@ -532,7 +521,7 @@ def for_peft(
             both = gate if part == "lora_A" else torch.cat([gate, up], 1)
             out[f"{_PREFIX}{layer}.base_layer.{part}.weight"] = _joined(both, part)
             out[f"{_PREFIX}{layer}.{part}.weight"] = _joined(down, part)
-    changed = _pinned(config, pinned)
+    changed = pinned(config, names)
     if experts:
         changed["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     return out, changed

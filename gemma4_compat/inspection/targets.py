@@ -275,6 +275,17 @@ def in_peft(layer: str, config: Mapping[str, Any]) -> str:
     return layer if is_target else wrapper
 
 
+def pinned(config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """The config in which layers with new names keep the rank and the alpha of their old names."""
+    changed = dict(config)
+    for which in PATTERNS if any(map(config.get, PATTERNS)) else ():
+        kept = {name: looked_up(config, which, *was) for name, was in names.items() if name}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        # the first that matches counts
+        changed[which] = {**kept, **(config.get(which) or {})}
+    return changed
+
+
 def check_expression(targets: str) -> None:
     """Check that targets are a regular expression.
 
