@@ -413,6 +413,7 @@ def _created(
     of the targets, and the layers in them named, since PEFT alone refuses wrappers.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from torch import nn
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -452,7 +453,10 @@ def _created(
         if isinstance(scaling, dict) and not any(scaling.values()) and not config.get("use_dora"):
             idle.add(name)
         for tokens in getattr(module, "token_indices", {}).values():
-            rows = len(module.get_base_layer().weight)
+            layer = module.get_base_layer()
+            if not isinstance(layer, (nn.Embedding, nn.Linear)):
+                raise ValueError(f"no tokens of a {type(layer).__name__} can be trained")
+            rows = len(layer.weight)
             if outside := [token for token in tokens if not -rows <= token < rows]:
                 raise IndexError(f"token {outside[0]} is not one of the {rows} of the model")
     created = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ..files.hub import Repository, short_name
 from ..model.parts import is_shared_kv, shape_of, shared_layers, tower_of
 from ..result import Result
 from .adapter import Group, merged_groups
-from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up, pinned
+from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up, matching, pinned
 
 #: the releases whose source these tables are from
 SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}
@@ -311,7 +311,11 @@ def _fates(
     """How many tensors are applied, the options that this needs, and the other tensors."""
     rank = max([config.get("r") or 8, *(config.get("rank_pattern") or {}).values()])
     whole = Group("refused", _SGLANG, "all") if server == "sglang" else _refusal(config, rank)
-    fates = {name: whole or _fate(name, shapes, served) or _scaled(name, config) for name in shapes}
+    left_out = _left_out(shapes, config, served)
+    fates = {
+        name: whole or _fate(name, shapes, served) or _unlike_peft(name, shape, config, left_out)
+        for name, shape in shapes.items()
+    }
     groups = [group for group in fates.values() if group is not None]
     options = []
     if any(fates[name] is None and tower_of(name) in ("vision", "audio") for name in shapes):
@@ -374,12 +378,40 @@ def _fate(name: str, shapes: Shapes, served: Served) -> Group | None:
     return None
 
 
-def _scaled(name: str, config: Mapping[str, Any]) -> Group | None:
-    """What vLLM does with a tensor that it applies, if a pattern of the config misses its name."""
+def _left_out(names: Iterable[str], config: Mapping[str, Any], served: Served) -> set[str]:
+    """The layers of a file to which PEFT adds no adapter, if the targets are for these names."""
+    base, targets = served.base, config.get("target_modules")
+    matches = (match for name in names if (match := _TENSOR.fullmatch(name)))
+    own = {match["layer"]: served.own_name(match["layer"]) for match in matches}
+    own = {layer: name for layer, name in own.items() if name in base.modules}
+    if not targets or {*own.values()}.isdisjoint(_adapted(base, {"target_modules": targets})):
+        return set()
+    adapted = _adapted(base, config)
+    return {layer for layer, name in own.items() if name not in adapted}
+
+
+def _adapted(base: BaseModel, config: Mapping[str, Any]) -> set[str]:
+    return {*map(base.inner, matching(base, config))}
+
+
+def _unlike_peft(
+    name: str, shape: tuple[int, ...], config: Mapping[str, Any], left_out: Collection[str]
+) -> Group | None:
+    """What differs from PEFT for a tensor that vLLM applies; ``None`` if nothing does."""
     match = _TENSOR.fullmatch(name)
     assert match is not None
     layer = match["layer"]
+    if layer in left_out:
+        reason = (
+            "target_modules, exclude_modules or layers_to_transform leaves these layers out: PEFT "
+            "ignores them, and vLLM applies them"
+        )
+        return Group("in part", reason, name)
     names = (layer, in_peft(layer, config))
+    rank = shape[0 if match["part"] == "lora_A" else 1]
+    if rank != (looked_up(config, "rank_pattern", *names) or 8):  # PEFT's default
+        reason = f"their rank is not the one in {ADAPTER_CONFIG}: PEFT raises, vLLM scales by that"
+        return Group("in part", reason, f"{name}: {rank}")
     if all(looked_up(config, w, layer) == looked_up(config, w, *names) for w in PATTERNS):
         return None
     reason = (
