@@ -281,10 +281,36 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
     index = file_in(folder, INDEX)
     if index is None:
         raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}")
+    return tuple(header_in(folder, name) for name in _shards(index))
+
+
+def check_weights(folder: Path | Repository) -> None:
+    """Refuse weights that are cut off or damaged, or of which shards are missing.
+
+    Only files on this disk are checked: a folder may have no weights yet, and those of a
+    repository may be downloaded later.
+
+    Raises:
+        InputError: as in `weight_headers`.
+    """
+
+    def find(name: str) -> Path | None:
+        return folder.cached(name) if isinstance(folder, Repository) else file_in(folder, name)
+
+    index = None if find(WEIGHTS) else find(INDEX)
+    names = [WEIGHTS] if index is None else _shards(index)
+    files = [file for name in names if (file := find(name))]
+    if files and not isinstance(folder, Repository):
+        files = [folder / name for name in names]
+    for file in files:
+        read_header(file)
+
+
+def _shards(index: Path) -> list[str]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise InputError(f"{index}: no weight_map")
-    return tuple(header_in(folder, name) for name in sorted(set(shards.values())))
+    return sorted(set(shards.values()))
 
 
 def _in_one_file(folder: Path | Repository) -> bool:
