@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -285,25 +286,20 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
 
 
 def check_weights(folder: Path | Repository) -> None:
-    """Refuse weights that are cut off or damaged, or of which shards are missing.
+    """Refuse weights on this disk that are damaged, or of which only some shards are there.
 
-    Only files on this disk are checked: a folder may have no weights yet, and those of a
-    repository may be downloaded later.
+    A folder without weights is fine, and so is a repository that is not downloaded.
 
     Raises:
         InputError: as in `weight_headers`.
     """
-
-    def find(name: str) -> Path | None:
-        return folder.cached(name) if isinstance(folder, Repository) else file_in(folder, name)
-
+    hub = isinstance(folder, Repository)
+    find = folder.cached if isinstance(folder, Repository) else partial(file_in, folder)
     index = None if find(WEIGHTS) else find(INDEX)
     names = [WEIGHTS] if index is None else _shards(index)
-    files = [file for name in names if (file := find(name))]
-    if files and not isinstance(folder, Repository):
-        files = [folder / name for name in names]
-    for file in files:
-        read_header(file)
+    here = [name for name in names if find(name)]
+    for name in here if hub or not here else names:
+        header_in(folder, name)
 
 
 def _shards(index: Path) -> list[str]:

@@ -35,14 +35,7 @@ from ..files.hub import Repository, short_name
 from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
-from .targets import (
-    BaseModel,
-    base_model_of,
-    matching,
-    needs_patch,
-    pinned,
-    with_patches,
-)
+from .targets import BaseModel, base_model_of, matching, needs_patch, pinned, with_patches
 
 _PREFIX = "base_model.model."
 #: the methods by the prefix of their tensors' names
@@ -236,7 +229,9 @@ class _Key:
     """The parts of a tensor's name.
 
     ``layer`` is the name of the model's layer.  ``part`` is "lora_A" and the like, or "weight" for
-    a full tensor of the model; ``method`` is then empty.  ``rest`` follows ``part``.
+    a full tensor of the model; ``method`` is then empty.  ``rest`` follows ``part``.  Of a tensor
+    that PEFT creates, ``kind`` is the group if the file lacks it, or empty if PEFT does not save
+    it, and ``idle`` says whether PEFT multiplies it by 0.
     """
 
     entry: Entry
@@ -244,6 +239,8 @@ class _Key:
     part: str
     method: str
     rest: str
+    kind: str = ""
+    idle: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -307,7 +304,7 @@ def _fitted(
     targeted = matching(base, config) if has_targets else []
     fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
     expected, whole_file, unchecked = _expected(found, config, targeted, base)
-    updated = (each.key.layer for each in expected.values() if each.key.is_update)
+    updated = (each.layer for each in expected.values() if each.is_update)
     adapted = {*map(base.inner, targeted), *updated} if has_targets else None
     groups: list[Group] = []
     idle: list[Group] = []
@@ -317,7 +314,7 @@ def _fitted(
         fate = whole_file
         made = expected.get(key.tensor(base))
         # else of an unknown method
-        if key.layer in base.modules or made is None or made.key.entry.name != key.entry.name:
+        if key.layer in base.modules or made is None or made.entry.name != key.entry.name:
             fate = fate or _fate(key, adapted, made, bool(expected), base)
         if fate is None:
             if key.is_update and made is not None and made.idle:
@@ -353,26 +350,12 @@ def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     return tuple(sorted(merged.values(), key=lambda each: (each.kind == "ignored", -each.count)))
 
 
-@dataclass(frozen=True)
-class _Created:
-    """A tensor that PEFT creates.
-
-    ``kind`` is that of the group that it is in if the file lacks it; it is empty if PEFT saves no
-    such tensor.  ``key`` has its shape, if it is known.  ``idle`` says whether PEFT multiplies it
-    by 0.
-    """
-
-    kind: str
-    key: _Key
-    idle: bool
-
-
 def _expected(
     found: AdapterInspection,
     config: Mapping[str, Any],
     targeted: Collection[str],
     base: BaseModel,
-) -> tuple[dict[_Tensor, _Created], Group | None, str]:
+) -> tuple[dict[_Tensor, _Key], Group | None, str]:
     """What `_created` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
@@ -406,7 +389,7 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
 
 def _created(
     config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
-) -> dict[_Tensor, _Created]:
+) -> dict[_Tensor, _Key]:
     """The tensors that PEFT creates with this config.
 
     PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
@@ -463,14 +446,14 @@ def _created(
     for name, kind in kinds.items():
         key = _Key.of(Entry(name, "", shapes.get(name, ()), 0, Path()))
         layer = name.partition(f".{key.part}")[0]
-        created[key.tensor(base)] = _Created(kind, key, layer in idle)
+        created[key.tensor(base)] = replace(key, kind=kind, idle=layer in idle)
     return created
 
 
 def _fate(
     key: _Key,
     adapted: Collection[str] | None,
-    made: _Created | None,
+    made: _Key | None,
     complete: bool,
     base: BaseModel,
 ) -> Group | None:
@@ -502,11 +485,11 @@ def _fate(
             "the adapter was trained with"
         )
         return Group("ignored", reason, name)
-    return _misshapen(key, base.modules[layer], made.key.entry.shape if made else ())
+    return _misshapen(key, base.modules[layer], made.entry.shape if made else ())
 
 
 def _missing(
-    keys: Collection[_Key], expected: Mapping[_Tensor, _Created], base: BaseModel
+    keys: Collection[_Key], expected: Mapping[_Tensor, _Key], base: BaseModel
 ) -> Iterator[Group]:
     """The expected tensors that the file lacks, in towers of which it has some layers.
 
@@ -520,16 +503,15 @@ def _missing(
         if (key.method and key.layer in base.modules) or (made and made.kind == "missing"):
             towers.add(tower_of(key.layer))
     shared = shared_layers(base.model.config)
-    for tensor, each in expected.items():
-        kind, key = each.kind, each.key
-        if not kind or tensor in held:
+    for tensor, key in expected.items():
+        if not key.kind or tensor in held:
             continue
-        if kind == "refused":
+        if key.kind == "refused":
             reason = "PEFT does not find them in the file, and raises KeyError"
-            yield Group(kind, reason, key.entry.name)
+            yield Group(key.kind, reason, key.entry.name)
         elif tower_of(key.layer) in towers and not is_shared_kv(key.layer, shared):
             reason = "the file lacks them: PEFT begins with new ones, which are not trained"
-            yield Group(kind, reason, key.entry.name)
+            yield Group(key.kind, reason, key.entry.name)
 
 
 def _absent(key: _Key, base: BaseModel) -> Group:
@@ -543,25 +525,21 @@ def _absent(key: _Key, base: BaseModel) -> Group:
 
 
 def _misshapen(key: _Key, module: Any, made: tuple[int, ...]) -> Group | None:
-    """Whether a tensor has another shape than the one that its layer, or PEFT, has."""
+    """Whether a tensor has another shape than its layer needs, or than PEFT has ``made``."""
     name, shape = key.entry.name, key.entry.shape
     reason = "the widths differ: the adapter is for another model"
-    if not key.method:
-        expected = getattr(module, key.part, None)
-        if expected is None or tuple(expected.shape) == shape:
-            return None
-        wrong = f"{name}: shape {list(shape)}, the model has {list(expected.shape)}"
-        return Group("refused", reason, wrong)
     axis, attribute = _AXES.get(key.part, (0, ""))
     width = getattr(module, attribute, None)
-    if width is not None and axis < len(shape) and shape[axis] != width:
+    if not key.method:
+        made = tuple(getattr(getattr(module, key.part, None), "shape", ()))
+    elif width is not None and axis < len(shape) and shape[axis] != width:
         return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
     if not made or made == shape:
         return None
     if width is not None and len(shape) == 2 == len(made):
         reason = f"their rank is not {made[1 - axis]}, their rank in {ADAPTER_CONFIG}"
-        return Group("refused", reason, f"{name}: {shape[1 - axis]}")
-    reason = f"PEFT creates other shapes with this {ADAPTER_CONFIG}: use that of the training"
+    elif key.method:
+        reason = f"PEFT creates other shapes with this {ADAPTER_CONFIG}: use that of the training"
     return Group("refused", reason, f"{name}: shape {list(shape)}, not {list(made)}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -311,11 +311,8 @@ def _fates(
     """How many tensors are applied, the options that this needs, and the other tensors."""
     rank = max([config.get("r") or 8, *(config.get("rank_pattern") or {}).values()])
     whole = Group("refused", _SGLANG, "all") if server == "sglang" else _refusal(config, rank)
-    left_out = _left_out(shapes, config, served)
-    fates = {
-        name: whole or _fate(name, shapes, served) or _unlike_peft(name, shape, config, left_out)
-        for name, shape in shapes.items()
-    }
+    unlike = _unlike_peft(shapes, config, served)
+    fates = {name: whole or _fate(name, shapes, served) or unlike(name) for name in shapes}
     groups = [group for group in fates.values() if group is not None]
     options = []
     if any(fates[name] is None and tower_of(name) in ("vision", "audio") for name in shapes):
@@ -378,47 +375,36 @@ def _fate(name: str, shapes: Shapes, served: Served) -> Group | None:
     return None
 
 
-def _left_out(names: Iterable[str], config: Mapping[str, Any], served: Served) -> set[str]:
-    """The layers of a file to which PEFT adds no adapter, if the targets are for these names."""
-    base, targets = served.base, config.get("target_modules")
-    matches = (match for name in names if (match := _TENSOR.fullmatch(name)))
-    own = {match["layer"]: served.own_name(match["layer"]) for match in matches}
-    own = {layer: name for layer, name in own.items() if name in base.modules}
-    if not targets or {*own.values()}.isdisjoint(_adapted(base, {"target_modules": targets})):
-        return set()
-    adapted = _adapted(base, config)
-    return {layer for layer, name in own.items() if name not in adapted}
-
-
-def _adapted(base: BaseModel, config: Mapping[str, Any]) -> set[str]:
-    return {*map(base.inner, matching(base, config))}
-
-
 def _unlike_peft(
-    name: str, shape: tuple[int, ...], config: Mapping[str, Any], left_out: Collection[str]
-) -> Group | None:
-    """What differs from PEFT for a tensor that vLLM applies; ``None`` if nothing does."""
-    match = _TENSOR.fullmatch(name)
-    assert match is not None
-    layer = match["layer"]
-    if layer in left_out:
-        reason = (
-            "target_modules, exclude_modules or layers_to_transform leaves these layers out: PEFT "
-            "ignores them, and vLLM applies them"
-        )
-        return Group("in part", reason, name)
-    names = (layer, in_peft(layer, config))
-    rank = shape[0 if match["part"] == "lora_A" else 1]
-    if rank != (looked_up(config, "rank_pattern", *names) or 8):  # PEFT's default
-        reason = f"their rank is not the one in {ADAPTER_CONFIG}: PEFT raises, vLLM scales by that"
-        return Group("in part", reason, f"{name}: {rank}")
-    if all(looked_up(config, w, layer) == looked_up(config, w, *names) for w in PATTERNS):
-        return None
-    reason = (
-        "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not find it, "
-        "and scales the update otherwise"
+    shapes: Shapes, config: Mapping[str, Any], served: Served
+) -> Callable[[str], Group | None]:
+    """A function that says what PEFT does otherwise with a tensor that vLLM applies."""
+    base, targets = served.base, config.get("target_modules")
+    named, adapted = (
+        {*map(base.inner, matching(base, each))} if targets else set()
+        for each in ({"target_modules": targets}, config)
     )
-    return Group("in part", reason, name)
+
+    def unlike(name: str) -> Group | None:
+        match = _TENSOR.fullmatch(name)
+        assert match is not None
+        layer = match["layer"]
+        names = (layer, in_peft(layer, config))
+        rank = shapes[name][0 if match["part"] == "lora_A" else 1]
+        if served.own_name(layer) in named - adapted:
+            reason = "exclude_modules or layers_to_transform leaves them out: PEFT ignores them"
+        elif rank != (looked_up(config, "rank_pattern", *names) or 8):  # PEFT's default
+            reason = f"their rank is not the one in {ADAPTER_CONFIG}: PEFT raises"
+        elif any(looked_up(config, w, layer) != looked_up(config, w, *names) for w in PATTERNS):
+            reason = (
+                "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not "
+                "find it, and scales the update otherwise"
+            )
+        else:
+            return None
+        return Group("in part", reason, name)
+
+    return unlike
 
 
 # -- the copy -------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ def meta_model(
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
-            that the installed transformers knows, it cannot be quantised, or weights on this disk
-            are damaged.
+            that the installed transformers knows, weights here are damaged, or it cannot be
+            quantised.
     """
     import torch
     import transformers
