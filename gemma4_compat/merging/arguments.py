@@ -105,4 +105,4 @@ def check_room(elements: int, out: Path) -> None:
     needed, disk = 2 * elements, shutil.disk_usage(out.parent)
     if disk.total and disk.free < needed:  # some network disks report 0 of 0
         free, needs = size(disk.free), size(needed)
-        raise InputError(f"{out.parent}: {free} free, but the merged model needs {needs}")
+        raise InputError(f"{out.parent}: {free} are free, but the merged model needs {needs}")
