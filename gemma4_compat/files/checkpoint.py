@@ -39,6 +39,8 @@ _ADAPTER_KINDS: Mapping[str, tuple[Any, Any]] = {
     "base_model_name_or_path": (str, str),
     "r": (int, int),
     "rank_pattern": (dict, (int, list)),  # AdaLoRA has lists
+    "alpha_pattern": (dict, (int, float)),
+    "trainable_token_indices": ((list, dict), (int, list)),
     "target_modules": ((str, list), str),
     "target_parameters": ((str, list), str),
     "exclude_modules": ((str, list), str),
@@ -293,12 +295,11 @@ def check_weights(folder: Path | Repository) -> None:
     Raises:
         InputError: as in `weight_headers`.
     """
-    hub = isinstance(folder, Repository)
-    find = folder.cached if isinstance(folder, Repository) else partial(file_in, folder)
+    find = partial(file_in, folder) if isinstance(folder, Path) else folder.cached
     index = None if find(WEIGHTS) else find(INDEX)
     names = [WEIGHTS] if index is None else _shards(index)
     here = [name for name in names if find(name)]
-    for name in here if hub or not here else names:
+    for name in names if here and isinstance(folder, Path) else here:
         header_in(folder, name)
 
 

@@ -407,7 +407,7 @@ def _created(
         if targeted:
             changes |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
             changes["target_modules"] = {*inner.values()}
-        if pruned := config.get("peft_type") == "ADALORA":
+        if pruned := config.get("peft_type") == "ADALORA" and bool(config.get("rank_pattern")):
             changes["rank_pattern"] = {}  # needs the weights
         for name in changes.keys() & vars(settings).keys():
             setattr(settings, name, changes[name])
@@ -457,10 +457,7 @@ def _fate(
     complete: bool,
     base: BaseModel,
 ) -> Group | None:
-    """Why a tensor does not load; ``None`` if it does.
-
-    ``made`` is what PEFT creates for it; ``complete`` says whether it is known.
-    """
+    """Why a tensor, for which PEFT creates ``made``, does not load; ``None`` if it does."""
     name = key.entry.name
     if not key.layer:  # shared by all layers
         return None
@@ -530,15 +527,17 @@ def _misshapen(key: _Key, module: Any, made: tuple[int, ...]) -> Group | None:
     reason = "the widths differ: the adapter is for another model"
     axis, attribute = _AXES.get(key.part, (0, ""))
     width = getattr(module, attribute, None)
-    if not key.method:
-        made = tuple(getattr(getattr(module, key.part, None), "shape", ()))
-    elif width is not None and axis < len(shape) and shape[axis] != width:
-        return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
-    if not made or made == shape:
+    if not key.method and (own := getattr(module, key.part, None)) is not None:
+        made = tuple(own.shape)
+    if made == shape:
         return None
-    if width is not None and len(shape) == 2 == len(made):
+    if width is not None and axis < len(shape) and shape[axis] != width:
+        return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
+    if not made:
+        return None
+    if width is not None and len(shape) == 2 == len(made) and made[axis] == shape[axis]:
         reason = f"their rank is not {made[1 - axis]}, their rank in {ADAPTER_CONFIG}"
-    elif key.method:
+    elif key.part != "weight":
         reason = f"PEFT creates other shapes with this {ADAPTER_CONFIG}: use that of the training"
     return Group("refused", reason, f"{name}: shape {list(shape)}, not {list(made)}")
 

@@ -229,15 +229,16 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
     Wrappers are matched themselves, as without the patch ``clippable_linear``.
 
     Raises:
-        InputError: the targets are not a regular expression, or PEFT refuses the settings.
+        InputError: a pattern is not a regular expression, or PEFT refuses the settings.
     """
     from peft import LoraConfig
     from peft.tuners import tuners_utils
 
     given = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    for name in ("target_modules", "exclude_modules"):
-        if isinstance(given.get(name), str):
-            check_expression(given[name])
+    patterns = [name for which in PATTERNS for name in settings.get(which) or ()]
+    for each in (given.get("target_modules"), given.get("exclude_modules"), *patterns):
+        if isinstance(each, str):
+            check_expression(each)
     try:
         config = LoraConfig(**given)
     except ValueError as error:
@@ -266,13 +267,11 @@ def looked_up(config: Mapping[str, Any], which: str, *layers: str) -> Any:
 
 def in_peft(layer: str, config: Mapping[str, Any]) -> str:
     """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
-    wrapper = layer.removesuffix(".linear")
     targets = config.get("target_modules") or ()
-    if isinstance(targets, str):
-        is_target = re.fullmatch(targets, layer) is not None
-    else:
-        is_target = any(layer == each or layer.endswith(f".{each}") for each in targets)
-    return layer if is_target else wrapper
+    names = (rf"(.*\.)?{re.escape(each)}" for each in targets)
+    patterns = (targets,) if isinstance(targets, str) else names
+    is_target = any(re.fullmatch(pattern, layer) for pattern in patterns)
+    return layer if is_target else layer.removesuffix(".linear")
 
 
 def pinned(config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -212,3 +212,38 @@ def test_vllm_applies_what_peft_applies(model_dir, tmp_path, name):
     found = check_served(folder, model_dir)
     if isinstance(does, str) or does[1]:
         assert not found.ok, f"PEFT {does}"
+
+
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+#: for experts, by the same columns as above
+EXPERTS = {
+    "as trained": ({"rank_pattern": {PARAMETERS[0]: 3}}, {}),
+    "rank_pattern, lost": ({"rank_pattern": {PARAMETERS[0]: 3}}, {"rank_pattern": {}}),
+    "rank_pattern, new": ({}, {"rank_pattern": {PARAMETERS[1]: 3}}),
+    "alpha_pattern of 0, outer": ({}, {"alpha_pattern": {PARAMETERS[0]: 0}}),
+    "alpha_pattern of 0, inner": ({}, {"alpha_pattern": {PARAMETERS[1]: 0}}),
+    "target_parameters, fewer": ({}, {"target_parameters": PARAMETERS[:1]}),
+    "layer_replication": ({}, {"layer_replication": [[0, 2], [1, 3]]}),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_verdict_for_experts_is_what_peft_does(moe_dir, tmp_path, name):
+    from transformers import Gemma4ForCausalLM
+
+    trained, config = EXPERTS[name]
+    options = {"r": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS} | trained
+    model = Gemma4ForCausalLM.from_pretrained(moe_dir)
+    peft.get_peft_model(model, peft.LoraConfig(**options)).save_pretrained(tmp_path / "trained")
+    folder = changed(tmp_path / "trained", tmp_path / "given", **config)
+    fit = inspect_adapter(folder, moe_dir)
+    model = Gemma4ForCausalLM.from_pretrained(moe_dir)
+    try:
+        model = peft.PeftModel.from_pretrained(model, folder)
+    except (RuntimeError, ValueError):
+        assert counts(fit, "refused"), reasons(fit)
+        return
+    wrappers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    idle = 2 * sum(m.scaling["default"] == 0 for m in wrappers)
+    assert (counts(fit, "refused"), counts(fit, "no effect")) == (0, idle), reasons(fit)
+    assert fit.ok == (idle == 0)
