@@ -19,6 +19,7 @@ import torch
 
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError, MergeError
+from gemma4_compat.files.checkpoint import read_header
 from gemma4_compat.merging import MergeResult, Parity, merge
 from tests import damage
 from tests.support import assert_same, load_model, logits
@@ -555,8 +556,10 @@ def test_out_that_cannot_be_made(model_dir, language_adapter_dir, work):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even from root")
 def test_folder_that_takes_no_files(model_dir, language_adapter_dir):
-    with pytest.raises(InputError, match="/proc: cannot be written to: "):
+    with pytest.raises(InputError, match="/proc: cannot be written to: ") as refusal:
         merge(model_dir, language_adapter_dir, "/proc/out", progress=stop_at_loading)
+    assert "'/proc/out'" in str(refusal.value)  # not the temporary folder
+    assert "partial" not in str(refusal.value)
 
 
 def test_read_only_folder(model_dir, language_adapter_dir, work):
@@ -577,6 +580,15 @@ def test_no_room(model_dir, language_adapter_dir, work, tmp_path):
         file.truncate(8 + len(header) + 2**42)
     assert shutil.disk_usage(work).free < 2**42
     refused(base, language_adapter_dir, work / "out", "are free, but the merged model needs 4096.0")
+
+
+def test_no_room_on_a_small_disk(model_dir, language_adapter_dir, work, monkeypatch):
+    usage = type(shutil.disk_usage(work))(2**20, 2**20 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    elements = sum(each.numel for each in read_header(model_dir / "model.safetensors").values())
+    message = f"{work}: 1000 B are free, but the merged model needs {2 * elements / 2**20:.1f} MiB"
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        merge(model_dir, language_adapter_dir, work / "out", progress=stop_at_loading)
 
 
 def test_out_that_holds_the_current_folder(model_dir, language_adapter_dir, work, monkeypatch):

@@ -122,8 +122,9 @@ def test_inspection_names_the_bits(qat_dir):
         ({"use_dora": True}, RuntimeError),
         ({"modules_to_save": ["per_layer_projection_norm"]}, None),
         ({"modules_to_save": ["embed_tokens"]}, KeyError),
+        ({"trainable_token_indices": [3, 5]}, ValueError),
     ],
-    ids=["lora", "dora", "norm", "embeddings"],
+    ids=["lora", "dora", "norm", "embeddings", "tokens"],
 )
 def test_which_adapters_fit_a_qat_checkpoint(model_dir, qat_dir, tmp_path, options, raised):
     """Adapters of the unquantised model."""
@@ -133,7 +134,7 @@ def test_which_adapters_fit_a_qat_checkpoint(model_dir, qat_dir, tmp_path, optio
     found = gemma4_compat.inspect_adapter(tmp_path, qat_dir)
     assert found.ok == (raised is None)
     with pytest.raises(raised) if raised else nullcontext():
-        peft.PeftModel.from_pretrained(load(qat_dir), tmp_path)
+        peft.PeftModel.from_pretrained(load(qat_dir), tmp_path)(torch.arange(3, 9)[None])
 
 
 # -- compressed-tensors ---------------------------------------------------------------------------

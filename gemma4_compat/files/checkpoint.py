@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -38,6 +39,8 @@ _ADAPTER_KINDS: Mapping[str, tuple[Any, Any]] = {
     "base_model_name_or_path": (str, str),
     "r": (int, int),
     "rank_pattern": (dict, (int, list)),  # AdaLoRA has lists
+    "alpha_pattern": (dict, (int, float)),
+    "trainable_token_indices": ((list, dict), (int, list)),
     "target_modules": ((str, list), str),
     "target_parameters": ((str, list), str),
     "exclude_modules": ((str, list), str),
@@ -281,10 +284,30 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
     index = file_in(folder, INDEX)
     if index is None:
         raise InputError(f"{folder}: no {WEIGHTS} and no {INDEX}")
+    return tuple(header_in(folder, name) for name in _shards(index))
+
+
+def check_weights(folder: Path | Repository) -> None:
+    """Refuse weights on this disk that are damaged, or of which only some shards are there.
+
+    A folder without weights is fine, and so is a repository that is not downloaded.
+
+    Raises:
+        InputError: as in `weight_headers`.
+    """
+    find = partial(file_in, folder) if isinstance(folder, Path) else folder.cached
+    index = None if find(WEIGHTS) else find(INDEX)
+    names = [WEIGHTS] if index is None else _shards(index)
+    here = [name for name in names if find(name)]
+    for name in names if here and isinstance(folder, Path) else here:
+        header_in(folder, name)
+
+
+def _shards(index: Path) -> list[str]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise InputError(f"{index}: no weight_map")
-    return tuple(header_in(folder, name) for name in sorted(set(shards.values())))
+    return sorted(set(shards.values()))
 
 
 def _in_one_file(folder: Path | Repository) -> bool:

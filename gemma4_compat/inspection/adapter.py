@@ -35,13 +35,7 @@ from ..files.hub import Repository, short_name
 from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
 from ..result import Result
-from .targets import (
-    BaseModel,
-    base_model_of,
-    matching,
-    needs_patch,
-    with_patches,
-)
+from .targets import BaseModel, base_model_of, matching, needs_patch, pinned, with_patches
 
 _PREFIX = "base_model.model."
 #: the methods by the prefix of their tensors' names
@@ -62,8 +56,8 @@ _AXES = {
     "lora_embedding_A": (1, "num_embeddings"),
     "lora_embedding_B": (0, "embedding_dim"),
 }
-#: the layer, the part, and whether it is the bias of the part
-_Tensor = tuple[str, str, bool]
+#: the layer, the part, how many adapters are around this one, and whether it is a bias
+_Tensor = tuple[str, str, int, bool]
 _ZERO = (
     "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: use the value that the "
     "adapter was trained with"
@@ -235,7 +229,9 @@ class _Key:
     """The parts of a tensor's name.
 
     ``layer`` is the name of the model's layer.  ``part`` is "lora_A" and the like, or "weight" for
-    a full tensor of the model; ``method`` is then empty.  ``rest`` follows ``part``.
+    a full tensor of the model; ``method`` is then empty.  ``rest`` follows ``part``.  Of a tensor
+    that PEFT creates, ``kind`` is the group if the file lacks it, or empty if PEFT does not save
+    it, and ``idle`` says whether PEFT multiplies it by 0.
     """
 
     entry: Entry
@@ -243,6 +239,8 @@ class _Key:
     part: str
     method: str
     rest: str
+    kind: str = ""
+    idle: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -257,7 +255,8 @@ class _Key:
     def tensor(self, base: BaseModel) -> _Tensor:
         """What identifies the tensor, also if the file names the wrapper of its layer."""
         layer = base.inner(self.layer) if self.method else self.layer
-        return layer, self.part, self.rest.endswith("bias")
+        depth = self.entry.name.count(".base_layer") if self.method else 0
+        return layer, self.part, depth, self.rest.endswith("bias")
 
     @classmethod
     def of(cls, entry: Entry) -> _Key:
@@ -304,21 +303,21 @@ def _fitted(
     has_targets = bool(config.get("target_modules"))
     targeted = matching(base, config) if has_targets else []
     fitting = [replace(own, layer=_name_in_model(own.layer, base)) for own in keys]
-    expected, scales, whole_file, unchecked = _expected(found, fitting, config, targeted, base)
-    names = {key.entry.name for _, key in expected}
-    layers = {*map(base.inner, targeted), *(key.layer for _, key in expected if key.is_update)}
-    adapted = layers if has_targets else None
-    tensors = {key.tensor(base) for _, key in expected}
+    expected, whole_file, unchecked = _expected(found, config, targeted, base)
+    updated = (each.layer for each in expected.values() if each.is_update)
+    adapted = {*map(base.inner, targeted), *updated} if has_targets else None
     groups: list[Group] = []
     idle: list[Group] = []
     wrapped = any(base.inner(name) != name for name in targeted)
     renamed = False
     for own, key in zip(keys, fitting, strict=True):
         fate = whole_file
-        if key.layer in base.modules or key.entry.name not in names:  # else of an unknown method
-            fate = fate or _fate(key, adapted, tensors, config, base)
+        made = expected.get(key.tensor(base))
+        # else of an unknown method
+        if key.layer in base.modules or made is None or made.entry.name != key.entry.name:
+            fate = fate or _fate(key, adapted, made, bool(expected), base)
         if fate is None:
-            if key.is_update and not scales:
+            if key.is_update and made is not None and made.idle:
                 idle.append(Group("no effect", _ZERO, key.entry.name))
             renamed = renamed or key.layer != own.layer
             wrapped = wrapped or (bool(key.method) and base.inner(key.layer) != key.layer)
@@ -353,29 +352,29 @@ def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
 
 def _expected(
     found: AdapterInspection,
-    keys: Iterable[_Key],
     config: Mapping[str, Any],
     targeted: Collection[str],
     base: BaseModel,
-) -> tuple[list[tuple[str, _Key]], bool, Group | None, str]:
+) -> tuple[dict[_Tensor, _Key], Group | None, str]:
     """What `_created` returns, why PEFT loads no tensor of this file, and why it is not known."""
     from peft import PeftType
 
     if not config:
-        return [], True, None, f"there is no {ADAPTER_CONFIG}"
+        return {}, None, f"there is no {ADAPTER_CONFIG}"
     peft_type = config.get("peft_type")
     if peft_type not in {str(each.value) for each in PeftType}:
         why = f"{ADAPTER_CONFIG} has peft_type {peft_type!r}, which the installed PEFT lacks"
-        return [], True, Group("refused", why, found.file), ""
+        return {}, Group("refused", why, found.file), ""
     try:
-        return *_created(keys, config, targeted, base), None, ""
+        return _created(config, targeted, base), None, ""
     except Exception as error:
         # PEFT refuses the config for this model; DoRA fails on the packed weights of QAT.
-        if isinstance(error, ValueError) or (base.method == QAT and config.get("use_dora")):
-            return [], True, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
+        refused = isinstance(error, (ValueError, IndexError))
+        if refused or (base.method == QAT and config.get("use_dora")):
+            return {}, Group("refused", f"PEFT raises {reason(error)}", found.file), ""
         # some methods of PEFT compute with the weights
         method = f"{found.kind} without the model's weights ({type(error).__name__})"
-        return [], True, None, f"PEFT cannot create {method}"
+        return {}, None, f"PEFT cannot create {method}"
 
 
 def _name_in_model(layer: str, base: BaseModel) -> str:
@@ -389,26 +388,27 @@ def _name_in_model(layer: str, base: BaseModel) -> str:
 
 
 def _created(
-    keys: Iterable[_Key], config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
-) -> tuple[list[tuple[str, _Key]], bool]:
-    """The tensors that PEFT creates with this config, and whether a scaling is not 0.
-
-    Each has the kind of group that it is in if it is missing; it is empty if PEFT saves no such
-    tensor.
+    config: Mapping[str, Any], targeted: Collection[str], base: BaseModel
+) -> dict[_Tensor, _Key]:
+    """The tensors that PEFT creates with this config.
 
     PEFT itself creates the adapter, on a copy of the model without weights.  Wrappers are left out
     of the targets, and the layers in them named, since PEFT alone refuses wrappers.
     """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from torch import nn
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settings = PeftConfig.from_peft_type(**config)
-        others = ("exclude_modules", "layers_to_transform", "layers_pattern")
-        changes = {**dict.fromkeys(others), "init_lora_weights": False, "init_weights": False}
-        changes["rank_pattern"] = {}  # changes no names, and those of AdaLoRA need the weights
+        inner = {name: base.inner(name) for name in targeted}
+        outer = {re.escape(own): (own, n) for n, own in inner.items() if own not in inner}
+        settings = PeftConfig.from_peft_type(**pinned(config, outer))
+        changes: dict[str, Any] = {"init_lora_weights": False, "init_weights": False}
         if targeted:
-            changes["target_modules"] = {*map(base.inner, targeted)}
+            changes |= dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+            changes["target_modules"] = {*inner.values()}
+        if pruned := config.get("peft_type") == "ADALORA" and bool(config.get("rank_pattern")):
+            changes["rank_pattern"] = {}  # needs the weights
         for name in changes.keys() & vars(settings).keys():
             setattr(settings, name, changes[name])
         if base.method == QAT:
@@ -428,22 +428,36 @@ def _created(
         **dict.fromkeys(saved, "missing"),
         **dict.fromkeys(needed, "refused"),
     }
-    names = sorted(kinds, key={key.entry.name for key in keys}.__contains__, reverse=True)
-    factors = [getattr(module, "scaling", None) for module in model.modules()]
-    scalings = [value for each in factors if isinstance(each, dict) for value in each.values()]
-    # The magnitudes of DoRA change the output without an update, too.
-    scales = bool(any(scalings) or not scalings or config.get("use_dora"))
-    return [(kinds[name], _Key.of(Entry(name, "", (), 0, Path()))) for name in names], scales
+    shapes = {} if pruned else {n: tuple(t.shape) for n, t in (model.state_dict() | saved).items()}
+    idle = set()
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        # The magnitudes of DoRA change the output without an update, too.
+        if isinstance(scaling, dict) and not any(scaling.values()) and not config.get("use_dora"):
+            idle.add(name)
+        for tokens in getattr(module, "token_indices", {}).values():
+            layer = module.get_base_layer()
+            if not isinstance(layer, (nn.Embedding, nn.Linear)):
+                raise ValueError(f"no tokens of a {type(layer).__name__} can be trained")
+            rows = len(layer.weight)
+            if outside := [token for token in tokens if not -rows <= token < rows]:
+                raise IndexError(f"token {outside[0]} is not one of the {rows} of the model")
+    created = {}
+    for name, kind in kinds.items():
+        key = _Key.of(Entry(name, "", shapes.get(name, ()), 0, Path()))
+        layer = name.partition(f".{key.part}")[0]
+        created[key.tensor(base)] = replace(key, kind=kind, idle=layer in idle)
+    return created
 
 
 def _fate(
     key: _Key,
     adapted: Collection[str] | None,
-    created: Collection[_Tensor],
-    config: Mapping[str, Any],
+    made: _Key | None,
+    complete: bool,
     base: BaseModel,
 ) -> Group | None:
-    """Why a tensor does not load; ``None`` if it does."""
+    """Why a tensor, for which PEFT creates ``made``, does not load; ``None`` if it does."""
     name = key.entry.name
     if not key.layer:  # shared by all layers
         return None
@@ -462,42 +476,39 @@ def _fate(
     if adapted is not None and key.is_update and layer not in adapted:
         return Group("ignored", "target_modules does not name these layers", name)
     is_own = not key.method and getattr(base.modules[layer], key.part, None) is not None
-    if created and not is_own and key.tensor(base) not in created:
+    if complete and not is_own and made is None:
         reason = (
             f"{ADAPTER_CONFIG} does not ask for them, so PEFT creates none: use the config that "
             "the adapter was trained with"
         )
         return Group("ignored", reason, name)
-    return _misshapen(key, config, base.modules[layer])
+    return _misshapen(key, base.modules[layer], made.entry.shape if made else ())
 
 
 def _missing(
-    keys: Collection[_Key], expected: Collection[tuple[str, _Key]], base: BaseModel
+    keys: Collection[_Key], expected: Mapping[_Tensor, _Key], base: BaseModel
 ) -> Iterator[Group]:
     """The expected tensors that the file lacks, in towers of which it has some layers.
 
     An adapter that was trained without a tower has none of its layers, and none is expected.
     """
 
-    held = Counter(key.tensor(base) for key in keys)
-    names = {key.entry.name for kind, key in expected if kind == "missing"}
+    held = {key.tensor(base) for key in keys}
     towers = {tower_of("")}  # of what all layers share
     for key in keys:
-        if (key.method and key.layer in base.modules) or key.entry.name in names:
+        made = expected.get(key.tensor(base))
+        if (key.method and key.layer in base.modules) or (made and made.kind == "missing"):
             towers.add(tower_of(key.layer))
     shared = shared_layers(base.model.config)
-    for kind, key in expected:
-        if not kind:
+    for tensor, key in expected.items():
+        if not key.kind or tensor in held:
             continue
-        tensor = key.tensor(base)
-        if held[tensor]:
-            held[tensor] -= 1  # a layer has two of a name if two of its parameters are adapted
-        elif kind == "refused":
+        if key.kind == "refused":
             reason = "PEFT does not find them in the file, and raises KeyError"
-            yield Group(kind, reason, key.entry.name)
+            yield Group(key.kind, reason, key.entry.name)
         elif tower_of(key.layer) in towers and not is_shared_kv(key.layer, shared):
             reason = "the file lacks them: PEFT begins with new ones, which are not trained"
-            yield Group(kind, reason, key.entry.name)
+            yield Group(key.kind, reason, key.entry.name)
 
 
 def _absent(key: _Key, base: BaseModel) -> Group:
@@ -510,28 +521,25 @@ def _absent(key: _Key, base: BaseModel) -> Group:
     return Group("ignored", reason, key.entry.name)
 
 
-def _misshapen(key: _Key, config: Mapping[str, Any], module: Any) -> Group | None:
-    """Whether a tensor has another shape than the one that its layer needs."""
+def _misshapen(key: _Key, module: Any, made: tuple[int, ...]) -> Group | None:
+    """Whether a tensor has another shape than its layer needs, or than PEFT has ``made``."""
     name, shape = key.entry.name, key.entry.shape
     reason = "the widths differ: the adapter is for another model"
-    if not key.method:
-        expected = getattr(module, key.part, None)
-        if expected is None or tuple(expected.shape) == shape:
-            return None
-        wrong = f"{name}: shape {list(shape)}, the model has {list(expected.shape)}"
-        return Group("refused", reason, wrong)
     axis, attribute = _AXES.get(key.part, (0, ""))
     width = getattr(module, attribute, None)
-    if width is None or axis >= len(shape) or key.rest == "bias":
+    if not key.method and (own := getattr(module, key.part, None)) is not None:
+        made = tuple(own.shape)
+    if made == shape:
         return None
-    if shape[axis] != width:
+    if width is not None and axis < len(shape) and shape[axis] != width:
         return Group("refused", reason, f"{name}: width {shape[axis]}, the layer has {width}")
-    rank = config.get("r", 8)  # PEFT's default
-    ranks = (rank, *(config.get("rank_pattern") or {}).values())
-    if config.get("peft_type") == "LORA" and len(shape) == 2 and shape[1 - axis] not in ranks:
-        reason = f"their rank is not {rank}, the rank in {ADAPTER_CONFIG}"
-        return Group("refused", reason, f"{name}: {shape[1 - axis]}")
-    return None
+    if not made:
+        return None
+    if width is not None and len(shape) == 2 == len(made) and made[axis] == shape[axis]:
+        reason = f"their rank is not {made[1 - axis]}, their rank in {ADAPTER_CONFIG}"
+    elif key.part != "weight":
+        reason = f"PEFT creates other shapes with this {ADAPTER_CONFIG}: use that of the training"
+    return Group("refused", reason, f"{name}: shape {list(shape)}, not {list(made)}")
 
 
 # -- what is printed ------------------------------------------------------------------------------

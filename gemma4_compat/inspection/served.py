@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ..files.hub import Repository, short_name
 from ..model.parts import is_shared_kv, shape_of, shared_layers, tower_of
 from ..result import Result
 from .adapter import Group, merged_groups
-from .targets import BaseModel, base_model_of
+from .targets import PATTERNS, BaseModel, base_model_of, in_peft, looked_up, matching, pinned
 
 #: the releases whose source these tables are from
 SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23"}
@@ -75,8 +75,6 @@ _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<projection
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 #: of vLLM's projections -> the parameters of transformers
 _PARAMETERS = {"gate_proj": "gate_up_proj", "down_proj": "down_proj"}
-#: entries of adapter_config.json, and those that count where no pattern matches
-_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 Tensors = Mapping[str, Any]
 
 
@@ -313,7 +311,8 @@ def _fates(
     """How many tensors are applied, the options that this needs, and the other tensors."""
     rank = max([config.get("r") or 8, *(config.get("rank_pattern") or {}).values()])
     whole = Group("refused", _SGLANG, "all") if server == "sglang" else _refusal(config, rank)
-    fates = {name: whole or _fate(name, shapes, served) or _scaled(name, config) for name in shapes}
+    unlike = _unlike_peft(shapes, config, served)
+    fates = {name: whole or _fate(name, shapes, served) or unlike(name) for name in shapes}
     groups = [group for group in fates.values() if group is not None]
     options = []
     if any(fates[name] is None and tower_of(name) in ("vision", "audio") for name in shapes):
@@ -376,43 +375,36 @@ def _fate(name: str, shapes: Shapes, served: Served) -> Group | None:
     return None
 
 
-def _scaled(name: str, config: Mapping[str, Any]) -> Group | None:
-    """What vLLM does with a tensor that it applies, if a pattern of the config misses its name."""
-    match = _TENSOR.fullmatch(name)
-    assert match is not None
-    layer = match["layer"]
-    if _rank_and_alpha(layer, config) == _rank_and_alpha(_in_peft(layer, config), config):
-        return None
-    reason = (
-        "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not find it, "
-        "and scales the update otherwise"
+def _unlike_peft(
+    shapes: Shapes, config: Mapping[str, Any], served: Served
+) -> Callable[[str], Group | None]:
+    """A function that says what PEFT does otherwise with a tensor that vLLM applies."""
+    base, targets = served.base, config.get("target_modules")
+    named, adapted = (
+        {*map(base.inner, matching(base, each))} if targets else set()
+        for each in ({"target_modules": targets}, config)
     )
-    return Group("in part", reason, name)
 
+    def unlike(name: str) -> Group | None:
+        match = _TENSOR.fullmatch(name)
+        assert match is not None
+        layer = match["layer"]
+        names = (layer, in_peft(layer, config))
+        rank = shapes[name][0 if match["part"] == "lora_A" else 1]
+        if served.own_name(layer) in named - adapted:
+            reason = "exclude_modules or layers_to_transform leaves them out: PEFT ignores them"
+        elif rank != (looked_up(config, "rank_pattern", *names) or 8):  # PEFT's default
+            reason = f"their rank is not the one in {ADAPTER_CONFIG}: PEFT raises"
+        elif any(looked_up(config, w, layer) != looked_up(config, w, *names) for w in PATTERNS):
+            reason = (
+                "rank_pattern or alpha_pattern names the wrapper of these layers: vLLM does not "
+                "find it, and scales the update otherwise"
+            )
+        else:
+            return None
+        return Group("in part", reason, name)
 
-def _rank_and_alpha(layer: str, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Those of a layer with this name, as PEFT and vLLM look them up."""
-    return _looked_up(layer, config, "rank_pattern"), _looked_up(layer, config, "alpha_pattern")
-
-
-def _looked_up(layer: str, config: Mapping[str, Any], which: str) -> Any:
-    pattern, default = config.get(which) or {}, config.get(_PATTERNS[which])
-    if not pattern:  # without patterns, PEFT need not be installed
-        return default
-    from peft.utils.other import get_pattern_key
-
-    return pattern.get(get_pattern_key(pattern, layer), default)
-
-
-def _in_peft(layer: str, config: Mapping[str, Any]) -> str:
-    """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
-    wrapper = layer.removesuffix(".linear")
-    targets = config.get("target_modules") or ()
-    if isinstance(targets, str):
-        is_target = re.fullmatch(targets, layer) is not None
-    else:
-        is_target = any(layer == each or layer.endswith(f".{each}") for each in targets)
-    return layer if is_target else wrapper
+    return unlike
 
 
 # -- the copy -------------------------------------------------------------------------------------
@@ -439,7 +431,7 @@ def for_vllm(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors and the config of an adapter as vLLM needs them."""
     out: dict[str, Any] = {}
-    pinned: dict[str, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for name, layer, part, tensor, was in _named(tensors, served):
         experts = layer.removesuffix(".base_layer")
         if experts in served.experts:
@@ -449,15 +441,15 @@ def for_vllm(
             for each in PROJECTIONS:
                 if (each == "down_proj") == (parameter == "down_proj"):
                     own = f"{was.removesuffix('.base_layer')}.{parameter}"
-                    pinned[rf"{experts}.\d+.{each}"] = own
+                    names[rf"{experts}.\d+.{each}"] = (own,)
             continue
         out[name] = tensor
-        pinned[layer] = _in_peft(was, config)
+        names[layer] = (was, in_peft(was, config))
         if layer in served.keys:
             out.setdefault(name.replace("k_proj", "v_proj"), tensor.clone())
-            pinned[layer.replace("k_proj", "v_proj")] = pinned[layer]
+            names[layer.replace("k_proj", "v_proj")] = names[layer]
     _fill(out, served)
-    return out, _pinned(config, pinned)
+    return out, pinned(config, names)
 
 
 def _parameter(layer: str, config: Mapping[str, Any]) -> str:
@@ -498,17 +490,6 @@ def _fill(tensors: dict[str, Any], served: Served) -> None:
             tensors.setdefault(f"{_PREFIX}{layer}.{match['part']}.weight", tensor.new_zeros(shape))
 
 
-def _pinned(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The config in which layers with new names keep the rank and the alpha of their old names."""
-    changed = dict(config)
-    if config.get("rank_pattern") or config.get("alpha_pattern"):
-        for which in _PATTERNS:
-            kept = {name: _looked_up(was, config, which) for name, was in names.items() if name}
-            # the first that matches counts
-            changed[which] = {**kept, **(config.get(which) or {})}
-    return changed
-
-
 def for_peft(
     tensors: Tensors, config: Mapping[str, Any], served: Served
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -521,14 +502,14 @@ def for_peft(
 
     out: dict[str, Any] = {}
     experts: dict[str, dict[str, Any]] = {}
-    pinned: dict[str, str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     named = {name: rest for name, *rest in _named(tensors, served)}
     for name, (layer, part, tensor, was) in named.items():
         if (expert := _EXPERT.fullmatch(layer)) is not None:
             experts.setdefault(expert["experts"], {})[f"{layer}.{part}"] = tensor
             for projection, own in _PARAMETERS.items():
                 if was.endswith(f".0.{projection}"):
-                    pinned[f"{expert['experts']}.{own}"] = was
+                    names[f"{expert['experts']}.{own}"] = (was,)
         elif layer.endswith(".v_proj") and layer.replace("v_proj", "k_proj") in served.keys:
             keys = named.get(name.replace("v_proj", "k_proj"), [None] * 4)[2]
             if keys is None or not torch.equal(tensor, keys):
@@ -538,7 +519,7 @@ def for_peft(
                 )
         else:
             out[name] = tensor
-            pinned[layer] = pinned[layer.removesuffix(".linear")] = was
+            names[layer] = names[layer.removesuffix(".linear")] = (was,)
     for layer, updates in experts.items():
         for part in ("lora_A", "lora_B"):
             try:
@@ -558,7 +539,7 @@ def for_peft(
             both = gate if part == "lora_A" else torch.cat([gate, up], 1)
             out[f"{_PREFIX}{layer}.base_layer.{part}.weight"] = _joined(both, part)
             out[f"{_PREFIX}{layer}.{part}.weight"] = _joined(down, part)
-    changed = _pinned(config, pinned)
+    changed = pinned(config, names)
     if experts:
         changed["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
     return out, changed

@@ -69,7 +69,7 @@ def merge(
             raise InputError(f"{target}: would replace {folder}, which is an input")
     elements = arguments.check_base(folders[0])
     arguments.check_adapter(folders[1])
-    arguments.check_room(folders[0], elements, target)
+    arguments.check_room(elements, target)
     tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
 
     with appearing(target, force) as partial, _quiet():

@@ -19,6 +19,7 @@ from ..files.checkpoint import (
     weight_headers,
 )
 from ..files.hub import Repository
+from ..text import size
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The files of a repository to download.
@@ -99,11 +100,9 @@ def has_tokenizer(folder: Path) -> bool:
     return any(exists(folder / f"tokenizer.{end}") for end in ("json", "model"))
 
 
-def check_room(base: Path, elements: int, out: Path) -> None:
+def check_room(elements: int, out: Path) -> None:
     """Refuse a disk without enough free space for the merged model."""
     needed, disk = 2 * elements, shutil.disk_usage(out.parent)
     if disk.total and disk.free < needed:  # some network disks report 0 of 0
-        raise InputError(
-            f"{base}: in {out.parent} {disk.free / 2**30:.1f} GiB are free, but the merged model "
-            f"needs {needed / 2**30:.1f} GiB"
-        )
+        free, needs = size(disk.free), size(needed)
+        raise InputError(f"{out.parent}: {free} are free, but the merged model needs {needs}")

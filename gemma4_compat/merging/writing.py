@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import MergeError, failures_of
+from ..errors import InputError, MergeError, failures_of
 from ..files.checkpoint import GENERATION_CONFIG, exists, read_json
 from .arguments import TOKENIZER_CONFIG, check_out
 
@@ -39,6 +39,9 @@ def appearing(out: Path, force: bool) -> Iterator[Path]:
             _replace(out, partial, out.with_name(f".{out.name}.{token}.replaced"))
         except (ValueError, OSError) as error:
             raise MergeError(f"{out}: cannot be replaced or created: {error}") from error
+    except (InputError, MergeError) as error:  # without the temporary name
+        error.args = (str(error).replace(partial.name, out.name), *error.args[1:])
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError, failures_of
-from ..files.checkpoint import CONFIG, Location, config_file, located, read_config
+from ..files.checkpoint import CONFIG, Location, check_weights, config_file, located, read_config
 
 QUANTS = ("nf4", "int8", "bf16")
 #: the ``quant_method`` of QAT checkpoints in Google's own format ("mobile")
@@ -34,7 +34,8 @@ def meta_model(
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
-            that the installed transformers knows, or it cannot be quantised.
+            that the installed transformers knows, weights here are damaged, or it cannot be
+            quantised.
     """
     import torch
     import transformers
@@ -42,6 +43,7 @@ def meta_model(
     folder = located(model_dir)
     file, version = folder / CONFIG, f"transformers {transformers.__version__}"
     read_config(folder)  # refuses what is no model's config
+    check_weights(folder)
     config_dir = config_file(folder).parent
     with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)

@@ -339,6 +339,33 @@ def test_commands(on_hub, model_dir, capsys):
     assert 0 < on_hub.bytes_of("model.safetensors") < sum(t.bytes for t in header.values())
 
 
+def test_weights_in_the_cache(on_hub, model_dir, offline, capsys):
+    """Those that are there must be whole; the others, and half a download, are left to the Hub."""
+    from huggingface_hub import hf_hub_download
+
+    weights = model_dir / "model.safetensors"
+    tensors = files.read_header(weights)
+    shards = dict.fromkeys(SHARDS, weights.read_bytes())
+    names = dict(zip(tensors, [*SHARDS, *[SHARDS[0]] * len(tensors)], strict=False))
+    config = (model_dir / "config.json").read_bytes()
+    index = json.dumps({"weight_map": names}).encode()
+    on_hub.add(MODEL, {"config.json": config, "model.safetensors.index.json": index, **shards})
+    command = "plan", MODEL, "--gpu", "8GiB", "--context", "64"
+    cached = [hf_hub_download(MODEL, name) for name in ("config.json", files.INDEX, SHARDS[1])]
+    unfinished = Path(cached[0]).parents[2] / "blobs" / "0123.incomplete"
+    unfinished.write_bytes(b"half")
+    offline("switch")
+    assert run_command(*command) == 0
+    os.truncate(cached[2], 4)
+    capsys.readouterr()
+    assert run_command(*command) == 2
+    assert f"{cached[2]}: cut off in the safetensors header" in capsys.readouterr().err
+    Path(cached[2]).write_bytes(shards[SHARDS[1]])
+    snapshot = str(Path(cached[2]).parent)  # as a folder, which from_pretrained does not complete
+    assert run_command("plan", snapshot, *command[2:]) == 2
+    assert f"{SHARDS[0]}: no such file" in capsys.readouterr().err
+
+
 def test_endpoint_of_the_environment(on_hub, tmp_path):
     """A process of its own, which reads HF_ENDPOINT and HF_HOME, and imports no torch."""
     environment = os.environ | {

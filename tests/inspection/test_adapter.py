@@ -13,6 +13,7 @@ from safetensors.torch import load, save_file
 import gemma4_compat
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
+from gemma4_compat.inspection.served import check_served
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests import damage
 from tests.files.test_checkpoint import header_only
@@ -678,6 +679,8 @@ def test_command_json(adapter_dir, model_dir, capsys):
     [
         ("target_modules", [1]),
         ("rank_pattern", {"q_proj": "8"}),
+        ("alpha_pattern", {"q_proj": "8"}),
+        ("trainable_token_indices", ["8"]),
         ("r", "8"),
         ("base_model_name_or_path", ["a"]),
         ("target_parameters", 0.5),
@@ -691,10 +694,13 @@ def test_config_of_another_kind(adapter_dir, model_dir, tmp_path, entry, value):
 
 
 def test_targets_that_are_no_expression(adapter_dir, model_dir, tmp_path):
-    for entry in ("target_modules", "exclude_modules"):
-        folder = changed(adapter_dir, tmp_path, **{entry: "(q_proj"})
-        with pytest.raises(InputError, match=r"'\(q_proj' is not a regular expression"):
-            inspect_adapter(folder, model_dir)
+    expressions = {"target_modules": "(q_proj", "exclude_modules": "(q_proj"}
+    patterns = {"rank_pattern": {"(q_proj": 2}, "alpha_pattern": {"(q_proj": 2}}
+    for entry, value in (expressions | patterns).items():
+        folder = changed(adapter_dir, tmp_path, **{entry: value})
+        for inspect in (inspect_adapter, check_served):
+            with pytest.raises(InputError, match=r"'\(q_proj' is not a regular expression"):
+                inspect(folder, model_dir)
 
 
 def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):
