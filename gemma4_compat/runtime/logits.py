@@ -79,10 +79,12 @@ class LazyLogits:
 
     def read(self) -> Any:
         """All logits, as the forward would have computed them."""
-        with self.head.modes():
-            self.head.compare()
-            found = self._of(self.hidden)
-        self.head.read = lambda: found
+        head = self.head
+        with head.modes():
+            head.compare()
+            found = _functions()[1].apply(self.hidden, head.trained, self)
+        if (kept := head.kept()) is not None:
+            kept.read.append(found)
         return found
 
     def _of(self, hidden: Any, trained: Any = None) -> Any:
@@ -188,7 +190,7 @@ class LazyLogits:
         if len(self.shape) != 2 or label_smoothing or any(each is not None for each in others):
             return None
         lazy = LazyLogits(None, self.head, self.steps)  # backward needs no copy of the weight
-        losses = _losses().apply(self.hidden, self.head.trained, target, lazy, ignore_index)
+        losses = _functions()[0].apply(self.hidden, self.head.trained, target, lazy, ignore_index)
         # As rows of one class, PyTorch reduces them as cross_entropy does.
         ignored = torch.where(target == ignore_index, -100, 0)
         return torch.nn.functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
@@ -266,8 +268,12 @@ class LazyLogits:
 
 
 @lru_cache
-def _losses() -> Any:
+def _functions() -> tuple[Any, Any]:
+    """The autograd functions that compute the losses, and all logits."""
     import torch
+
+    # An older PyTorch does not tell whether it keeps the graph.
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
     class Losses(torch.autograd.Function):  # type: ignore[misc]
         """The loss of each row; its backward has nothing left to compute."""
@@ -280,30 +286,22 @@ def _losses() -> Any:
             losses, found = lazy._in_pieces(hidden, target, ignore_index, wanted)
             weight = None if lazy.head.trained is None else lazy.head.weight
             ctx.save_for_backward(hidden, target, found, weight)
-            ctx.lazy, ctx.ignore_index = lazy, ignore_index
+            ctx.lazy, ctx.kept, ctx.ignore_index = lazy, lazy.head.kept(), ignore_index
             return losses
 
         @staticmethod
         def backward(ctx: Any, weights: Any) -> Any:
-            lazy, needed = ctx.lazy, ctx.needs_input_grad[:2]
-            lazy.head.check_watchers()
             hidden, target, found, weight = ctx.saved_tensors
+            lazy, needed = ctx.lazy, ctx.needs_input_grad[:2]
+            ctx.kept.check_watchers()
             of_weight = None
             if torch.is_grad_enabled():  # for a second derivative
-                # Views: hidden states of a tied model depend on the weight as well.
-                views = [None if x is None else x.view_as(x) for x in (hidden, lazy.head.trained)]
-                inputs = zip(views, needed, strict=True)
-                with lazy.head.modes():
-                    losses = _losses_of(lazy._of(*views), target, ctx.ignore_index)
-                own = iter(
-                    torch.autograd.grad(
-                        losses,
-                        [each for each, is_needed in inputs if is_needed],
-                        weights,
-                        create_graph=True,
-                    )
-                )
-                of_hidden, of_weight = (next(own) if each else None for each in needed)
+
+                def compute(*views: Any) -> Any:
+                    return _losses_of(lazy._of(*views), target, ctx.ignore_index)
+
+                own = _gradients(compute, lazy.head, (hidden, lazy.head.trained), needed, weights)
+                of_hidden, of_weight = own
             elif lazy.head.trained is None:
                 of_hidden = (weights[:, None] * found).to(hidden.dtype)
             else:
@@ -311,9 +309,41 @@ def _losses() -> Any:
                 of_hidden, of_weight = lazy._gradients_of_trained(
                     weights, hidden, target, found, weight, needed[0]
                 )
+            if not keeps_graph():  # PyTorch frees the saved tensors alone
+                ctx.lazy = ctx.kept = None
             return of_hidden, of_weight, None, None, None
 
-    return Losses
+    class Logits(torch.autograd.Function):  # type: ignore[misc]
+        """All logits; backward computes them once more, so they keep the hidden states alone."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, trained: Any, lazy: Any) -> Any:
+            with lazy.head.modes():
+                found = lazy._of(hidden).detach()
+            ctx.save_for_backward(hidden, trained)
+            ctx.lazy = LazyLogits(None, lazy.head, lazy.steps)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, change: Any) -> Any:
+            needed, lazy = ctx.needs_input_grad[:2], ctx.lazy
+            return *_gradients(lazy._of, lazy.head, ctx.saved_tensors, needed, change), None
+
+    return Losses, Logits
+
+
+def _gradients(function: Any, head: Any, inputs: Any, needed: Any, change: Any) -> Any:
+    """Those of the inputs of a function, ``None`` for one that is not needed."""
+    import torch
+
+    create_graph = torch.is_grad_enabled()
+    with head.modes():
+        # Views: hidden states of a tied model depend on the weight as well.
+        views = [None if each is None else each.view_as(each) for each in inputs]
+        found = function(*views)
+    wanted = [each for each, is_needed in zip(views, needed, strict=True) if is_needed]
+    own = iter(torch.autograd.grad(found, wanted, change, create_graph=create_graph))
+    return [next(own) if is_needed else None for is_needed in needed]
 
 
 def _losses_of(logits: Any, target: Any, ignore_index: int) -> Any:
@@ -374,16 +404,20 @@ class _Head:
         self._module, self._weight, self._version = module, weight, weight._version
         #: whether the weight is no longer that of the forward
         self._has_changed, self._sums = False, _sums_of(weight)
-        #: returns the logits that were read; they are kept until backward, as all logits would be
-        self.read: Callable[[], Any] = lambda: None
+        #: returns what the graph of the loss keeps, ``None`` after backward
+        self.kept: Callable[[], Any] = lambda: None
         # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
         kind = "cpu" if weight.is_meta else self.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = (kind, dtype, enabled)
         #: the dtype of the logits
         self.dtype = dtype if enabled and weight.dtype != torch.float64 else weight.dtype
-        #: the weight in that dtype; autocast would convert it for each piece
-        self.weight = weight.to(self.dtype)
+
+    @property
+    def weight(self) -> Any:
+        """The weight in that dtype; autocast would convert it for each piece."""
+        kept = self.kept()
+        return self._weight.to(self.dtype) if kept is None else kept.weight
 
     def compare(self) -> None:
         """Notice a change through ``.data``, which leaves the version of the weight as it is."""
@@ -417,14 +451,6 @@ class _Head:
             return self._module(hidden)
         return type(self._module).forward(View(self._module, weight=weight), hidden)
 
-    def check_watchers(self) -> None:
-        read = self.read()
-        if read is None:
-            return
-        self.read = weakref.ref(read)
-        if read._backward_hooks or read.retains_grad:
-            raise RuntimeError(_WATCHED)
-
     @contextmanager
     def modes(self) -> Iterator[None]:
         import torch
@@ -433,6 +459,19 @@ class _Head:
         autocast = torch.autocast(kind, dtype, enabled=enabled)
         with torch.inference_mode(False), torch.enable_grad(), autocast:
             yield
+
+
+class _Kept:
+    """What the graph of the loss keeps: until backward, unless that retains the graph."""
+
+    def __init__(self, head: _Head) -> None:
+        #: the weight of the head; logits that were read, as all logits would be kept
+        self.weight, self.read = head.weight, list[Any]()
+        head.kept = weakref.ref(self)
+
+    def check_watchers(self) -> None:
+        if any(each._backward_hooks or each.retains_grad for each in self.read):
+            raise RuntimeError(_WATCHED)
 
 
 def _sums_of(weight: Any) -> Any:
@@ -558,6 +597,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
     head = _Head(_plain(model.lm_head))
+    kept = _Kept(head)  # noqa: F841 - the loss has it when this ends
 
     def lazy_head(hidden: Any) -> LazyLogits:
         # A copy, as the hidden states are also in the output.
