@@ -78,12 +78,18 @@ class LazyLogits:
         self.hidden, self.head, self.steps, self.late = hidden, head, steps, late
 
     def read(self) -> Any:
-        """All logits, as the forward would have computed them."""
-        head = self.head
-        with head.modes():
-            head.compare()
-            found = _functions()[1].apply(self.hidden, head.trained, self)
-        if (kept := head.kept()) is not None:
+        """All logits, as the forward would have computed them.
+
+        Their graph keeps the hidden states alone; backward computes the logits once more.
+        """
+        from torch.utils.checkpoint import checkpoint
+
+        lazy = self._with(self.hidden)
+        with self.head.modes():
+            self.head.compare()
+            found = checkpoint(lazy._of, self.hidden, use_reentrant=False, preserve_rng_state=False)
+        lazy.late = None
+        if (kept := self.head.kept()) is not None:
             kept.read.append(found)
         return found
 
@@ -190,7 +196,7 @@ class LazyLogits:
         if len(self.shape) != 2 or label_smoothing or any(each is not None for each in others):
             return None
         lazy = LazyLogits(None, self.head, self.steps)  # backward needs no copy of the weight
-        losses = _functions()[0].apply(self.hidden, self.head.trained, target, lazy, ignore_index)
+        losses = _losses().apply(self.hidden, self.head.trained, target, lazy, ignore_index)
         # As rows of one class, PyTorch reduces them as cross_entropy does.
         ignored = torch.where(target == ignore_index, -100, 0)
         return torch.nn.functional.nll_loss(-losses[:, None], ignored, reduction=reduction)
@@ -268,8 +274,7 @@ class LazyLogits:
 
 
 @lru_cache
-def _functions() -> tuple[Any, Any]:
-    """The autograd functions that compute the losses, and all logits."""
+def _losses() -> Any:
     import torch
 
     # An older PyTorch does not tell whether it keeps the graph.
@@ -296,12 +301,20 @@ def _functions() -> tuple[Any, Any]:
             ctx.kept.check_watchers()
             of_weight = None
             if torch.is_grad_enabled():  # for a second derivative
-
-                def compute(*views: Any) -> Any:
-                    return _losses_of(lazy._of(*views), target, ctx.ignore_index)
-
-                own = _gradients(compute, lazy.head, (hidden, lazy.head.trained), needed, weights)
-                of_hidden, of_weight = own
+                # Views: hidden states of a tied model depend on the weight as well.
+                views = [None if x is None else x.view_as(x) for x in (hidden, lazy.head.trained)]
+                inputs = zip(views, needed, strict=True)
+                with lazy.head.modes():
+                    losses = _losses_of(lazy._of(*views), target, ctx.ignore_index)
+                own = iter(
+                    torch.autograd.grad(
+                        losses,
+                        [each for each, is_needed in inputs if is_needed],
+                        weights,
+                        create_graph=True,
+                    )
+                )
+                of_hidden, of_weight = (next(own) if each else None for each in needed)
             elif lazy.head.trained is None:
                 of_hidden = (weights[:, None] * found).to(hidden.dtype)
             else:
@@ -309,41 +322,11 @@ def _functions() -> tuple[Any, Any]:
                 of_hidden, of_weight = lazy._gradients_of_trained(
                     weights, hidden, target, found, weight, needed[0]
                 )
-            if not keeps_graph():  # PyTorch frees the saved tensors alone
+            if not keeps_graph():  # PyTorch frees saved tensors only
                 ctx.lazy = ctx.kept = None
             return of_hidden, of_weight, None, None, None
 
-    class Logits(torch.autograd.Function):  # type: ignore[misc]
-        """All logits; backward computes them once more, so they keep the hidden states alone."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, trained: Any, lazy: Any) -> Any:
-            with lazy.head.modes():
-                found = lazy._of(hidden).detach()
-            ctx.save_for_backward(hidden, trained)
-            ctx.lazy = LazyLogits(None, lazy.head, lazy.steps)
-            return found
-
-        @staticmethod
-        def backward(ctx: Any, change: Any) -> Any:
-            needed, lazy = ctx.needs_input_grad[:2], ctx.lazy
-            return *_gradients(lazy._of, lazy.head, ctx.saved_tensors, needed, change), None
-
-    return Losses, Logits
-
-
-def _gradients(function: Any, head: Any, inputs: Any, needed: Any, change: Any) -> Any:
-    """Those of the inputs of a function, ``None`` for one that is not needed."""
-    import torch
-
-    create_graph = torch.is_grad_enabled()
-    with head.modes():
-        # Views: hidden states of a tied model depend on the weight as well.
-        views = [None if each is None else each.view_as(each) for each in inputs]
-        found = function(*views)
-    wanted = [each for each, is_needed in zip(views, needed, strict=True) if is_needed]
-    own = iter(torch.autograd.grad(found, wanted, change, create_graph=create_graph))
-    return [next(own) if is_needed else None for is_needed in needed]
+    return Losses
 
 
 def _losses_of(logits: Any, target: Any, ignore_index: int) -> Any:
@@ -404,7 +387,7 @@ class _Head:
         self._module, self._weight, self._version = module, weight, weight._version
         #: whether the weight is no longer that of the forward
         self._has_changed, self._sums = False, _sums_of(weight)
-        #: returns what the graph of the loss keeps, ``None`` after backward
+        #: returns what the graph of the loss keeps; ``None`` if there is none
         self.kept: Callable[[], Any] = lambda: None
         # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
         kind = "cpu" if weight.is_meta else self.device.type
@@ -415,7 +398,7 @@ class _Head:
 
     @property
     def weight(self) -> Any:
-        """The weight in that dtype; autocast would convert it for each piece."""
+        """The weight in the dtype of the logits."""
         kept = self.kept()
         return self._weight.to(self.dtype) if kept is None else kept.weight
 
@@ -462,11 +445,13 @@ class _Head:
 
 
 class _Kept:
-    """What the graph of the loss keeps: until backward, unless that retains the graph."""
+    """What the graph of the loss keeps until PyTorch frees it."""
 
     def __init__(self, head: _Head) -> None:
-        #: the weight of the head; logits that were read, as all logits would be kept
-        self.weight, self.read = head.weight, list[Any]()
+        #: of the head, as autocast would convert it for each piece
+        self.weight = head.weight
+        #: logits, as all logits would be kept
+        self.read: list[Any] = []
         head.kept = weakref.ref(self)
 
     def check_watchers(self) -> None:
@@ -597,7 +582,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
     head = _Head(_plain(model.lm_head))
-    kept = _Kept(head)  # noqa: F841 - the loss has it when this ends
+    kept = _Kept(head)  # noqa: F841 - until the loss has it
 
     def lazy_head(hidden: Any) -> LazyLogits:
         # A copy, as the hidden states are also in the output.
