@@ -291,7 +291,8 @@ def _losses() -> Any:
             losses, found = lazy._in_pieces(hidden, target, ignore_index, wanted)
             weight = None if lazy.head.trained is None else lazy.head.weight
             ctx.save_for_backward(hidden, target, found, weight)
-            ctx.lazy, ctx.kept, ctx.ignore_index = lazy, lazy.head.kept(), ignore_index
+            ctx.lazy, ctx.ignore_index = lazy, ignore_index
+            ctx.kept = lazy.head.kept() or _Kept(lazy.head)
             return losses
 
         @staticmethod
@@ -420,16 +421,16 @@ class _Head:
         """
         import torch
 
-        weight = self.weight
+        is_trained = self.trained is not None
         has_changed = self._has_changed or self._weight._version != self._version
-        if self.trained is not None:
-            has_changed = has_changed or self.trained.data_ptr() != self._address
-            if torch.is_grad_enabled():
-                weight = self.trained if trained is None else trained
-        if has_changed:
+        if has_changed or (is_trained and self.trained.data_ptr() != self._address):
             if late is None:
                 raise RuntimeError(_CHANGED)
             weight = late
+        elif is_trained and torch.is_grad_enabled():
+            weight = self.trained if trained is None else trained
+        else:
+            weight = self.weight
         if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
             return self._module(hidden)
         return type(self._module).forward(View(self._module, weight=weight), hidden)
