@@ -78,15 +78,15 @@ class LazyLogits:
         self.hidden, self.head, self.steps, self.late = hidden, head, steps, late
 
     def read(self) -> Any:
-        """All logits, as the forward would have computed them.
-
-        Their graph keeps the hidden states alone; backward computes the logits once more.
-        """
+        """All logits, as the forward has them; their backward computes them once more."""
+        import torch
         from torch.utils.checkpoint import checkpoint
 
         lazy = self._with(self.hidden)
         with self.head.modes():
             self.head.compare()
+            if torch._C._are_functorch_transforms_active():  # no checkpoint is possible there
+                return lazy._of(self.hidden)
             found = checkpoint(lazy._of, self.hidden, use_reentrant=False, preserve_rng_state=False)
         lazy.late = None
         if (kept := self.head.kept()) is not None:
@@ -449,10 +449,8 @@ class _Kept:
     """What the graph of the loss keeps until PyTorch frees it."""
 
     def __init__(self, head: _Head) -> None:
-        #: of the head, as autocast would convert it for each piece
-        self.weight = head.weight
-        #: logits, as all logits would be kept
-        self.read: list[Any] = []
+        #: the weight as autocast would convert it for each piece, and the logits that were read
+        self.weight, self.read = head.weight, list[Any]()
         head.kept = weakref.ref(self)
 
     def check_watchers(self) -> None:
