@@ -78,11 +78,19 @@ class LazyLogits:
         self.hidden, self.head, self.steps, self.late = hidden, head, steps, late
 
     def read(self) -> Any:
-        """All logits, as the forward would have computed them."""
+        """All logits, as the forward has them; their backward computes them once more."""
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        lazy = self._with(self.hidden)
         with self.head.modes():
             self.head.compare()
-            found = self._of(self.hidden)
-        self.head.read = lambda: found
+            if torch._C._are_functorch_transforms_active():  # no checkpoint is possible there
+                return lazy._of(self.hidden)
+            found = checkpoint(lazy._of, self.hidden, use_reentrant=False, preserve_rng_state=False)
+        lazy.late = None
+        if (kept := self.head.kept()) is not None:
+            kept.read.append(found)
         return found
 
     def _of(self, hidden: Any, trained: Any = None) -> Any:
@@ -269,6 +277,9 @@ class LazyLogits:
 def _losses() -> Any:
     import torch
 
+    # An older PyTorch does not tell whether it keeps the graph.
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
     class Losses(torch.autograd.Function):  # type: ignore[misc]
         """The loss of each row; its backward has nothing left to compute."""
 
@@ -281,13 +292,14 @@ def _losses() -> Any:
             weight = None if lazy.head.trained is None else lazy.head.weight
             ctx.save_for_backward(hidden, target, found, weight)
             ctx.lazy, ctx.ignore_index = lazy, ignore_index
+            ctx.kept = lazy.head.kept() or _Kept(lazy.head)
             return losses
 
         @staticmethod
         def backward(ctx: Any, weights: Any) -> Any:
-            lazy, needed = ctx.lazy, ctx.needs_input_grad[:2]
-            lazy.head.check_watchers()
             hidden, target, found, weight = ctx.saved_tensors
+            lazy, needed = ctx.lazy, ctx.needs_input_grad[:2]
+            ctx.kept.check_watchers()
             of_weight = None
             if torch.is_grad_enabled():  # for a second derivative
                 # Views: hidden states of a tied model depend on the weight as well.
@@ -311,6 +323,8 @@ def _losses() -> Any:
                 of_hidden, of_weight = lazy._gradients_of_trained(
                     weights, hidden, target, found, weight, needed[0]
                 )
+            if not keeps_graph():  # PyTorch frees saved tensors only
+                ctx.lazy = ctx.kept = None
             return of_hidden, of_weight, None, None, None
 
     return Losses
@@ -374,16 +388,20 @@ class _Head:
         self._module, self._weight, self._version = module, weight, weight._version
         #: whether the weight is no longer that of the forward
         self._has_changed, self._sums = False, _sums_of(weight)
-        #: returns the logits that were read; they are kept until backward, as all logits would be
-        self.read: Callable[[], Any] = lambda: None
+        #: returns what the graph of the loss keeps; ``None`` if there is none
+        self.kept: Callable[[], Any] = lambda: None
         # On meta, ``plan`` counts what a step needs; PyTorch has no autocast there.
         kind = "cpu" if weight.is_meta else self.device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._autocast = (kind, dtype, enabled)
         #: the dtype of the logits
         self.dtype = dtype if enabled and weight.dtype != torch.float64 else weight.dtype
-        #: the weight in that dtype; autocast would convert it for each piece
-        self.weight = weight.to(self.dtype)
+
+    @property
+    def weight(self) -> Any:
+        """The weight in the dtype of the logits."""
+        kept = self.kept()
+        return self._weight.to(self.dtype) if kept is None else kept.weight
 
     def compare(self) -> None:
         """Notice a change through ``.data``, which leaves the version of the weight as it is."""
@@ -403,27 +421,19 @@ class _Head:
         """
         import torch
 
-        weight = self.weight
+        is_trained = self.trained is not None
         has_changed = self._has_changed or self._weight._version != self._version
-        if self.trained is not None:
-            has_changed = has_changed or self.trained.data_ptr() != self._address
-            if torch.is_grad_enabled():
-                weight = self.trained if trained is None else trained
-        if has_changed:
+        if has_changed or (is_trained and self.trained.data_ptr() != self._address):
             if late is None:
                 raise RuntimeError(_CHANGED)
             weight = late
+        elif is_trained and torch.is_grad_enabled():
+            weight = self.trained if trained is None else trained
+        else:
+            weight = self.weight
         if hasattr(self._module, "_hf_hook"):  # which may move the hidden states
             return self._module(hidden)
         return type(self._module).forward(View(self._module, weight=weight), hidden)
-
-    def check_watchers(self) -> None:
-        read = self.read()
-        if read is None:
-            return
-        self.read = weakref.ref(read)
-        if read._backward_hooks or read.retains_grad:
-            raise RuntimeError(_WATCHED)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -433,6 +443,19 @@ class _Head:
         autocast = torch.autocast(kind, dtype, enabled=enabled)
         with torch.inference_mode(False), torch.enable_grad(), autocast:
             yield
+
+
+class _Kept:
+    """What the graph of the loss keeps until PyTorch frees it."""
+
+    def __init__(self, head: _Head) -> None:
+        #: the weight as autocast would convert it for each piece, and the logits that were read
+        self.weight, self.read = head.weight, list[Any]()
+        head.kept = weakref.ref(self)
+
+    def check_watchers(self) -> None:
+        if any(each._backward_hooks or each.retains_grad for each in self.read):
+            raise RuntimeError(_WATCHED)
 
 
 def _sums_of(weight: Any) -> Any:
@@ -558,6 +581,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
     head = _Head(_plain(model.lm_head))
+    kept = _Kept(head)  # noqa: F841 - until the loss has it
 
     def lazy_head(hidden: Any) -> LazyLogits:
         # A copy, as the hidden states are also in the output.
