@@ -110,8 +110,15 @@ def kept_by(model, mode, kept, read, backward, hidden):
     return storages.alive()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("head", HEADS)
+#: A cell takes ten seconds; the others are slow tests.
+SAMPLE = (("frozen", "none"), ("frozen", "bfloat16"), ("full fine-tuning", "bfloat16"))
+CELLS = [
+    pytest.param(*each, marks=[] if each in SAMPLE else [pytest.mark.slow])
+    for each in product(HEADS, MODES)
+]
+
+
+@pytest.mark.parametrize(("head", "mode"), CELLS)
 def test_a_step_keeps_no_more_than_upstream(head, mode):
     model = HEADS[head](small())
     with MODES[mode]():

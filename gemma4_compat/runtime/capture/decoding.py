@@ -66,9 +66,9 @@ def decoder_of(model: Any, cache: Any) -> Decoder | None:
 def seen_obstacle(model: Any) -> str | None:
     """Why earlier steps of a model stayed eager, if nothing has changed since."""
     decoding: Decoding | None = vars(model).get("_decoding")
-    states = () if decoding is None else tuple(decoding.states)
-    now = environment_now()
-    return next((each.obstacle for each in states if each.obstacle and not each.change(now)), None)
+    failed = () if decoding is None else [each for each in decoding.states if each.obstacle]
+    same = (each for each in failed if each.snapshot.change(with_settings=False) is None)
+    return next((each.obstacle for each in same), None)
 
 
 def forget() -> None:

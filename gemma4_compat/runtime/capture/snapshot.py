@@ -69,13 +69,16 @@ class Snapshot:
         """Whether the same adapters are active and merged, which is quick to see."""
         return all(module.change() is None for module in self._adapted)
 
-    def change(self) -> str | None:
-        """What changed since, for a log message; ``None`` if nothing changed."""
+    def change(self, with_settings: bool = True) -> str | None:
+        """What changed since, for a log message; ``None`` if nothing changed.
+
+        ``generate`` has settings of its own during a call.
+        """
         for module in self._modules:
             change = module.change()
             if change is not None:
                 return change
-        for other, frozen in self._others:
+        for other, frozen in self._others if with_settings else ():
             if not _equal(_frozen(vars(other)), frozen):
                 return f"a setting of {type(other).__name__}"
         for own, size, label in self._classes:
