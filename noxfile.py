@@ -23,7 +23,7 @@ def pinned(versions: dict[str, str]) -> tuple[str, ...]:
 
 
 TORCH = f"torch=={VERSIONS['TORCH']}"
-OLDEST_TORCH = "torch==2.8.0"
+OLDEST_TORCH = f"torch=={VERSIONS['OLDEST_TORCH']}"
 STACKS = {
     "users": pinned(VERSIONS["USERS"]),
     "middle": pinned(VERSIONS["MIDDLE"]),
@@ -135,6 +135,16 @@ def tests(session: nox.Session, stack: str) -> None:
     if not session.posargs and stack in ("users", "newest"):
         session.log("with the patches switched off, the regression tests must show the bugs:")
         session.run("pytest", *WORKERS, *BUGS, env={"GEMMA4_COMPAT": "0"})
+
+
+@nox.session(name="tests-oldest-torch")
+def tests_oldest_torch(session: nox.Session) -> None:
+    """Run the regression tests of the newest libraries on the oldest torch that they support."""
+    session.install(OLDEST_TORCH, *STACKS["newest"], *TRL["newest"], "wrapt", "packaging")
+    session.install(*TEST_TOOLS)
+    session.install(".", "--no-deps", "--force-reinstall", silent=True)
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("pytest", *WORKERS, *(session.posargs or BUGS))
 
 
 @nox.session

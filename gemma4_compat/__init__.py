@@ -29,8 +29,9 @@ from .model.hooks import input_device
 from .versions import FLOORS as _FLOORS
 from .versions import LIBRARIES as _LIBRARIES
 from .versions import NEWEST as _NEWEST
+from .versions import NEWEST_TORCH as _NEWEST_TORCH
+from .versions import OLDEST_TORCH as _OLDEST_TORCH
 from .versions import REQUIRED as _REQUIRED
-from .versions import TORCH as _TORCH
 
 if TYPE_CHECKING:
     from .engine.core import Engine
@@ -87,8 +88,9 @@ def _start() -> Engine:
             )
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
             about = status.About(title, _HINTS, torch_build.notes, older, _REQUIRED)
-            newest = {"torch": _TORCH, **_NEWEST}
-            _started = core.Engine(found, read, logger, _FLOORS, newest, about)
+            newest = {"torch": _NEWEST_TORCH, **_NEWEST}
+            oldest = {"torch": _OLDEST_TORCH, **_FLOORS}
+            _started = core.Engine(found, read, logger, oldest, newest, about)
             _started.start()
     return _started
 

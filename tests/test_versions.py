@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ def test_the_extra_has_the_floors():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extra = [Requirement(text) for text in project["optional-dependencies"]["gemma4"]]
-    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in extra if r.name != "torch"}
-    assert bounds.keys() == versions.FLOORS.keys()
-    for name, floor in versions.FLOORS.items():
+    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in extra}
+    floors = {"torch": versions.OLDEST_TORCH, **versions.FLOORS}
+    assert bounds.keys() == floors.keys()
+    for name, floor in floors.items():
         assert Version(bounds[name]) == Version(floor)
 
 
@@ -36,6 +38,15 @@ def test_the_newest_are_not_older_than_the_others():
         stacks = (versions.FLOORS, versions.USERS, versions.NEWEST)
         releases = [Version(stack[name]) for stack in stacks]
         assert releases == sorted(releases)
+
+
+def test_the_measured_releases_of_torch():
+    files = (ROOT / "tools" / "measured").glob("*.json")
+    measured = {Version(row["torch"]) for file in files for row in json.loads(file.read_text())}
+    assert max(measured) == Version(versions.NEWEST_TORCH)
+    assert (
+        Version(versions.OLDEST_TORCH) <= min(measured) < Version(versions.TORCH) <= max(measured)
+    )
 
 
 def test_nox_names_no_release_of_its_own():

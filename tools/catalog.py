@@ -251,7 +251,7 @@ def _where(measured: Measured, patch: Patch, library: str) -> str:
 
 def with_releases(readme: str, measured: Measured) -> str:
     """The README with the measured releases."""
-    found = {library: measured.releases(library) for library in LIBRARIES}
+    found = {library: measured.releases(library) for library in (*LIBRARIES, "torch")}
     each = [f"{name} {of[0]} to {of[-1]} ({len(of)} releases)" for name, of in found.items()]
     line = f"- **Measured releases**: {', '.join(each)}."
     text = f"<!-- measured -->\n{line}\n<!-- /measured -->"

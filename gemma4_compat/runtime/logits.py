@@ -52,6 +52,9 @@ _WATCHED = (
 _READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
 #: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
+_GLOBAL_HOOKS = tuple(
+    f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
 #: the errors of an operation that lazy logits do not know
 _OURS = (AttributeError, RuntimeError, TypeError)
 #: .in_ddp: whether DDP looks at an output in this thread
@@ -577,7 +580,12 @@ class _Recorded(View):
 def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with labels; its logits are lazy if that changes nothing else."""
     labels = kwargs.get("labels")
-    if not hasattr(labels, "numel") or not _can_be_lazy(model, labels, kwargs):
+    try:
+        is_lazy = hasattr(labels, "numel") and _can_be_lazy(model, labels, kwargs)
+    except Exception:  # an older or a later PyTorch has other private names
+        logger.info("all logits of this step are computed", exc_info=True)
+        is_lazy = False
+    if not is_lazy:
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
     head = _Head(_plain(model.lm_head))
@@ -647,7 +655,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away
         getattr(model, "_is_replica", False),  # DataParallel gathers the logits
         _hooks(head) or _hooks(model.lm_head),
-        torch.nn.modules.module._has_any_global_hook(),
+        any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS),
     )
     return (
         torch.is_grad_enabled()

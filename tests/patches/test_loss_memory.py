@@ -148,6 +148,22 @@ def assert_lazy_and_equal(model):
     assert is_lazy(model(**inputs))
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "is_needed"),
+    [
+        (torch.nn.modules.module, "_has_any_global_hook", False),  # torch 2.7 has none
+        (torch.overrides, "_get_current_function_mode_stack", True),
+    ],
+    ids=["hooks", "modes"],
+)
+def test_a_private_name_that_pytorch_lacks(model, monkeypatch, owner, name, is_needed):
+    """The loss is right; the logits are whole if it is not known whether they may be lazy."""
+    monkeypatch.delattr(owner, name, raising=is_needed)
+    model = adapted(model)
+    assert_equal(model, **batch(model.config))
+    assert is_lazy(model(**batch(model.config))) != is_needed
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
 def test_quantised_models(model_dir, kind):
     assert_lazy_and_equal(adapted(load_model(model_dir, kind)))
