@@ -6,9 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from gemma4_compat.model.meta import bnb_config
 from gemma4_compat.patches import load
-from tools.catalog import not_patched, pages, render, render_errors, titles, with_releases
+from tools.catalog import (
+    _NO_BUGS,
+    not_patched,
+    pages,
+    render,
+    render_errors,
+    titles,
+    with_releases,
+)
 from tools.measured import DATA, Measured
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +59,44 @@ def test_the_page_of_errors_lists_every_patch_once_under_its_topic():
             names.append(row[1])
     assert listed.pop("Errors that are no bugs") == []
     assert listed == titles()
+
+
+SPLIT = {"model.vision_tower": "disk", "": "cpu"}
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("mistake", "cure"),
+    [
+        ({"device_map": SPLIT}, {"device_map": SPLIT, "offload": True}),
+        pytest.param(
+            {"device_map": {"": 0}}, {"device_map": {"": "cpu"}},
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU 0"),
+        ),
+    ],
+)  # fmt: skip
+def test_errors_that_are_no_bugs(quant, mistake, cure, model_dir, tmp_path):
+    """The page has one row with the text of the error, and what it says loads the model."""
+    pytest.importorskip("bitsandbytes")
+
+    def load(device_map, **options):
+        return transformers.Gemma4ForConditionalGeneration.from_pretrained(
+            model_dir, dtype="bfloat16", device_map=device_map, offload_folder=tmp_path,
+            quantization_config=bnb_config(quant, **options),
+        )  # fmt: skip
+
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        load(**mistake)
+    found = [
+        cure
+        for errors, cure in _NO_BUGS.items()
+        if any(error in str(raised.value) for error in errors.split(", or "))
+    ]
+    assert len(found) == 1
+    assert "`llm_int8_enable_fp32_cpu_offload" in found[0]
+    layer = load(**cure).model.language_model.layers[0].mlp.up_proj
+    unquantised = cure["device_map"] == SPLIT  # no module is on a GPU
+    assert (type(layer).__name__ == "Linear") == unquantised
 
 
 def test_not_patched():

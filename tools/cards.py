@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gemma4_compat.model import parts
 from gemma4_compat.planning import Plan, plan
+from gemma4_compat.text import plural
 
 CARDS = ("6GB", "8GB", "12GB", "16GB", "24GB")
 JOBS = {"generate": False, "QLoRA": True}
@@ -59,7 +60,7 @@ def _offloaded(planned: Plan) -> Iterator[str]:
         if any(parts.part_of(name) == part for name in names):
             yield f"{part} on the CPU"
     if layers:
-        yield f"{layers} decoder layers on the CPU"
+        yield f"{plural(layers, 'decoder layer')} on the CPU"
 
 
 def with_table(readme: str, rows: str) -> str:

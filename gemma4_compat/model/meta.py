@@ -111,6 +111,14 @@ def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
     return meta_model(folder, config), method
 
 
+def checkpointing() -> str:
+    """The method that turns on gradient checkpointing; transformers 5.23 renamed it."""
+    from transformers import PreTrainedModel
+
+    new = "activation_checkpointing_enable"
+    return new if hasattr(PreTrainedModel, new) else "gradient_checkpointing_enable"
+
+
 def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **options: Any) -> Any:
     """The ``BitsAndBytesConfig`` of "nf4" or "int8", with these options; ``None`` for "bf16"."""
     if quant == "bf16":

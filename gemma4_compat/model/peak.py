@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .caches import cache_name, with_all_layers
+from .meta import checkpointing
 from .parts import decoder_layers, shared_layers
 from .sizes import kv_shapes, on_cuda
 
@@ -299,7 +300,7 @@ def training_peak(model: Any, tokens: int) -> int:
     model.train()
     # A backward leaves the mode; a checkpoint must run the layer as it ran before.
     contexts = {"context_fn": lambda: (nullcontext(), _Attention())}
-    model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    getattr(model, checkpointing())({"use_reentrant": False, **contexts})
     model.enable_input_require_grads()  # else the first layer that runs keeps less than others
     ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)

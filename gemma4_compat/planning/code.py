@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files import hub
 from ..model import parts
-from ..model.meta import bnb_options
+from ..model.meta import bnb_options, checkpointing
 from .demand import BUCKET, EXCLUDED, TARGETS
 
 #: the file of DeepSpeed's configuration
@@ -152,7 +152,7 @@ class Load:
             yield ")"
             yield "model = get_peft_model(model, config)"
         if self.train:
-            yield 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+            yield f'model.{checkpointing()}({{"use_reentrant": False}})'
             yield "model.enable_input_require_grads()"
         elif self.quant != "int8":
             yield '# model.generate(..., cache_implementation="static") is several times as fast'

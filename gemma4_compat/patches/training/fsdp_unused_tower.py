@@ -8,7 +8,8 @@ its unit is reduced before the root.  Without them, it is reduced after the root
 
 The fix asks all processes first which trained parameters of the towers have a gradient anywhere.
 The others contribute zeros.  A parameter that no process used has no gradient, as without the fix.
-The root is reduced last.  Models without trained parameters of the towers ask nothing.
+The root is reduced last.  Models without trained parameters of the towers ask nothing.  Neither do
+models without a module of Gemma 4 or 3n, whatever the names of their parts are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from ...model.parts import AUDIO, VISION, part_of
+from ...model.parts import AUDIO, MODELS, VISION, part_of
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -47,7 +48,7 @@ def unused_parameters_are_left_out() -> Finding:
     for cls, names in (
         (FSDPParam, ("init_unsharded_param", "unsharded_param")),
         (FSDPParamGroup, ("post_backward", "_reduce_scatter_process_group")),
-        (FSDPState, ("_root_post_backward_final_callback",)),
+        (FSDPState, ("_root_post_backward_final_callback", "_init_fqns")),
     ):
         for name in names:
             if name not in vars(cls):
@@ -55,6 +56,15 @@ def unused_parameters_are_left_out() -> Finding:
     chooses = mentions(code_of(FSDPParamGroup.post_backward), "unsharded_accumulated_grad")
     chooses = chooses or hasattr(FSDPParamGroup, "_get_unsharded_grad_to_reduce")  # torch 2.15
     return fixed_if(not chooses, "FSDP2 reduces parameters without a gradient, too")
+
+
+@PATCH.around(_STATE, "FSDPState._init_fqns")
+def init_fqns(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Look at the whole model: a unit inside a tower may have classes of PEFT alone."""
+    classes = {cls for module in self._modules[0].modules() for cls in type(module).__mro__}
+    for group in (each for state in self._state_ctx.all_states for each in _groups(state)):
+        group._is_of_gemma = any(cls.__module__.startswith(MODELS) for cls in classes)
+    return original(self, *args, **kwargs)
 
 
 @PATCH.around(_STATE, "FSDPState._root_post_backward_final_callback")
@@ -89,7 +99,8 @@ def _trained_in_towers(group: Any) -> list[Any]:
     return [
         parameter
         for parameter in group.fsdp_params
-        if parameter.sharded_param.requires_grad
+        if getattr(group, "_is_of_gemma", True)
+        and parameter.sharded_param.requires_grad
         and part_of(parameter._param_fqn or "") in (VISION, AUDIO)
     ]
 
