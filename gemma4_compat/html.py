@@ -12,7 +12,11 @@ from typing import Any
 
 from .text import Table, recorded, words
 
-_GREEN, _RED = "#278a47", "#dc3f38"  # as readable on white as on the dark theme's #111
+_GREEN, _YELLOW, _RED = (
+    "#278a47",
+    "#a06a00",
+    "#dc3f38",
+)  # as readable on white as on the dark theme's #111
 _LINE = "1px solid rgba(128, 128, 128, 0.4)"
 # JupyterLab shows <pre> in the font of the text, and breaks its lines inside words.
 _FONT = "font: 13px/1.4 var(--jp-code-font-family, monospace); margin: 0.5em 0"
@@ -33,7 +37,7 @@ def page(result: Any) -> str:
     blocks.append((code, f"{_CODE}{escape(code)}</pre>"))
     lines = []
     if result.verdict:
-        colour = _GREEN if result.ok else _RED
+        colour = _GREEN if result.ok else _RED if result.exit_code else _YELLOW
         lines.append(f'<p><b style="color: {colour}">{escape(result.verdict)}</b></p>')
         text = re.sub(f"^{words(result.verdict)}$\n?", "", text, count=1, flags=re.MULTILINE)
     for printed, block in sorted(blocks, key=lambda each: text.find(each[0])):

@@ -10,14 +10,20 @@ from typing import Any
 class Result(ABC):
     """A result to print, to read in a program, or to show in a notebook.
 
-    ``str(result)`` is text for a terminal.  A command prints it and exits with 0 if ``ok`` is true,
-    else with 1.  IPython shows the same text, and a notebook its tables as tables.
+    ``str(result)`` is text for a terminal.  A command prints it and exits with ``exit_code``.  The
+    verdict is green if ``ok`` is true, yellow if only the exit code is 0, else red.  IPython shows
+    the same text, and a notebook its tables as tables.
     """
 
     @property
     @abstractmethod
     def ok(self) -> bool:
         """Whether the inspected thing works."""
+
+    @property
+    def exit_code(self) -> int:
+        """That of the command that prints this result."""
+        return 0 if self.ok else 1
 
     @property
     def verdict(self) -> str:

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Command:
             needs = self.needs(options)
             _check_versions(needs)
             assert self.run is not None
-            with _quiet_libraries():
+            with _says_what_it_does(self.name), _quiet_libraries():
                 try:
                     result = self.run(options)
                 except Exception as error:
@@ -85,7 +86,7 @@ class Command:
                 _print(error.result, options)
             return self._fails(f"{error}; nothing was written", 1)
         _print(result, options)
-        return 0 if result.ok else 1
+        return result.exit_code
 
     def _fails(self, message: str, code: int) -> int:
         print(f"gemma4-compat {self.name}: {message}", file=sys.stderr)
@@ -107,11 +108,11 @@ def _check_versions(libraries: Sequence[str]) -> None:
             installed_version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    if missing:
-        raise InputError(f"needs {', '.join(missing)}: pip install {' '.join(missing)}")
-    if old := too_old({name: FLOORS[name] for name in libraries if name in FLOORS}):
-        newer = upgrade({name: FLOORS[name] for name in old})
-        raise InputError(f"{'; '.join(old.values())}: {newer}")
+    old = too_old({name: FLOORS[name] for name in libraries if name in FLOORS})
+    what = [*old.values(), f"needs {', '.join(missing)}"] if missing else [*old.values()]
+    if what:
+        newer = upgrade({name: FLOORS[name] for name in old}) if old else "pip install"
+        raise InputError(f"{'; '.join(what)}: {' '.join([newer, *missing])}")
 
 
 def _check_imports() -> None:
@@ -125,6 +126,23 @@ def _check_imports() -> None:
         except Exception as error:
             text = f"cannot import {name}: {type(error).__name__}: {error}"
             raise InputError(text) from error
+
+
+@contextlib.contextmanager
+def _says_what_it_does(name: str) -> Iterator[None]:
+    """On a terminal, say after half a second why nothing is printed yet."""
+
+    def say() -> None:
+        print(f"gemma4-compat {name}: imports the libraries, which takes a while", file=sys.stderr)
+
+    timer = threading.Timer(0.5, say)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -193,6 +211,6 @@ def _print(result: Result, options: argparse.Namespace) -> None:
     text = str(result)
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if result.verdict and sys.stdout.isatty() and not plain:
-        green_or_red = 32 if result.ok else 31
-        text = re.sub(words(result.verdict), rf"\033[{green_or_red}m\g<0>\033[0m", text, count=1)
+        colour = 32 if result.ok else 31 if result.exit_code else 33
+        text = re.sub(words(result.verdict), rf"\033[{colour}m\g<0>\033[0m", text, count=1)
     print(text)

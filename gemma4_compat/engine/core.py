@@ -477,8 +477,9 @@ class Engine:
         replaced = tuple(map(str, layer.replacements)) if layer.entries else ()
         held = record.held if record.state is State.APPLIED else 0
         return PatchStatus(
-            patch.name, record.state, reason, patch.symptom, record.versions, replaced, held
-        )
+            patch.name, record.state, reason, patch.symptom, record.versions, replaced, held,
+            patch.kind.does,
+        )  # fmt: skip
 
     def _overview(self, entries: Sequence[PatchStatus]) -> Status:
         """The states, and what is to be said of the libraries."""
@@ -488,6 +489,7 @@ class Engine:
         problems = [f"{name} is not installed" for name in missing]
         problems += old.values()
         problems += [f"{name} cannot be imported" for name in self._broken if name not in old]
+        problems += self._switches.mistakes
         if held := sum(entry.held for entry in entries):
             problems.append(
                 f"{held} reference(s) to functions of the libraries are older than the patches and "
@@ -500,6 +502,8 @@ class Engine:
             advice.append(gate.upgrade({name: self._floors[name] for name in old}))
         if absent := [name for name, version in libraries.items() if version is None]:
             advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
+        if not self._switches.everything:
+            advice.append(f"unset {self._switches.prefix} and restart to have the patches again")
         if held:
             advice.append("restart the process, and import this package before those libraries")
         untested = [
@@ -507,7 +511,8 @@ class Engine:
             "decides whether it is applied"
             for release in gate.later(libraries, self._newest)
         ]
-        return Status(entries, libraries, problems, advice, untested, self._about)
+        notes = [*untested, *self._switches.late()]
+        return Status(entries, libraries, problems, advice, notes, self._about)
 
     def _after_fork(self, child: bool = False) -> None:
         try:

@@ -21,8 +21,13 @@ class Kind(Enum):
     FIX = "fix"
     #: the result is unchanged, and the user is warned
     WARNING = "warning"
-    #: the result was right, and is now faster
+    #: the result was right, and is now faster, or takes less memory
     SPEED = "speed"
+
+    @property
+    def does(self) -> str:
+        """What several patches of this kind do, for a count of them."""
+        return {"fix": "fix errors", "warning": "warn", "speed": "save time or memory"}[self.value]
 
 
 class Verdict(Enum):

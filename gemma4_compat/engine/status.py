@@ -47,6 +47,8 @@ _IN_WORDS = {
     State.ARMED: "waiting for an import",
     State.NOT_INSTALLED: "for libraries that are not installed",
 }
+#: the reasons of disabled patches, for those who do not know them
+_BY = {"uninstalled": "uninstall(); install() puts them in place again"}
 #: the states of patches that need no attention
 _USUAL = (*_IN_WORDS, State.APPLIED, State.TOO_OLD)
 
@@ -58,7 +60,7 @@ class PatchStatus:
     ``versions`` maps each distribution of the gate to its installed version (``None``: unknown).
     ``replaces`` holds the attributes that an applied patch replaces, as "module.attribute".
     ``held`` is the number of references to the original functions that other code took before the
-    patch was applied, and still calls.
+    patch was applied, and still calls.  ``does`` says in words what patches of its kind do.
     """
 
     name: str
@@ -68,6 +70,7 @@ class PatchStatus:
     versions: Mapping[str, str | None]
     replaces: tuple[str, ...]
     held: int = 0
+    does: str = ""
 
     @property
     def ok(self) -> bool:
@@ -141,17 +144,42 @@ class Status(Result):
         return iter(self._entries)
 
     @property
+    def is_off(self) -> bool:
+        """Whether every patch is switched off."""
+        return bool(self._entries) and all(each.state is State.DISABLED for each in self)
+
+    @property
     def ok(self) -> bool:
-        """False if this package cannot work here, or a patch failed or drifted."""
-        return not self.problems and all(entry.ok for entry in self)
+        """Whether this package protects: it can work here, and no patch failed or drifted.
+
+        False as well if all patches are switched off.
+        """
+        return not self.problems and not self.is_off and all(entry.ok for entry in self)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all is well, or if all patches are off because somebody asked for that."""
+        return 0 if self.ok or self.is_asked_for else 1
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.is_off and not self.problems
 
     @property
     def verdict(self) -> str:
         """What is wrong; if nothing is, the number of patches in each state."""
         if self.problems:
             return f"NOT well: {'; '.join(self.problems)}"
+        if self.is_off:
+            by = " and ".join(dict.fromkeys(_BY.get(each.reason, each.reason) for each in self))
+            return f"OFF: all {len(self)} patches are switched off by {by}"
         states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)
-        counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+        kinds = Counter(each.does for each in self if each.state is State.APPLIED and each.does)
+        does = ", ".join(f"{number} {does}" for does, number in kinds.most_common())
+        counts = ", ".join(
+            f"{number} {state}" + (f" ({does})" if does and state == State.APPLIED.value else "")
+            for state, number in states.most_common()
+        )
         return f"{'all well' if self.ok else 'NOT well'}: {counts or 'no patches'}"
 
     def as_dict(self) -> dict[str, Any]:

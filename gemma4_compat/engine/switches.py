@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from ..errors import suggestion
+
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
 _ONLY = "only:"
@@ -25,6 +27,29 @@ class Switches:
     off: Mapping[str, str] = field(default_factory=dict)
     #: the patches to apply outside the version gate, too; the probe still decides
     forced: Collection[str] = ()
+    #: what is wrong with the names after ``only:``
+    mistakes: Sequence[str] = ()
+    #: the variables that were read, with their values
+    seen: Mapping[str, str] = field(default_factory=dict)
+    #: the variables that have an effect
+    names: Collection[str] = ()
+
+    def late(self, environ: Mapping[str, str] | None = None) -> list[str]:
+        """What to do about variables that were changed after they were read."""
+        now = _of(self.prefix, os.environ if environ is None else environ)
+        module, notes = self.prefix.lower(), []
+        for variable in sorted({*self.seen, *now}):
+            value = now.get(variable, "").strip().lower()
+            if now.get(variable) == self.seen.get(variable) or variable not in {*self.names}:
+                continue
+            name = variable.removeprefix(self.prefix).removeprefix("_").lower()
+            call = f'{module}.uninstall("{name}")' if name else f"{module}.uninstall()"
+            todo = f"call {call} now" if value in _OFF else "restart the process"
+            notes.append(
+                f"{variable} was changed after the import of {module}, which reads it once, so the "
+                f"change has no effect: {todo}"
+            )
+        return notes
 
 
 def read(
@@ -52,13 +77,16 @@ def read(
     everything, strict = True, False
     off: dict[str, str] = {}
     own: dict[str, str] = {}  # the values of the patches' own variables
+    mistakes: list[str] = []
     for variable in sorted(environ):
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
-            only = _only(value.removeprefix(_ONLY), variable, patches, groups, logger)
+            only = _only(value.removeprefix(_ONLY), f"{prefix}={value}", patches, groups, mistakes)
+            for mistake in mistakes:
+                logger.warning("%s", mistake)
             off |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
         elif variable == prefix:
-            everything = _boolean(variable, value, True, logger)
+            everything = _boolean(variable, value, True, logger, extra=(f"{_ONLY}NAME,NAME",))
         elif variable == strict_name:
             strict = _boolean(variable, value, False, logger)
         elif names.get(variable) in groups:
@@ -76,7 +104,13 @@ def read(
     off = {name: why for name, why in off.items() if name not in own}
     off |= {name: f"{prefix}_{name.upper()}=0" for name, value in own.items() if value in _OFF}
     forced = [name for name, value in own.items() if value == _FORCE]
-    return Switches(prefix, everything, strict, off, forced)
+    known = (prefix, strict_name, *names)
+    return Switches(prefix, everything, strict, off, forced, mistakes, _of(prefix, environ), known)
+
+
+def _of(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with this prefix."""
+    return {name: value for name, value in environ.items() if name.startswith(prefix)}
 
 
 def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:
@@ -97,23 +131,29 @@ def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:
 
 def _only(
     value: str,
-    variable: str,
+    setting: str,
     patches: Mapping[str, Iterable[str]],
     groups: Mapping[str, Iterable[str]],
-    logger: logging.Logger,
+    mistakes: list[str],
 ) -> set[str]:
-    """The patches that ``only:`` names, and those that they require."""
+    """The patches that ``only:`` names, and those that they require; adds what is wrong."""
     found: set[str] = set()
+    unknown: list[str] = []
     wanted = [name.strip() for name in value.split(",") if name.strip()]
     while wanted:
         name = wanted.pop()
         if name in groups:
             wanted += groups[name]
         elif name not in patches:
-            logger.warning("%s=%s%s: no patch is called %s", variable, _ONLY, value, name)
+            unknown.append(f"no patch is called {name}{suggestion(name, [*patches, *groups])}")
         elif name not in found:
             found.add(name)
             wanted += patches[name]
+    if not found and not unknown:
+        unknown.append(f"no patch is named after {_ONLY}")
+    if unknown:
+        end = "" if found else ", so all patches are off"
+        mistakes.append(f"{setting}: {'; '.join(unknown)}{end}")
     return found
 
 
