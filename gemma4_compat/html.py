@@ -12,11 +12,8 @@ from typing import Any
 
 from .text import Table, recorded, words
 
-_GREEN, _YELLOW, _RED = (
-    "#278a47",
-    "#a06a00",
-    "#dc3f38",
-)  # as readable on white as on the dark theme's #111
+# As readable on white as on the dark theme's #111.
+_GREEN, _YELLOW, _RED = "#278a47", "#a06a00", "#dc3f38"
 _LINE = "1px solid rgba(128, 128, 128, 0.4)"
 # JupyterLab shows <pre> in the font of the text, and breaks its lines inside words.
 _FONT = "font: 13px/1.4 var(--jp-code-font-family, monospace); margin: 0.5em 0"
