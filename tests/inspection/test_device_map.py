@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -393,14 +392,6 @@ def test_devices_as_torch_knows_them(model_dir):
 
 
 # -- folders --------------------------------------------------------------------------------------
-
-
-def test_cut_off_weights_are_not_read(model_dir, tmp_path):
-    shutil.copy(model_dir / "config.json", tmp_path)
-    whole = (model_dir / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 3])
-    found = check_device_map(tmp_path, SPLIT)
-    assert found.devices == check_device_map(model_dir, SPLIT).devices
 
 
 @pytest.mark.parametrize(
