@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
+import operator
 import sys
 import types
 from collections.abc import Callable
@@ -136,10 +138,15 @@ def prepare(replacement: Replacement) -> Entry:
 def _rebind(old: Any, new: Any) -> None:
     """Rebind every module attribute that is ``old`` itself, as after ``from x import f``."""
     for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
+        # Most modules lack it, which is quick to see.
+        if isinstance(module, types.ModuleType) and _holds(module, old):
             for key, value in list(vars(module).items()):
                 if value is old:
                     vars(module)[key] = new
+
+
+def _holds(module: types.ModuleType, value: Any) -> bool:
+    return any(map(operator.is_, tuple(vars(module).values()), itertools.repeat(value)))
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:

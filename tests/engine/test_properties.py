@@ -491,12 +491,14 @@ def test_status_is_typed_printable_and_json():
     assert isinstance(status, Status)
     assert status[0] is status["a_patch"] is next(iter(status))
     assert status["a_patch"].versions.keys() == {"packaging"}
-    assert str(status) == "all well: 1 disabled\n\na_patch  disabled  STATUS=0"
-    assert repr(status) == "<Status: all well: 1 disabled>"
+    verdict = "OFF: all 1 patches are switched off by STATUS=0"
+    assert str(status).startswith(verdict)
+    assert str(status).endswith("a_patch  disabled  STATUS=0")
+    assert repr(status) == f"<Status: {verdict}>"
     assert json.loads(json.dumps(status.as_dict())) == status.as_dict()
     assert status.as_dict()["patches"]["a_patch"]["state"] == "disabled"
     assert str(Status([])) == "all well: no patches"
-    assert status.ok
+    assert not status.ok
     with pytest.raises(KeyError):
         status["b"]
     assert {str(state) for state in State} == {state.value for state in State}
