@@ -83,9 +83,7 @@ def _start() -> Engine:
             logger = logging.getLogger(__name__)
             found = patches.load()
             names = {patch.name: patch.requires for patch in found}
-            read = switches.read(
-                "GEMMA4_COMPAT", names, logger, None, patches.groups(), patches.GONE
-            )
+            read = switches.read("GEMMA4_COMPAT", names, logger, None, patches.groups())
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
             about = status.About(title, _HINTS, torch_build.notes, older, _REQUIRED)
             newest = {"torch": _NEWEST_TORCH, **_NEWEST}

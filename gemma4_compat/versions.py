@@ -31,7 +31,7 @@ NEWEST = {
 #: The release of torch that the tests pin.
 TORCH = "2.13.0"
 #: The oldest supported release of torch, and the newest on which the patches were measured.
-OLDEST_TORCH, NEWEST_TORCH = "2.6.0", "2.15.0"
+OLDEST_TORCH, NEWEST_TORCH = "2.8.0", "2.15.0"
 #: The libraries without which nothing works.
 REQUIRED = ("torch", "transformers")
 #: The libraries that are patched.

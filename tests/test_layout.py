@@ -337,7 +337,7 @@ PLANTED = [
         "patches._offload",
         "from .offloading.host_embedding import PATCH",
     ),
-    (features_ask_little, "inspection.targets", "from ..patches import GONE"),
+    (features_ask_little, "inspection.targets", "from ..patches import TOPICS"),
     (features_ask_little, "planning.planner", "from ..runtime.host.blocks import Blocks"),
     (features_ask_little, "cli.status", "from ..engine.core import Engine"),
     (engine_knows_nothing_else, "engine.core", "from ..model import parts"),

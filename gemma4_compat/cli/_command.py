@@ -131,11 +131,8 @@ def _check_imports() -> None:
 @contextlib.contextmanager
 def _says_what_it_does(name: str) -> Iterator[None]:
     """On a terminal, say after half a second why nothing is printed yet."""
-
-    def say() -> None:
-        print(f"gemma4-compat {name}: imports the libraries, which takes a while", file=sys.stderr)
-
-    timer = threading.Timer(0.5, say)
+    text = f"gemma4-compat {name}: imports the libraries, which takes a while"
+    timer = threading.Timer(0.5, lambda: print(text, file=sys.stderr))
     timer.daemon = True
     if sys.stderr.isatty():
         timer.start()

@@ -161,7 +161,7 @@ class Engine:
                     record.unwanted = True
                     self._warn(record, f"not uninstalled: {self._stack.obstacle(record.layer)}")
                 elif record.state is not State.DISABLED:
-                    self._set(record, State.DISABLED, "uninstalled")
+                    self._set(record, State.DISABLED, "uninstall()")
             self._block()
             self._stale = True
             self._settle()
@@ -530,10 +530,8 @@ def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
 
 def _state_of(record: _Record) -> str:
     """The state, and what switched the patch off."""
-    if record.state is not State.DISABLED:
-        return str(record.state)
-    by = "uninstall()" if record.reason == "uninstalled" else record.reason
-    return f"disabled by {by}"
+    is_off = record.state is State.DISABLED
+    return f"disabled by {record.reason}" if is_off else str(record.state)
 
 
 def _installed(name: str) -> tuple[str, str | None]:

@@ -138,15 +138,13 @@ def prepare(replacement: Replacement) -> Entry:
 def _rebind(old: Any, new: Any) -> None:
     """Rebind every module attribute that is ``old`` itself, as after ``from x import f``."""
     for module in list(sys.modules.values()):
-        # Most modules lack it, which is quick to see.
-        if isinstance(module, types.ModuleType) and _holds(module, old):
+        if not isinstance(module, types.ModuleType):
+            continue
+        values = tuple(vars(module).values())
+        if any(map(operator.is_, values, itertools.repeat(old))):  # as most do not
             for key, value in list(vars(module).items()):
                 if value is old:
                     vars(module)[key] = new
-
-
-def _holds(module: types.ModuleType, value: Any) -> bool:
-    return any(map(operator.is_, tuple(vars(module).values()), itertools.repeat(value)))
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -47,8 +47,6 @@ _IN_WORDS = {
     State.ARMED: "waiting for an import",
     State.NOT_INSTALLED: "for libraries that are not installed",
 }
-#: the reasons of disabled patches, for those who do not know them
-_BY = {"uninstalled": "uninstall(); install() puts them in place again"}
 #: the states of patches that need no attention
 _USUAL = (*_IN_WORDS, State.APPLIED, State.TOO_OLD)
 
@@ -150,20 +148,13 @@ class Status(Result):
 
     @property
     def ok(self) -> bool:
-        """Whether this package protects: it can work here, and no patch failed or drifted.
-
-        False as well if all patches are switched off.
-        """
+        """False if it cannot work here, a patch failed or drifted, or all are switched off."""
         return not self.problems and not self.is_off and all(entry.ok for entry in self)
 
     @property
     def exit_code(self) -> int:
         """0 if all is well, or if all patches are off because somebody asked for that."""
-        return 0 if self.ok or self.is_asked_for else 1
-
-    @property
-    def is_asked_for(self) -> bool:
-        return self.is_off and not self.problems
+        return 0 if self.ok or (self.is_off and not self.problems) else 1
 
     @property
     def verdict(self) -> str:
@@ -171,7 +162,7 @@ class Status(Result):
         if self.problems:
             return f"NOT well: {'; '.join(self.problems)}"
         if self.is_off:
-            by = " and ".join(dict.fromkeys(_BY.get(each.reason, each.reason) for each in self))
+            by = " and ".join(dict.fromkeys(each.reason for each in self))
             return f"OFF: all {len(self)} patches are switched off by {by}"
         states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)
         kinds = Counter(each.does for each in self if each.state is State.APPLIED and each.does)

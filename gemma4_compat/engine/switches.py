@@ -34,21 +34,19 @@ class Switches:
     #: the variables that have an effect
     names: Collection[str] = ()
 
-    def late(self, environ: Mapping[str, str] | None = None) -> list[str]:
+    def late(self) -> list[str]:
         """What to do about variables that were changed after they were read."""
-        now = _of(self.prefix, os.environ if environ is None else environ)
-        module, notes = self.prefix.lower(), []
-        for variable in sorted({*self.seen, *now}):
-            value = now.get(variable, "").strip().lower()
-            if now.get(variable) == self.seen.get(variable) or variable not in {*self.names}:
-                continue
-            name = variable.removeprefix(self.prefix).removeprefix("_").lower()
-            call = f'{module}.uninstall("{name}")' if name else f"{module}.uninstall()"
-            todo = f"call {call} now" if value in _OFF else "restart the process"
-            notes.append(
-                f"{variable} was changed after the import of {module}, which reads it once, so the "
-                f"change has no effect: {todo}"
-            )
+        now, module, notes = _of(self.prefix, os.environ), self.prefix.lower(), []
+        for variable in sorted({*self.seen, *now} & {*self.names}):
+            if now.get(variable) != self.seen.get(variable):
+                name = variable.removeprefix(self.prefix).removeprefix("_").lower()
+                quoted = f'"{name}"' if name else ""
+                call = f"call {module}.uninstall({quoted}) now"
+                is_off = now.get(variable, "").strip().lower() in _OFF
+                notes.append(
+                    f"{variable} was changed after the import of {module}, which reads it once, so "
+                    f"the change has no effect: {call if is_off else 'restart the process'}"
+                )
         return notes
 
 
@@ -58,7 +56,6 @@ def read(
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
     groups: Mapping[str, Iterable[str]] | None = None,
-    gone: Iterable[str] = (),
 ) -> Switches:
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
 
@@ -68,7 +65,6 @@ def read(
     Args:
         patches: the names of all patches, each with those that it requires.
         groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
-        gone: names of patches that earlier releases had.
     """
     environ = os.environ if environ is None else environ
     groups = {} if groups is None else groups
@@ -97,8 +93,6 @@ def read(
                 own[names[variable]] = value
             else:
                 _boolean(variable, value, True, logger, extra=(_FORCE,))
-        elif variable in {f"{prefix}_{name.upper()}" for name in gone}:
-            logger.warning("environment variable %s has no effect: this patch is gone", variable)
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
     off = {name: why for name, why in off.items() if name not in own}

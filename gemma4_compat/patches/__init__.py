@@ -25,19 +25,6 @@ TOPICS = (
     "training",
     "avx512_cpu",
 )
-#: Patches that earlier checkouts had; ``CHANGELOG.md`` says why they are gone.
-GONE = (
-    "adapter_error_advice",
-    "corda_offload",
-    "disk_only_map",
-    "gemma3n_accumulation_loss",
-    "gradient_accumulation_loss",
-    "hook_removal",
-    "load_error_advice",
-    "lora_ga_offload",
-    "merged_adapter_flag",
-    "sequential_offload_hook",
-)
 
 
 def topics() -> dict[str, list[ModuleType]]:

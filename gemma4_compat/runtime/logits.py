@@ -52,9 +52,7 @@ _WATCHED = (
 _READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
 #: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
-_GLOBAL_HOOKS = tuple(
-    f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
-)
+_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 #: the errors of an operation that lazy logits do not know
 _OURS = (AttributeError, RuntimeError, TypeError)
 #: .in_ddp: whether DDP looks at an output in this thread
@@ -655,7 +653,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away
         getattr(model, "_is_replica", False),  # DataParallel gathers the logits
         _hooks(head) or _hooks(model.lm_head),
-        any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS),
+        any(getattr(torch.nn.modules.module, f"_global_{name}") for name in _GLOBAL_HOOKS),
     )
     return (
         torch.is_grad_enabled()

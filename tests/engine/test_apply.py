@@ -155,11 +155,11 @@ def test_what_is_out_of_reach_is_said(lib, make):
     assert engine.status()["q"].reason == ""
     late = [functools.partial(m.f), m.Base().method]
     kept.clear()
-    assert engine.uninstall()["p"].reason == "uninstalled; 2 reference(s) still point to the patch"
+    assert engine.uninstall()["p"].reason == "uninstall(); 2 reference(s) still point to the patch"
     late.clear()
     gc.collect()  # a class is garbage in a cycle
     assert engine.install()["p"].reason == ""
-    assert engine.uninstall()["p"].reason == "uninstalled"
+    assert engine.uninstall()["p"].reason == "uninstall()"
 
 
 def test_stacked_patches_claim_nothing_of_each_other(lib, make):
@@ -168,7 +168,7 @@ def test_stacked_patches_claim_nothing_of_each_other(lib, make):
     engine = make(*(lib.patch(name, *targets) for name in "abc"))
     assert m.f() == "c>b>a>f"
     assert [entry.reason for entry in engine.status()] == ["", "", ""]
-    assert [entry.reason for entry in engine.uninstall()] == ["uninstalled"] * 3
+    assert [entry.reason for entry in engine.uninstall()] == ["uninstall()"] * 3
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")))
@@ -299,7 +299,7 @@ def test_old_references_are_said_after_every_uninstall(lib, make):
         assert m.Sub.static() == "foreign>a>static"
         engine.install()
     del m.Sub.static
-    assert engine.uninstall()["a"].reason == "uninstalled"
+    assert engine.uninstall()["a"].reason == "uninstall()"
 
 
 def test_somebody_put_the_original_back(lib, make):
@@ -755,7 +755,7 @@ def test_what_was_switched_off_itself_stays_off(lib, make):
     engine.uninstall("a")
     assert m.f() == "c>f"
     assert engine.uninstall("b")["b"].state is State.DISABLED
-    assert engine.install("a")["b"].reason == "uninstalled"
+    assert engine.install("a")["b"].reason == "uninstall()"
     assert m.f() == "c>a>f"
     engine.uninstall("a")
     assert engine.install("b")["b"].state is State.BLOCKED

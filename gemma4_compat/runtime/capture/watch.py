@@ -134,15 +134,11 @@ def _is_known(code: CodeType, namespace: dict[str, Any]) -> bool:
         library = str(namespace.get("__name__")).partition(".")[0]
         is_written = name.startswith("__") and name.endswith("__")
         return file.startswith("<frozen ") or (is_written and library in KNOWN)
-    if file.startswith(_folders()):
+    libraries = (sys.modules[name] for name in KNOWN if name in sys.modules)
+    if file.startswith(tuple(map(_folder_of, libraries))):
         return True
     python = _folder_of(os)
     return file.startswith(python) and not file.removeprefix(python).startswith(_NOT_KNOWN)
-
-
-def _folders() -> tuple[str, ...]:
-    modules = (sys.modules.get(name) for name in KNOWN)
-    return tuple(_folder_of(module) for module in modules if module is not None)
 
 
 def _folder_of(module: ModuleType) -> str:
