@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ ROOT = Path(__file__).parent.parent
 
 
 MEASURED = Measured.read(DATA)
+
+
+def test_the_readme_counts_the_patches():
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    kinds = Counter(patch.kind.does for patch in load())
+    counts = ", ".join(f"{number} {does}" for does, number in kinds.most_common())
+    assert f"Of all {kinds.total()}, {counts};" in readme
 
 
 @pytest.mark.parametrize("file", ["patches.md", "docs/errors.md", "README.md"])
