@@ -94,7 +94,7 @@ def prose(text: str, mark: str | None) -> str:
     """What is the same on every machine; on a CPU with fewer patches only their sum is."""
     if mark:
         return "\n".join(line for line in text.splitlines() if not re.search(r"\d", line))
-    counts = r"(\d+) applied, (\d+) not needed here"
+    counts = r"(\d+) applied(?: \([^)]*\))?, (\d+)\s+not\s+needed\s+here"
     return re.sub(counts, lambda found: str(int(found[1]) + int(found[2])), text)
 
 
