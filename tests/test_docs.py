@@ -15,6 +15,9 @@ from gemma4_compat.patches import load
 from gemma4_compat.planning import plan
 from tests.support import run_process
 from tools.cards import CARDS, cell, row, with_table
+from tools.catalog import _ends
+from tools.measured import DATA, Measured
+from tools.plot import drawing, figures
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -306,17 +309,34 @@ def test_links(page):
 
 
 def test_the_readme_finds_the_commonest_errors():
-    """Each row quotes the patch's symptom, in backticks, and links to the patch."""
+    """Each row quotes the symptom in backticks, links to the patch, says if the bug is fixed."""
     symptoms = {patch.name: patch.symptom.replace("`", "") for patch in load()}
+    measured = Measured.read(DATA)
+    ends = {patch.name: _ends(patch, measured) for patch in load()}
     part = text_of("README.md").partition("<!-- errors -->")[2].partition("<!-- /errors -->")[0]
-    rows = re.findall(r"^\| (.+) \| \[`(\w+)`\]\(patches\.md#(\w+)\).* \|$", part, re.MULTILINE)
-    assert len(rows) == len({name for _, name, _ in rows}) == 12
-    for seen, name, link in rows:
+    a_row = r"^\| (.+) \| \[`(\w+)`\]\(patches\.md#(\w+)\)(.*) \|$"
+    rows = re.findall(a_row, part, re.MULTILINE)
+    assert len(rows) == len({name for _, name, _, _ in rows}) == 12
+    for seen, name, link, note in rows:
         assert name == link
+        end = re.search(r"Fixed (in .*?) \(measured\)", ends[name])
+        assert (f", fixed {end[1]}" if end else "") == (note if "fixed" in note else "")
         quoted = re.findall(r"`([^`]+)`", seen)
         assert quoted
         for text in quoted:
             assert text in symptoms[name], name
+
+
+def test_how_much_faster_a_static_cache_is():
+    """The README's plot and its claim are those of the measured table and of the recipe's."""
+    measured = text_of("benchmarks/DECODING.md")
+    assert text_of("benchmarks/plot.svg") == drawing(measured), "run: python tools/plot.py"
+    ratios = [static / default for _, default, static in figures(measured)]
+    a_row = r"^\|.*\| ([\d.]+) \| \*\*([\d.]+)\*\* \|$"
+    recipe = re.findall(a_row, text_of("docs/recipes.md"), re.MULTILINE)
+    ratios += [float(static) / float(default) for default, static in recipe]
+    claim = re.findall(r"is (\d+) to (\d+) times as fast", text_of("README.md"))
+    assert claim == [(f"{min(ratios):.0f}", f"{max(ratios):.0f}")]
 
 
 @pytest.mark.slow

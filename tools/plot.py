@@ -20,7 +20,7 @@ ROWS = {
     "E4B, PLE on the CPU, LoRA adapter, newest": "E4B, per-layer embeddings on the CPU, adapter",
 }
 COLOURS = {"default (dynamic cache)": "#9aa0a6", "static cache, captured as CUDA graphs": "#2166ac"}
-_LEFT, _SCALE, _WIDTH = 350, 3.2, 780  # in pixels; the scale is per token a second
+_LEFT, _SCALE, _WIDTH = 350, 1.3, 780  # in pixels; the scale is per token a second
 
 
 def figures(text: str) -> Iterator[tuple[str, float, float]]:
