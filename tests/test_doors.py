@@ -228,17 +228,17 @@ from gemma4_compat.patches.generation import captured_decoding
 usual = test_doors.generated(model, eager=True)
 assert torch.equal(test_doors.generated(model), usual)
 print(test_doors.captures(model), vars(model)["_decoding"].warned)
-assert test_doors.captures(model)
+assert bool(test_doors.captures(model)) is (sys.argv[2] == "compressed_tensors")
 """
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("library", BESIDE)
 def test_beside_another_library(model_dir, library):
-    """Its functions are captured."""
+    """compressed-tensors is captured.  Liger is not, since Triton writes Python code for it."""
     pytest.importorskip(library)
     code = CHECK.format(load=BESIDE[library])
-    done = support.run_process([sys.executable, "-c", code, model_dir], [*sys.path, "."])
+    done = support.run_process([sys.executable, "-c", code, model_dir, library], [*sys.path, "."])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
+from gemma4_compat.runtime.capture import watch
 from gemma4_compat.runtime.kernels import rms_norm
 
 PATCHES = {
@@ -176,9 +177,10 @@ def test_a_captured_step(monkeypatch):
             used.append(torch.cuda.is_current_stream_capturing())
             return launch(*arguments)
 
-        kind.launch = launching
+        monkeypatch.setattr(kind, "launch", launching)
         return kind
 
+    monkeypatch.setattr(watch, "KNOWN", (*watch.KNOWN, __name__))
     monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
     options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
     options |= {"output_logits": True, "return_dict_in_generate": True}

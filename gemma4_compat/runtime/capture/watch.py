@@ -17,7 +17,7 @@ from typing import Any
 #: The libraries whose functions a graph may stand for.
 KNOWN = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat",
-    "compressed_tensors", "liger_kernel", "triton", "typing_extensions",
+    "compressed_tensors", "typing_extensions",
 )  # fmt: skip
 #: Modules of Python that run the functions of others, or count calls.
 _NOT_KNOWN = ("unittest", "site-packages", "dist-packages")
