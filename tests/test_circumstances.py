@@ -273,7 +273,7 @@ print(json.dumps(found))
     assert finds(code, path=[ask]) == {
         "gemma4_compat": [True, True],
         "ours": [True, True],
-        "uninstalled": [False, True],
+        "uninstalled": [False, False],
         "installed": [True, True],
     }
 

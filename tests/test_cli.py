@@ -54,7 +54,8 @@ def test_status_table(status):
     assert lines[0] == f"gemma4-compat {gemma4_compat.__version__}"
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith("all well: ")
-    first_words = [line.split()[0] for line in lines[2:] if line and not line.startswith(" ")]
+    after = lines[lines.index("") :]  # the verdict
+    first_words = [line.split()[0] for line in after if line and not line.startswith(" ")]
     assert first_words[: len(WITH_TORCH)] == list(WITH_TORCH)
     assert first_words[-len(PATCHES) :] == PATCHES
     assert "armed" not in status.stdout

@@ -566,7 +566,7 @@ def test_functions_look_like_the_originals(affected):
 
 
 def test_uninstalled(affected):
-    assert worker("shim_first")["uninstalled"][affected] == ["disabled", "uninstalled"]
+    assert worker("shim_first")["uninstalled"][affected] == ["disabled", "uninstall()"]
     assert worker("libraries_first")["alone"][affected] == []
 
 

@@ -140,8 +140,11 @@ def test_a_story_that_hangs_is_stopped(pretend, tmp_path, monkeypatch):
 def test_a_story_that_raises_with_the_patches_fails_the_demo(pretend, monkeypatch, capsys):
     monkeypatch.setattr(play, "_BUILD", *pretend("builds"))
     mixed, fine = play.demo(pretend("fine", "raises_with")), play.demo(pretend("fine"))
-    assert (mixed.ok, mixed.verdict) == (False, "1 of 2 stories succeed with gemma4_compat")
-    assert (fine.ok, fine.verdict) == (True, "1 of 1 stories succeed with gemma4_compat")
+    assert (mixed.ok, mixed.verdict) == (
+        False,
+        "1 of 2 stories succeed with gemma4_compat, 2 without",
+    )
+    assert (fine.ok, fine.verdict) == (True, "1 of 1 stories succeed with gemma4_compat, 1 without")
     assert fine.verdict in str(fine)
     printed = capsys.readouterr()
     assert "with     raises with: ValueError: first line last line" in printed.err
