@@ -61,11 +61,8 @@ class Demo(Result):
 
     @property
     def verdict(self) -> str:
-        good = sum(outcome["with"].ok for outcome in self.outcomes)
-        without = sum(outcome["without"].ok for outcome in self.outcomes)
-        return (
-            f"{good} of {len(self.stories)} stories succeed with gemma4_compat, {without} without"
-        )
+        ours, alone = (sum(each[side].ok for each in self.outcomes) for side in ("with", "without"))
+        return f"{ours} of {len(self.stories)} stories succeed with gemma4_compat, {alone} without"
 
     def as_dict(self) -> dict[str, Any]:
         """The stories and their outcomes, with the full text of exceptions."""
