@@ -20,8 +20,6 @@ from tests.support import run_process
 
 BROKEN = "libsomething.so: cannot open shared object file"
 CASES = [(library, how) for how in ("missing", "too old", "broken") for library in WITH_TORCH]
-# The libraries still run on a torch that is a little too old, and so do the commands.
-CASES_OF_OTHERS = [case for case in CASES if case != ("torch", "too old")]
 OLDEST = {"torch": OLDEST_TORCH, **FLOORS}
 QUICK = (("transformers", "missing"), ("transformers", "too old"))
 
@@ -94,7 +92,7 @@ def test_verdict(command, library, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("library", "how"), CASES_OF_OTHERS)
+@pytest.mark.parametrize(("library", "how"), CASES)
 def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path):
     """Each works, or says in one line what to install; a report says it, and prints the rest."""
     run, texts = command(library, how), {}
