@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from gemma4_compat.versions import FLOORS, REQUIRED, WITH_TORCH
+from gemma4_compat.versions import FLOORS, OLDEST_TORCH, REQUIRED, WITH_TORCH
 from tests.support import run_process
 
 BROKEN = "libsomething.so: cannot open shared object file"
 CASES = [(library, how) for how in ("missing", "too old", "broken") for library in WITH_TORCH]
-CASES.remove(("torch", "too old"))  # it has no oldest version
+OLDEST = {"torch": OLDEST_TORCH, **FLOORS}
 QUICK = (("transformers", "missing"), ("transformers", "too old"))
 
 
@@ -41,7 +41,10 @@ def command(tmp_path):
             elif how == "too old":
                 shutil.copytree(each, folder / each.name)
                 file = folder / each.name / "METADATA"
-                file.write_text(file.read_text().replace("\nVersion: ", "\nVersion: 0.", 1))
+                # transformers itself needs torch 2.6
+                old = "2.7.1\nX: " if library == "torch" else "0."
+                text = file.read_text().replace("\nVersion: ", f"\nVersion: {old}", 1)
+                file.write_text(text)
             elif how == "broken":
                 (folder / name).mkdir()
                 (folder / name / "__init__.py").write_text(f"raise ImportError({BROKEN!r})")
@@ -75,8 +78,8 @@ def test_verdict(command, library, how):
         assert found["problems"] == ([] if is_well else [f"{library} is not installed"])
         assert not ran.stderr
     elif how == "too old":
-        assert f"is too old (needs {FLOORS[library]})" in found["problems"][0]
-        assert f'pip install -U "{library}>={FLOORS[library]}"' in ran.stdout
+        assert f"is too old (needs {OLDEST[library]})" in found["problems"][0]
+        assert f'pip install -U "{library}>={OLDEST[library]}"' in ran.stdout
         [warning] = ran.stderr.splitlines()
         assert found["problems"][0] in warning
         states = {name: patch["state"] for name, patch in found["patches"].items()}
@@ -113,7 +116,7 @@ def test_other_commands(command, library, how, model_dir, adapter_dir, tmp_path)
             assert ran.returncode in (0, 1)
     expected = {
         "missing": f"pip install {library}",
-        "too old": f'pip install -U "{library}>={FLOORS.get(library)}"',
+        "too old": f'pip install -U "{library}>={OLDEST.get(library)}"',
         "broken": "libsomething.so",
     }[how]
     assert "demo" in texts

@@ -24,7 +24,7 @@ from ..engine.gate import installed_version, too_old, upgrade
 from ..errors import InputError, MergeError, PatchError
 from ..result import Result
 from ..text import words
-from ..versions import FLOORS, WITH_TORCH
+from ..versions import FLOORS, OLDEST_TORCH, WITH_TORCH
 
 #: what a command needs that imports PEFT
 PEFT = ("torch", "transformers", "accelerate", "peft")
@@ -108,10 +108,11 @@ def _check_versions(libraries: Sequence[str]) -> None:
             installed_version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    old = too_old({name: FLOORS[name] for name in libraries if name in FLOORS})
+    floors = {"torch": OLDEST_TORCH, **FLOORS}
+    old = too_old({name: floors[name] for name in libraries if name in floors})
     what = [*old.values(), f"needs {', '.join(missing)}"] if missing else [*old.values()]
     if what:
-        newer = upgrade({name: FLOORS[name] for name in old}) if old else "pip install"
+        newer = upgrade({name: floors[name] for name in old}) if old else "pip install"
         raise InputError(f"{'; '.join(what)}: {' '.join([newer, *missing])}")
 
 
