@@ -110,7 +110,7 @@ def _check_versions(libraries: Sequence[str]) -> None:
             missing.append(name)
     floors = {"torch": OLDEST_TORCH, **FLOORS}
     old = too_old({name: floors[name] for name in libraries if name in floors})
-    what = [*old.values(), f"needs {', '.join(missing)}"] if missing else [*old.values()]
+    what = [*old.values(), *([f"needs {', '.join(missing)}"] if missing else [])]
     if what:
         newer = upgrade({name: floors[name] for name in old}) if old else "pip install"
         raise InputError(f"{'; '.join(what)}: {' '.join([newer, *missing])}")

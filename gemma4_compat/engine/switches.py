@@ -42,7 +42,7 @@ class Switches:
                 name = variable.removeprefix(self.prefix).removeprefix("_").lower()
                 quoted = f'"{name}"' if name else ""
                 call = f"call {module}.uninstall({quoted}) now"
-                is_off = now.get(variable, "").strip().lower() in _OFF
+                is_off = name != "strict" and now.get(variable, "").strip().lower() in _OFF
                 notes.append(
                     f"{variable} was changed after the import of {module}, which reads it once, so "
                     f"the change has no effect: {call if is_off else 'restart the process'}"

@@ -105,6 +105,8 @@ def test_a_switch_that_is_set_too_late(monkeypatch):
         assert first.endswith('call off_test.uninstall("clippable_linear") now')
         assert second.startswith("OFF_TEST_SHARED_STATES")
         assert second.endswith("restart the process")
+        monkeypatch.setenv("OFF_TEST_STRICT", "0")  # not the name of a patch
+        assert engine.status().notes[-1].endswith("restart the process")
     finally:
         engine.retire()
 

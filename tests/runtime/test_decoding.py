@@ -115,6 +115,7 @@ def test_steps_are_captured(model):
         (steps, "first_layers"),
         (steps, "in_capture"),
         (steps, "side_by_side"),
+        (steps, "uses_of"),
         (steps, "Step"),
         (Step, "replay"),
     ],

@@ -43,10 +43,6 @@ CAPTURED_ON = ("cuda",)
 
 def obstacle_of(model: Any) -> str | None:
     """The reason why the decode steps of a model are not captured; ``None`` if they are."""
-    try:
-        check_process()
-    except NotCaptured as why:
-        return str(why)
     return device_or_obstacle(model, modules_of_a_step(model))[1]
 
 
@@ -124,6 +120,7 @@ def modules_of_a_step(model: Any) -> dict[str, Any]:
 def device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | None]:
     """The GPU to capture on and ``None``, or ``None`` and the reason not to capture."""
     try:
+        check_process()
         device = _device_of_a_step(modules)
         _check_repeatable(model, modules, device)
     except NotCaptured as why:

@@ -209,14 +209,15 @@ class Decoder:
             if counting:
                 kind = kind_of_step(arguments, length, counting)
                 inputs = self.inputs.made(kind, arguments, length)
-        if inputs is None and not self.inputs.can_learn(kind):
+        if inputs is not None:
+            return inputs
+        if not self.inputs.can_learn(kind):
             return make()
-        if inputs is None:
-            with watched() as watch:
-                inputs = make()
-            with _logged():
-                if watch.unknown() is None:  # a user's function may make other masks next time
-                    self.inputs.learn(kind, inputs, arguments, length)
+        with watched() as watch:
+            inputs = make()
+        with _logged():
+            if watch.unknown() is None:  # a user's function may make other masks next time
+                self.inputs.learn(kind, inputs, arguments, length)
         return inputs
 
     def _give_up(self, error: Exception) -> None:
@@ -285,8 +286,11 @@ class Decoder:
         """The context of the eager step before a capture, which compiles kernels."""
         with lock_of(self.model), in_step() as step, no_garbage_collection(), watched() as watch:
             yield
-        state.snapshot.add(uses_of(watch.functions.values()))
-        why, failure = watch.unknown(), step.failure
+        try:
+            state.snapshot.add(uses_of(watch.functions.values()))
+            why, failure = watch.unknown(), step.failure
+        except Exception as error:  # the step itself has run
+            return self._give_up(error)
         if why is not None:
             self.watched += 1
             if failure is None and self.watched < _WATCHED:

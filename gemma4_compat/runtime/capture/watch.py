@@ -19,7 +19,7 @@ KNOWN = (
     "torch", "transformers", "accelerate", "peft", "bitsandbytes", "gemma4_compat",
     "compressed_tensors", "typing_extensions",
 )  # fmt: skip
-#: Modules of Python that run the functions of others, or count calls.
+#: In Python's folder: what counts calls, and what is not Python's own.
 _NOT_KNOWN = ("unittest", "site-packages", "dist-packages")
 #: Modules of Python whose calls do nothing that a step needs in each token, whatever they call.
 _ASIDE = ("logging", "warnings", "importlib._bootstrap")
@@ -37,7 +37,7 @@ class Watch:
     def unknown(self) -> str | None:
         """The reason why a graph cannot stand for these functions; ``None`` if it can."""
         if not self.is_complete:
-            return "a profiler is at work (sys.setprofile), so nobody knows what a step runs"
+            return "a profiler is at work (sys.setprofile), so it is not known what a step runs"
         for code, namespace in self.functions.values():
             if not _is_known(code, namespace):
                 name = getattr(code, "co_qualname", code.co_name)
