@@ -368,7 +368,18 @@ def with_fully_shard(model):
         if name.rpartition(".")[0].endswith("layers") and "_tower" not in name:
             fully_shard(module, **options)
     fully_shard(model, **options)
+    take_means(model)
     return model, sgd(model), lambda loss: loss.backward()
+
+
+def take_means(model):
+    """PyTorch before 2.9 adds gradients up over gloo, where FSDP2 asks for their mean.
+
+    https://github.com/pytorch/pytorch/issues/162338
+    """
+    for module in model.modules() if BACKENDS[DEVICE] == "gloo" else ():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):  # of FSDPModule
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def with_accelerate_fsdp(model, optimizer=sgd, **options):
@@ -377,6 +388,7 @@ def with_accelerate_fsdp(model, optimizer=sgd, **options):
     accelerator = Accelerator(cpu=DEVICE == "cpu", **options)
     use_fsdp(accelerator)
     model, optimizer = accelerator.prepare(model, optimizer(model))
+    take_means(model)
     return model, optimizer, accelerator.backward
 
 
