@@ -610,8 +610,7 @@ def test_every_point(name, stage):
     assert_none(check(name, stage)[2])
 
 
-@pytest.mark.parametrize("stage", ["cpu"], indirect=True)
-def test_a_planted_bug_is_found(stage, monkeypatch):
+def test_a_planted_bug_is_found(tmp_path, monkeypatch):
     """A layout that is visible before it is complete: a layer would compute without values."""
     lines, first = inspect.getsourcelines(blocks.OffloadedLayer.new_layout)
     planted = "".join(lines).replace("layout = Layout(c", "layout = self.layout = Layout(c")
@@ -621,7 +620,7 @@ def test_a_planted_bug_is_found(stage, monkeypatch):
     exec(code, vars(blocks), found := {})
     monkeypatch.setattr(blocks.OffloadedLayer, "new_layout", found["new_layout"])
     copies = {first + number for number, line in enumerate(lines) if "piece" in line}
-    *_, problems = check("streamed", stage, 6, lambda point: point.line in copies)
+    *_, problems = check("streamed", Stage(tmp_path, "cpu"), 6, lambda point: point.line in copies)
     assert any("the next run" in why for _, why in problems)
 
 
