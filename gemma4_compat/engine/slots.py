@@ -8,6 +8,7 @@ import itertools
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from .patch import Replacement
 from .signatures import takes_all_calls_of
 
 _ABSENT = object()
+#: the functions that replace others
+_OURS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Mismatch(AttributeError):
@@ -45,6 +48,8 @@ class Entry:
     target: Target
     before: Any
     after: Any
+    #: whether a module may refer to the original under another name, as after ``from x import f``
+    is_shared: bool
 
     @property
     def original(self) -> Any:
@@ -66,7 +71,7 @@ class Entry:
     def write(self) -> None:
         owner, name, raw = self.target
         setattr(owner, name, self.after)
-        if isinstance(owner, types.ModuleType):
+        if self.is_shared:
             _rebind(raw, self.after)
 
     def restore(self) -> None:
@@ -117,6 +122,7 @@ def prepare(replacement: Replacement) -> Entry:
         TypeError: the factory did not return a plain function.
     """
     target = resolve(replacement)
+    is_shared = _is_shared(target)
     function, rewrap = _unwrap(target.raw)
     if not isinstance(function, types.FunctionType):
         raise Mismatch(f"{replacement} is a {type(function).__name__}, not a function")
@@ -132,11 +138,20 @@ def prepare(replacement: Replacement) -> Entry:
         # pickle stores a reference by name: it must name this class, not the one inherited from.
         new.__module__ = target.owner.__module__
         new.__qualname__ = f"{target.owner.__qualname__}.{target.name}"
-    return Entry(replacement, target, before, rewrap(new))
+    _OURS.add(new)
+    return Entry(replacement, target, before, rewrap(new), is_shared)
+
+
+def _is_shared(target: Target) -> bool:
+    """Whether more than its module refers to a function.  To look at all modules takes 20 ms."""
+    if not isinstance(target.owner, types.ModuleType):
+        return False
+    own = 4 if target.raw in _OURS else 3  # the module, the target, this call; and its entry
+    return sys.getrefcount(target.raw) > own
 
 
 def _rebind(old: Any, new: Any) -> None:
-    """Rebind every module attribute that is ``old`` itself, as after ``from x import f``."""
+    """Rebind every module attribute that is ``old`` itself."""
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType):
             continue
