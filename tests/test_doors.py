@@ -128,6 +128,27 @@ def test_data(stack):
         assert set(verdicts.values()) == {DOORS[name].verdict}, name
 
 
+def test_torchscript(model, monkeypatch):
+    """Its functions are not Python's, and may have values that change in each step."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.calls
+
+    scripted = torch.jit.script(Counting())
+    monkeypatch.setitem(vars(layers_of(model)[1].mlp.act_fn), "forward", scripted.forward)
+    fresh(model)
+    expected = generated(model, eager=True)
+    scripted.calls = 0
+    assert torch.equal(generated(model), expected)
+    assert scripted.calls == TOKENS
+
+
 def test_code_that_runs_once(model):
     """A line in a log or an import keeps the steps eager for a token."""
     usual = generated(model, eager=True)

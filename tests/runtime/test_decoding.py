@@ -440,6 +440,59 @@ def test_a_snapshot_keeps_no_module_alive(way):
     assert snapshot.change() is not None
 
 
+def transposed(layer):
+    layer.weight.data = layer.weight.data.t()
+
+
+def other_values(layer):
+    layer.scale.data = torch.ones(1)
+
+
+def other_keywords(layer):
+    layer.act.keywords["min"] = 0.5
+
+
+def other_threshold(layer):
+    layer.state.threshold = 6.0
+
+
+def other_scales(layer):
+    layer.state.SCB.data = torch.ones(2)
+
+
+def other_code(layer):
+    function.__code__ = (lambda x: 2 * x).__code__
+
+
+def swapped(layer):
+    torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(torch.ones(4, 4)))
+
+
+def function(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [transposed, other_values, other_keywords, other_threshold, other_scales, other_code, swapped],
+)
+def test_a_change_in_place(change):
+    from bitsandbytes import MatmulLtState
+
+    layer = torch.nn.Linear(4, 4)
+    layer.scale, layer.act = torch.zeros(1), partial(torch.clamp, min=0.1)
+    layer.state = MatmulLtState(SCB=torch.zeros(2))
+    snapshot = Snapshot([layer])
+    snapshot.add({(0, "function"): (globals(), "function", function, "the tests")})
+    code = function.__code__
+    assert snapshot.change() is None
+    try:
+        change(layer)
+        assert snapshot.change() is not None
+    finally:
+        function.__code__ = code
+
+
 # -- what is left alone ---------------------------------------------------------------------------
 
 

@@ -176,12 +176,17 @@ def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
         NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
             layers that cannot search for outliers on this GPU.
     """
+    import torch
+
+    scripts = (torch.jit.ScriptModule, torch.jit.ScriptFunction, torch.ScriptMethod)
     if any(module.training for module in modules.values()):
         raise NotCaptured("the model is in training mode")
     for name, module in modules.items():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(str(hook.__module__).startswith(_IDLE_HOOKS) for hook in hooks):
             raise NotCaptured(f"{name} has a forward hook")
+        if any(isinstance(each, scripts) for each in (module, *vars(module).values())):
+            raise NotCaptured(f"{name} runs TorchScript, whose values may change in each step")
         if has_threshold(module) and not can_search(device):
             raise NotCaptured(SEARCH.format("their inputs"))
     if getattr(model, "_compiled_call_impl", None) is not None:

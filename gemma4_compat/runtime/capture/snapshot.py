@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 from ...model.hooks import offload_hook
@@ -59,11 +61,13 @@ class Snapshot:
             for name, value in vars(base).items()
             if name not in ("__dict__", "__weakref__")
         }
+        self._bodies = list(_bodies(self._code))
         self._others = [(other, _frozen(vars(other))) for other in others]
 
     def add(self, uses: dict[tuple[int, str], Use]) -> None:
         """Compare what the functions of a step are and call, too."""
         self._code = {**uses, **self._code}
+        self._bodies = list(_bodies(self._code))
 
     def has_same_adapter(self) -> bool:
         """Whether the same adapters are active and merged, which is quick to see."""
@@ -87,7 +91,18 @@ class Snapshot:
         for entries, name, value, label in self._code.values():
             if entries.get(name) is not value:
                 return f"{name} of {label}"
+        for function, code, defaults in self._bodies:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return f"the code of {function.__qualname__}"
         return None
+
+
+def _bodies(uses: dict[Any, Use]) -> Iterator[tuple[FunctionType, Any, Any]]:
+    """The functions, which IPython's autoreload keeps and gives new code."""
+    for _, _, value, _ in uses.values():
+        function = getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            yield function, function.__code__, function.__defaults__
 
 
 class _Module:
@@ -110,11 +125,8 @@ class _Module:
         self.ids = [*map(id, values)]
         self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
         self.keys = frozenset(own)
-        self.containers = [n for n, value in enumerate(values) if isinstance(value, _CONTAINERS)]
-        self.tensors = [
-            (weakref.ref(tensor), address(tensor), tuple(_state_addresses(tensor)))
-            for tensor in _tensors(module)
-        ]
+        self.containers = [n for n, value in enumerate(self.values) if isinstance(value, tuple)]
+        self.tensors = [*map(_place, _tensors(module))]
 
     def change(self) -> str | None:
         module = self.module()
@@ -140,7 +152,7 @@ class _Module:
         same = [*map(id, values)] == self.ids and not any(ref() is None for ref in self.weak)
         for number in self.containers if same else range(len(values)):
             new, old = values[number], self.values[number]
-            is_empty = same and not new and len(old) == 1  # as most are
+            is_empty = same and len(old) == 1 and not new  # as most are
             if not is_empty and not _equal(_frozen(new), old):
                 return str(self.names[number])
         return None
@@ -148,13 +160,20 @@ class _Module:
     def _changed_tensor(self, tensors: list[Any]) -> str | None:
         if len(tensors) != len(self.tensors):
             return "tensors"
-        for (ref, pointer, state), tensor in zip(self.tensors, tensors, strict=True):
-            same = ref() is tensor
-            if not same or (pointer is not None and tensor.data_ptr() != pointer):
-                return "a tensor"
-            if state and tuple(_state_addresses(tensor)) != state:
-                return "the statistics of a quantised weight"
+        for tensor, place in zip(tensors, self.tensors, strict=True):
+            new = _place(tensor)
+            if new != place:
+                is_state = new[:-1] == place[:-1]
+                return "the statistics of a quantised weight" if is_state else "a tensor"
         return None
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """What a graph needs to know of a tensor.  A weak reference would stop ``swap_tensors``."""
+    pointer = address(tensor)
+    strides = None if pointer is None else tensor.stride()
+    state = tuple(_state_addresses(tensor))
+    return type(tensor), pointer, tensor.shape, strides, tensor.dtype, state
 
 
 def address(tensor: Any) -> int | None:
@@ -183,7 +202,8 @@ def _tensors(module: Any) -> list[Any]:
     own = vars(module)
     hook = offload_hook(module) if "_hf_hook" in own else None
     if hook is None:
-        return own_tensors(module)
+        state = own.get("state")
+        return own_tensors(module) + _present({n: getattr(state, n, None) for n in ("CB", "SCB")})
     streamed = streamed_tensors(hook)
     # An offloaded embedding has other parameters during each lookup.
     return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
@@ -210,6 +230,14 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
 
 def _frozen(value: Any) -> Any:
     """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _place(value)
+    if isinstance(value, partial) and value.keywords:
+        value = value.func, value.args, value.keywords
+    if type(value).__name__ == "MatmulLtState":  # of bitsandbytes' 8-bit layers
+        value = value.threshold, value.has_fp16_weights
     if isinstance(value, _CONTAINERS):
         entries: Iterable[Any] = value
         if isinstance(value, dict):
