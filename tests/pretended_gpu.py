@@ -28,7 +28,7 @@ class Graph(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls, self.own, self.before = [], set(), {}
+        self.calls, self.own, self.before, self.begun = [], set(), {}, False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, writes = kwargs or {}, False
@@ -46,9 +46,13 @@ class Graph(TorchDispatchMode):
 
     def capture_begin(self, **_):
         self.__enter__()
+        self.begun = True
 
     def capture_end(self):
         """Restore what was written, and keep no tensor of others alive."""
+        if not self.begun:
+            raise RuntimeError("no capture has begun")
+        self.begun = False
         self.__exit__(None, None, None)
         for storage, values in self.before.values():
             storage.copy_(values)

@@ -68,6 +68,14 @@ def logits(model, kinds=("text", "image", "audio")):
     return result
 
 
+def fails(error):
+    """A function of the package that raises this error, which is not the user's then."""
+    namespace = {"error": error}
+    source = "def fail(*args, **kwargs):\n    raise error"
+    exec(compile(source, gemma4_compat.__file__, "exec"), namespace)
+    return namespace["fail"]
+
+
 def assert_same(found, expected, tolerance=0.0):
     """Assert equal logits: bit for bit, or within ``tolerance`` (an absolute difference)."""
     assert found.keys() == expected.keys()

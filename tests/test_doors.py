@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -147,6 +148,34 @@ def test_torchscript(model, monkeypatch):
     scripted.calls = 0
     assert torch.equal(generated(model), expected)
     assert scripted.calls == TOKENS
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
+@pytest.mark.parametrize("name", ["capture_begin", "capture_end", "replay"])
+def test_a_time_limit(model, monkeypatch, name):
+    """Its handler raises as a call returns: nothing runs twice, and nothing stays open."""
+    fresh(model)
+    expected = generated(model, eager=True)
+    function = getattr(torch.cuda.CUDAGraph, name)
+
+    def limited(graph, *args, **options):
+        function(graph, *args, **options)
+        signal.raise_signal(signal.SIGALRM)
+
+    def limit(*_):
+        raise TimeoutError("the user's")
+
+    before = signal.signal(signal.SIGALRM, limit)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.CUDAGraph, name, limited)
+            with pytest.raises(TimeoutError, match="the user's"):
+                generated(model)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not torch._C._len_torch_dispatch_stack()
+    assert torch.equal(generated(model), expected)
+    assert captures(model)
 
 
 def test_code_that_runs_once(model):

@@ -174,7 +174,7 @@ class Trace:
         at = self.point
         if at is not None and (at.file, at.line, at.nth) == (*line, self.lines[line]):
             self.raised = True
-            raise at.error
+            support.fails(at.error)()
 
     def points(self):
         """The first and last time of each line, and the first, second and last of each call."""

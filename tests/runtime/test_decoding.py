@@ -24,7 +24,7 @@ from gemma4_compat.runtime.capture.graph import CaptureFailed
 from gemma4_compat.runtime.capture.snapshot import Snapshot
 from gemma4_compat.runtime.kernels import compiler, int8_outliers
 from gemma4_compat.tiny import text_inputs
-from tests.support import load_model
+from tests.support import fails, load_model
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
@@ -100,7 +100,8 @@ def test_steps_are_captured(model):
 # -- errors of ours -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+#: What a step calls before its model, around it and to repeat it.
+in_each_part = pytest.mark.parametrize(
     ("owner", "name"),
     [
         (steps, "Layers"),
@@ -121,27 +122,40 @@ def test_steps_are_captured(model):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+
+
+@in_each_part
 def test_an_error_of_ours_is_a_reason_to_decode_eagerly(model, monkeypatch, owner, name):
     cache, said = filled_cache(model), []
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("Cannot access data pointer")
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
+        patch.setattr(owner, name, fails(RuntimeError("Cannot access data pointer")))
         call(model, said, cache)
     assert len(set(said)) == 1
     assert "RuntimeError: Cannot access data pointer" in said[0]
     assert call(model).obstacle is None
 
 
-def test_an_error_before_the_first_step(model, monkeypatch, caplog):
-    def fail(*args):
-        raise RuntimeError("no settings")
+@in_each_part
+def test_an_error_of_the_user_is_raised(model, monkeypatch, owner, name):
+    """That of a signal's handler, which may come anywhere: a step does not run a second time."""
+    cache, said = filled_cache(model), []
+    decoder = steps.Decoder(model, said.append)
 
+    def limit(*args, **kwargs):
+        raise TimeoutError("the user's")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, limit)
+        with pytest.raises(TimeoutError, match=r"^the user's$"):
+            decode(decoder, cache)
+    assert not said
+    assert call(model).obstacle is None
+
+
+def test_an_error_before_the_first_step(model, monkeypatch, caplog):
     inputs = text_inputs(model.config)
     expected = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
-    monkeypatch.setattr(captured_decoding, "_is_eager", fail)
+    monkeypatch.setattr(captured_decoding, "_is_eager", fails(RuntimeError("no settings")))
     with caplog.at_level(logging.WARNING, "gemma4_compat"):
         for _ in range(2):
             found = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")

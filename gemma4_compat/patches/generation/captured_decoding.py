@@ -42,6 +42,7 @@ from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget
 from ...runtime.capture.graph import reason_of
+from ...runtime.capture.watch import is_of_user
 from .._code import code_at, mentions
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,8 @@ def _harmless(model: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if is_of_user(error):
+            raise
         logger.debug("steps are not captured", exc_info=True)
         _warn_once(model, reason_of(error))
 

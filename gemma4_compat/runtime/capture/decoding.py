@@ -36,7 +36,7 @@ from .conditions import (
 from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
 from .inputs import Inputs, kind_of_step
 from .snapshot import Snapshot
-from .watch import uses_of, watched
+from .watch import is_of_user, uses_of, watched
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +225,8 @@ class Decoder:
 
         Those of later calls, too, after a capture that failed for another reason than memory.
         """
+        if is_of_user(error):
+            raise error
         logger.debug("a step is not captured", exc_info=error)
         self.obstacle = reason_of(error)
         lasts = isinstance(error, CaptureFailed) and not is_short_of_memory(error)
@@ -323,7 +325,9 @@ def _logged() -> Iterator[None]:
     """In this context, an error means that transformers makes the inputs of a step."""
     try:
         yield
-    except Exception:
+    except Exception as error:
+        if is_of_user(error):
+            raise
         logger.debug("the inputs of a step are not made here", exc_info=True)
 
 

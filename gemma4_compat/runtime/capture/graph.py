@@ -12,6 +12,7 @@ from typing import Any
 from ...model.caches import cache_name
 from ..kernels.step import is_short_of_memory
 from .cache_memory import Memory, counting_layers
+from .watch import is_of_user
 
 _Locks = dict[Any, threading.Lock]  # by device
 _captures: _Locks = {}
@@ -140,8 +141,8 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
         stream = _capturing_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _random_numbers_kept(device):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 output = model(**inputs, **{cache_name(): cache})
                 graph.capture_end()
             except BaseException as error:
@@ -149,7 +150,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
                     graph.capture_end()
                 if is_short_of_memory(error):
                     _short.add(device)
-                if isinstance(error, Exception):
+                if isinstance(error, Exception) and not is_of_user(error):
                     raise CaptureFailed(reason_of(error)) from error
                 raise
         return output

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -68,6 +69,19 @@ def watched() -> Iterator[Watch]:
         watch.is_complete = sys.getprofile() is note
         if watch.is_complete:
             sys.setprofile(None)
+
+
+def is_of_user(error: Exception) -> bool:
+    """Whether an error comes from other code than that of a step, such as a signal's handler.
+
+    The error of a handler that limits the time, or one that another thread sends
+    (``PyThreadState_SetAsyncExc``), has to reach the user: a step must not run again after it.
+    """
+    library = type(error).__module__.partition(".")[0]
+    if library in sys.stdlib_module_names:  # such as TimeoutError, which any code may raise
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        return not _is_known(frame.f_code, frame.f_globals)
+    return library not in (*KNOWN, "safetensors_rust", "triton")
 
 
 def _is_aside(frame: FrameType | None) -> bool:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..capture.watch import is_of_user
 from .compiler import exponents
 from .step import running
 from .streams import is_capturing
@@ -57,6 +58,8 @@ def matmul(original: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
             step.searched = True
             return output
         except Exception as error:
+            if is_of_user(error):
+                raise
             step.failure = error
     return original(A, B, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...model.parts import is_ours
+from ..capture.watch import is_of_user
 from .compiler import KernelError, compiled, exponents
 from .step import is_short_of_memory
 
@@ -136,6 +137,8 @@ def product(launch: _Launch, inputs: Any, weight: Any, state: Any) -> Any:
     try:
         return _product(launch, inputs, weight, state)
     except Exception as error:  # bitsandbytes computes it, or raises its own error
+        if is_of_user(error):
+            raise
         logger.debug("bitsandbytes multiplies", exc_info=error)
         return None
 

@@ -18,6 +18,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from ..capture.watch import is_of_user
 from .one_row_4bit import _thread
 from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
 
@@ -156,6 +157,8 @@ def _without_errors(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # PEFT computes it, or raises its own error
+        if is_of_user(error):
+            raise
         logger.debug("PEFT adds an adapter's update", exc_info=error)
         return None
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..capture.watch import is_of_user
 from .step import is_short_of_memory
 from .streams import is_capturing
 
@@ -105,6 +106,8 @@ class Compared:
         try:
             value = make(*arguments)
         except Exception as error:
+            if is_of_user(error):
+                raise
             logger.debug("a kernel was not compared", exc_info=True)
             if _may_pass(error):
                 return None
