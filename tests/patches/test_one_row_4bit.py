@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 import gemma4_compat
@@ -183,6 +185,8 @@ def test_errors(dtype, nested):
 @pytest.mark.cuda
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024])
 def test_blocks_and_float32(blocksize):
+    if blocksize == 32 and Version(version("bitsandbytes")) < Version("0.49"):
+        pytest.skip("this bitsandbytes has no blocks of 32 values on a GPU")
     weight, state = packed(130, 2048, "fp4", True, blocksize, dtype=torch.float32)
     row = torch.randn(1, 2048, device="cuda")
     own = kernel.product(kernel._Launch(), row, weight, state)
