@@ -173,7 +173,7 @@ class Status(Result):
         if by := self.off:
             number = sum(each.state is State.DISABLED for each in self)
             many = f"all {number}" if number == len(self) else f"{number} of {len(self)}"
-            rest = "" if number == len(self) else ", and none of the others is needed here"
+            rest = "" if number == len(self) else ", and no other is applied"
             more = f" and {len(by) - 3} more" if len(by) > 3 else ""
             return f"OFF: {many} patches are switched off by {', '.join(by[:3])}{more}{rest}"
         states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)

@@ -93,15 +93,15 @@ def test_all_that_are_needed_are_off(monkeypatch, capsys):
     other.affects = ("packaging<1",)
     logger = logging.getLogger("off")
     switches = read(
-        "OFF_TEST", {name: () for name in NAMES}, logger, {f"OFF_TEST_{needed.name}".upper(): "0"}
+        "OFF_TEST", dict.fromkeys(NAMES, ()), logger, {f"OFF_TEST_{needed.name}".upper(): "0"}
     )
     engine = Engine(patches, switches, logger)
     monkeypatch.setattr(gemma4_compat, "_started", engine)
     try:
         status = engine.install()
         assert status.verdict == (
-            "OFF: 1 of 2 patches are switched off by OFF_TEST_CLIPPABLE_LINEAR=0, and none of the "
-            "others is needed here"
+            "OFF: 1 of 2 patches are switched off by OFF_TEST_CLIPPABLE_LINEAR=0, and no "
+            "other is applied"
         )
         assert (status.ok, status.exit_code) == (False, 0)
         assert status.advice == (
@@ -117,7 +117,7 @@ def test_all_that_are_needed_are_off(monkeypatch, capsys):
 
 def test_a_failed_patch_is_not_hidden(monkeypatch):
     """Where the others are off."""
-    first, second = patches = [patch_called(name) for name in NAMES]
+    _, second = patches = [patch_called(name) for name in NAMES]
     second.probe(lambda: 1 / 0)
     logger = logging.getLogger("off")
     environ = {"OFF_TEST_CLIPPABLE_LINEAR": "0"}
