@@ -133,7 +133,7 @@ def _says_what_it_does(name: str, libraries: Sequence[str]) -> Iterator[None]:
     """On a terminal, say after a moment why nothing is printed yet."""
     *most, last = libraries or WITH_TORCH
     text = f"gemma4-compat {name}: first imports {', '.join(most)} and {last} ..."
-    timer = threading.Timer(0.3, lambda: print(text, file=sys.stderr))
+    timer = threading.Timer(0.2, lambda: print(text, file=sys.stderr))
     timer.daemon = True
     if sys.stderr.isatty():
         timer.start()

@@ -113,7 +113,7 @@ def read(
     off = {name: why for name, why in off.items() if name not in own}
     off |= {name: f"{prefix}_{name.upper()}=0" for name, value in own.items() if value in _OFF}
     forced = [name for name, value in own.items() if value == _FORCE]
-    known = {prefix: [*patches], strict_name: ()}
+    known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
     known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
     return Switches(prefix, everything, strict, off, forced, mistakes, _of(prefix, environ), known)
 
