@@ -108,7 +108,7 @@ def test_status_exit_code_where_a_patch_is_blocked(monkeypatch, capsys, strict):
     """A switched-off patch does not change the exit code: the user chose it."""
     patches = [
         Patch(name, symptom="", affects=("packaging>=1",), changes="", requires=needed)
-        for name, needed in (("first", ()), ("second", ("first",)))
+        for name, needed in (("first", ()), ("second", ("first",)), ("third", ()))
     ]
     for patch in patches:
         patch.replaces("json.tool", "main")(lambda original: lambda: original())

@@ -68,7 +68,7 @@ class Command:
             needs = self.needs(options)
             _check_versions(needs)
             assert self.run is not None
-            with _says_what_it_does(self.name), _quiet_libraries():
+            with _says_what_it_does(self.name, needs), _quiet_libraries():
                 try:
                     result = self.run(options)
                 except Exception as error:
@@ -130,10 +130,11 @@ def _check_imports() -> None:
 
 
 @contextlib.contextmanager
-def _says_what_it_does(name: str) -> Iterator[None]:
-    """On a terminal, say after half a second why nothing is printed yet."""
-    text = f"gemma4-compat {name}: imports the libraries, which takes a while"
-    timer = threading.Timer(0.5, lambda: print(text, file=sys.stderr))
+def _says_what_it_does(name: str, libraries: Sequence[str]) -> Iterator[None]:
+    """On a terminal, say after a moment why nothing is printed yet."""
+    *most, last = libraries or WITH_TORCH
+    text = f"gemma4-compat {name}: first imports {', '.join(most)} and {last} ..."
+    timer = threading.Timer(0.2, lambda: print(text, file=sys.stderr))
     timer.daemon = True
     if sys.stderr.isatty():
         timer.start()

@@ -1,6 +1,6 @@
 """Play users' stories, without and with the patches.
 
-Builds a tiny random Gemma 4.  Downloads nothing; takes a minute or two.
+Builds a tiny random Gemma 4.  Downloads nothing; says how long it will take.
 
 Exit code: 0 every story succeeds with the patches; 1 one does not; 2 invalid
 argument, or the tiny model could not be built.

@@ -4,10 +4,11 @@ Names those that need attention; with -v every patch, its state here and why.
 With PATCH, shows what that patch is for and which attributes it replaces.
 Imports the libraries.
 
-Exit code: 0 all well; 1 a library is missing, too old or cannot be imported; or
-a patch failed, or drifted: its target is not as the patch expects; 2 invalid
-argument.  A patch that is blocked, because another one that it requires was
-switched off, does not count.
+Exit code: 0 all well, or OFF: switched off on purpose; 1 a library is missing,
+too old or cannot be imported; or only:NAME names no patch; or a patch failed,
+or drifted: its target is not as the patch expects; 2 invalid argument.  A patch
+that is blocked, because another one that it requires was switched off, does not
+count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from .. import InputError, PatchStatus
+from .. import InputError, PatchStatus, State
 from .. import status as status_of_patches
 from ..errors import suggestion
 from ..patches import load
@@ -33,7 +34,11 @@ class One(Result):
 
     @property
     def ok(self) -> bool:
-        return self.patch.ok
+        return self.patch.ok and self.patch.state is not State.DISABLED
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.patch.ok else 1
 
     @property
     def verdict(self) -> str:

@@ -502,8 +502,6 @@ class Engine:
             advice.append(gate.upgrade({name: self._floors[name] for name in old}))
         if absent := [name for name, version in libraries.items() if version is None]:
             advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
-        if not self._switches.everything:
-            advice.append(f"unset {self._switches.prefix} and restart to have the patches again")
         if held:
             advice.append("restart the process, and import this package before those libraries")
         untested = [
@@ -511,8 +509,12 @@ class Engine:
             "decides whether it is applied"
             for release in gate.later(libraries, self._newest)
         ]
-        notes = [*untested, *self._switches.late()]
-        return Status(entries, libraries, problems, advice, notes, self._about)
+        off = {entry.name for entry in entries if entry.state is State.DISABLED}
+        notes = [*untested, *self._switches.late(off)]
+        status = Status(entries, libraries, problems, advice, notes, self._about)
+        if status.off and not problems:
+            status.advice += (self._switches.undo(status.off),)
+        return status
 
     def _after_fork(self, child: bool = False) -> None:
         try:

@@ -49,6 +49,8 @@ _IN_WORDS = {
 }
 #: the states of patches that need no attention
 _USUAL = (*_IN_WORDS, State.APPLIED, State.TOO_OLD)
+#: the states of patches that work, will work, or should
+_WANTED = (State.APPLIED, State.ARMED, State.FAILED, State.DRIFTED)
 
 
 @dataclass(frozen=True)
@@ -142,28 +144,38 @@ class Status(Result):
         return iter(self._entries)
 
     @property
-    def is_off(self) -> bool:
-        """Whether every patch is switched off."""
-        return bool(self._entries) and all(each.state is State.DISABLED for each in self)
+    def off(self) -> tuple[str, ...]:
+        """What switched patches off, if no other patch does anything here; else empty."""
+        if any(each.state in _WANTED for each in self):
+            return ()
+        off = [each.reason.partition(";")[0] for each in self if each.state is State.DISABLED]
+        return tuple(dict.fromkeys(off))
 
     @property
     def ok(self) -> bool:
-        """False if it cannot work here, a patch failed or drifted, or all are switched off."""
-        return not self.problems and not self.is_off and all(entry.ok for entry in self)
+        """Whether the patches that are needed here are in place.
+
+        False if they cannot work here, if one failed or drifted, and if patches are switched off
+        and no other does anything here.
+        """
+        return not self.problems and not self.off and all(entry.ok for entry in self)
 
     @property
     def exit_code(self) -> int:
         """0 if all is well, or if all patches are off because somebody asked for that."""
-        return 0 if self.ok or (self.is_off and not self.problems) else 1
+        return 0 if self.ok or (self.off and not self.problems) else 1
 
     @property
     def verdict(self) -> str:
         """What is wrong; if nothing is, the number of patches in each state."""
         if self.problems:
             return f"NOT well: {'; '.join(self.problems)}"
-        if self.is_off:
-            by = " and ".join(dict.fromkeys(each.reason for each in self))
-            return f"OFF: all {len(self)} patches are switched off by {by}"
+        if by := self.off:
+            number = sum(each.state is State.DISABLED for each in self)
+            many = f"all {number}" if number == len(self) else f"{number} of {len(self)}"
+            rest = "" if number == len(self) else ", and no other is applied"
+            more = f" and {len(by) - 3} more" if len(by) > 3 else ""
+            return f"OFF: {many} patches are switched off by {', '.join(by[:3])}{more}{rest}"
         states = Counter(_IN_WORDS.get(entry.state, entry.state.value) for entry in self)
         kinds = Counter(each.does for each in self if each.state is State.APPLIED and each.does)
         does = ", ".join(f"{number} {does}" for does, number in kinds.most_common())
@@ -198,6 +210,7 @@ class Status(Result):
         yield from map(wrap, (*self.advice, *self.notes))
         if hint := self._about.hints[self.every]:
             yield wrap(hint)
-        shown = [each for each in self if self.every or each.state not in _USUAL]
+        usual = (*_USUAL, State.DISABLED) if self.off else _USUAL
+        shown = [each for each in self if self.every or each.state not in usual]
         if shown:
             yield table([(each.name, each.state, each.reason) for each in shown])

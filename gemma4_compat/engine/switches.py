@@ -31,23 +31,38 @@ class Switches:
     mistakes: Sequence[str] = ()
     #: the variables that were read, with their values
     seen: Mapping[str, str] = field(default_factory=dict)
-    #: the variables that have an effect
-    names: Collection[str] = ()
+    #: the variables that have an effect, each with the patches that it is for
+    names: Mapping[str, Iterable[str]] = field(default_factory=dict)
 
-    def late(self) -> list[str]:
-        """What to do about variables that were changed after they were read."""
+    def late(self, off: Collection[str]) -> list[str]:
+        """What to do about variables that were changed after they were read.
+
+        ``off`` are the patches that are off now.  A change that agrees with them is not named.
+        """
         now, module, notes = _of(self.prefix, os.environ), self.prefix.lower(), []
         for variable in sorted({*self.seen, *now} & {*self.names}):
-            if now.get(variable) != self.seen.get(variable):
-                name = variable.removeprefix(self.prefix).removeprefix("_").lower()
-                quoted = f'"{name}"' if name else ""
-                call = f"call {module}.uninstall({quoted}) now"
-                is_off = name != "strict" and now.get(variable, "").strip().lower() in _OFF
-                notes.append(
-                    f"{variable} was changed after the import of {module}, which reads it once, so "
-                    f"the change has no effect: {call if is_off else 'restart the process'}"
-                )
+            before, value = (each.get(variable, "").strip().lower() for each in (self.seen, now))
+            patches, call = {*self.names[variable]}, "restart the process"
+            if before == value:
+                continue
+            if patches and {before, value} <= {*_OFF, *_ON, ""}:
+                if patches <= {*off} if value in _OFF else patches.isdisjoint(off):
+                    continue
+                if value in _OFF:
+                    name = variable.removeprefix(self.prefix).removeprefix("_").lower()
+                    quoted = f'"{name}"' if name else ""
+                    call = f"call {module}.uninstall({quoted}) now"
+            notes.append(
+                f"{variable} was changed after the import of {module}, which reads it once, so "
+                f"the change has no effect: {call}"
+            )
         return notes
+
+    def undo(self, reasons: Iterable[str]) -> str:
+        """How to have the patches again that are off for these reasons."""
+        if variables := dict.fromkeys(why.partition("=")[0] for why in reasons if "=" in why):
+            return f"to have the patches again, unset {', '.join(variables)} and restart"
+        return f"to have the patches again, call {self.prefix.lower()}.install()"
 
 
 def read(
@@ -98,7 +113,8 @@ def read(
     off = {name: why for name, why in off.items() if name not in own}
     off |= {name: f"{prefix}_{name.upper()}=0" for name, value in own.items() if value in _OFF}
     forced = [name for name, value in own.items() if value == _FORCE]
-    known = (prefix, strict_name, *names)
+    known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
+    known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
     return Switches(prefix, everything, strict, off, forced, mistakes, _of(prefix, environ), known)
 
 

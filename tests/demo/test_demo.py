@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -174,3 +175,11 @@ def test_long_messages_are_shortened_and_wrapped(monkeypatch):
     lines = shown(stories, [result], monkeypatch)
     assert max(map(len, lines)) <= 80
     assert 6 <= len(lines) <= 9
+
+
+def test_the_demo_says_first_how_long_it_will_take(pretend, monkeypatch, capsys):
+    monkeypatch.setattr(play, "_BUILD", *pretend("builds"))
+    play.demo(pretend("fine"))
+    lines = capsys.readouterr().err.splitlines()
+    [number] = [n for n, line in enumerate(lines) if line.startswith("[1/2] ")]
+    assert re.fullmatch(r"1 stories, .* take about \d+ s", lines[number - 1])

@@ -10,19 +10,24 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat.cli.status import One
 from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
-from gemma4_compat.engine.status import About
+from gemma4_compat.engine.status import About, State
 from gemma4_compat.engine.switches import read
 
 GREEN, YELLOW, RED = "#278a47", "#a06a00", "#dc3f38"
 NAMES = ("clippable_linear", "shared_states")
 
 
+def patch_called(name):
+    patch = Patch(name, symptom="", affects=("packaging>=1",), changes="")
+    patch.replaces("json.tool", "main")(lambda original: lambda: original())
+    return patch
+
+
 def engine_for(environ, about=None):
-    patches = [Patch(name, symptom="", affects=("packaging>=1",), changes="") for name in NAMES]
-    for patch in patches:
-        patch.replaces("json.tool", "main")(lambda original: lambda: original())
+    patches = [patch_called(name) for name in NAMES]
     logger = logging.getLogger("off")
     switches = read("OFF_TEST", dict.fromkeys(NAMES, ()), logger, environ)
     return Engine(patches, switches, logger, about=about)
@@ -76,7 +81,52 @@ def test_uninstalled_patches(monkeypatch):
         status = engine.uninstall()
         assert status.verdict == "OFF: all 2 patches are switched off by uninstall()"
         assert (status.ok, status.exit_code) == (False, 0)
+        assert status.advice == ("to have the patches again, call off_test.install()",)
         assert engine.install().ok
+    finally:
+        engine.retire()
+
+
+def test_all_that_are_needed_are_off(monkeypatch, capsys):
+    """That another patch is not needed here makes it no better."""
+    needed, other = patches = [patch_called(name) for name in NAMES]
+    other.affects = ("packaging<1",)
+    logger = logging.getLogger("off")
+    switches = read(
+        "OFF_TEST", dict.fromkeys(NAMES, ()), logger, {f"OFF_TEST_{needed.name}".upper(): "0"}
+    )
+    engine = Engine(patches, switches, logger)
+    monkeypatch.setattr(gemma4_compat, "_started", engine)
+    try:
+        status = engine.install()
+        assert status.verdict == (
+            "OFF: 1 of 2 patches are switched off by OFF_TEST_CLIPPABLE_LINEAR=0, and no "
+            "other is applied"
+        )
+        assert (status.ok, status.exit_code) == (False, 0)
+        assert status.advice == (
+            "to have the patches again, unset OFF_TEST_CLIPPABLE_LINEAR and restart",
+        )
+        assert "\nclippable_linear " not in str(status)  # no list of what the verdict says
+        assert cli.main(["status", "clippable_linear"]) == 0
+        assert capsys.readouterr().out.startswith("clippable_linear: disabled")
+        assert One(status["clippable_linear"])._repr_html_().count(YELLOW) == 1
+    finally:
+        engine.retire()
+
+
+def test_a_failed_patch_is_not_hidden(monkeypatch):
+    """Where the others are off."""
+    _, second = patches = [patch_called(name) for name in NAMES]
+    second.probe(lambda: 1 / 0)
+    logger = logging.getLogger("off")
+    environ = {"OFF_TEST_CLIPPABLE_LINEAR": "0"}
+    engine = Engine(patches, read("OFF_TEST", dict.fromkeys(NAMES, ()), logger, environ), logger)
+    try:
+        status = engine.install()
+        assert status["shared_states"].state is State.FAILED
+        assert status.verdict.startswith("NOT well: 1 ")
+        assert status.exit_code == 1
     finally:
         engine.retire()
 
@@ -100,13 +150,34 @@ def test_a_switch_that_is_set_too_late(monkeypatch):
         monkeypatch.setenv("OFF_TEST_CLIPPABLE_LINEAR", "0")
         monkeypatch.setenv("OFF_TEST_OTHER", "0")  # another program's
         monkeypatch.delenv("OFF_TEST_SHARED_STATES")
-        first, second = engine.status().notes
+        monkeypatch.setenv("OFF_TEST_STRICT", "0")
+        first, strict = engine.status().notes
         assert first.startswith("OFF_TEST_CLIPPABLE_LINEAR was changed after the import")
         assert first.endswith('call off_test.uninstall("clippable_linear") now')
-        assert second.startswith("OFF_TEST_SHARED_STATES")
-        assert second.endswith("restart the process")
-        monkeypatch.setenv("OFF_TEST_STRICT", "0")  # not the name of a patch
-        assert engine.status().notes[-1].endswith("restart the process")
+        assert strict.startswith("OFF_TEST_STRICT was changed")
+        assert strict.endswith("restart the process")  # there is no such patch
+        monkeypatch.delenv("OFF_TEST_STRICT")
+        engine.uninstall("clippable_linear")  # as the note said
+        assert not engine.status().notes
+        engine.install()
+        monkeypatch.setenv("OFF_TEST", "only:shared_states")
+        [note, _] = engine.status().notes
+        assert note.startswith("OFF_TEST was changed")
+        assert note.endswith("restart the process")
+    finally:
+        engine.retire()
+
+
+def test_a_switch_that_is_removed_too_late(monkeypatch):
+    """Then the patch stays off, and `install` does not change that."""
+    monkeypatch.setenv("OFF_TEST_SHARED_STATES", "0")
+    engine = engine_for(None)
+    try:
+        engine.install()
+        monkeypatch.delenv("OFF_TEST_SHARED_STATES")
+        [note] = engine.install("shared_states").notes
+        assert note.startswith("OFF_TEST_SHARED_STATES was changed")
+        assert note.endswith("restart the process")
     finally:
         engine.retire()
 
@@ -124,6 +195,7 @@ def test_a_terminal_hears_what_a_command_waits_for(monkeypatch, capsys):
         monkeypatch.setattr(engine, "import_targets", lambda s=slow: time.sleep(0.9) or s())
         cli.main(["status"])
         printed = capsys.readouterr()
-        assert ("status: imports the libraries" in printed.err) is is_terminal
-        assert "imports the libraries" not in printed.out
+        line = "gemma4-compat status: first imports torch, transformers, accelerate, peft and bits"
+        assert printed.err.startswith(line) is is_terminal
+        assert "first imports" not in printed.out
         engine.retire()

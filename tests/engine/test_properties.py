@@ -491,6 +491,8 @@ def test_status_is_typed_printable_and_json():
     assert status["a_patch"].versions.keys() == {"packaging"}
     verdict = "OFF: all 1 patches are switched off by STATUS=0"
     assert str(status).startswith(verdict)
+    assert "a_patch " not in str(status)
+    status.every = True
     assert str(status).endswith("a_patch  disabled  STATUS=0")
     assert repr(status) == f"<Status: {verdict}>"
     assert json.loads(json.dumps(status.as_dict())) == status.as_dict()
