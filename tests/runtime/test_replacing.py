@@ -23,7 +23,6 @@ def asked_again():
         "utils._device.DeviceContext",
         "_C._functorch.peek_interpreter_stack",
         "_C._len_torch_dispatch_stack",
-        "_C._get_tracing_state",
     ],
 )
 def test_a_private_name_that_pytorch_lacks(name, monkeypatch):
