@@ -578,16 +578,16 @@ class _Recorded(View):
 def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with labels; its logits are lazy if that changes nothing else."""
     labels = kwargs.get("labels")
+    kept = None
     try:
-        is_lazy = hasattr(labels, "numel") and _can_be_lazy(model, labels, kwargs)
+        if hasattr(labels, "numel") and _can_be_lazy(model, labels, kwargs):
+            head = _Head(_plain(model.lm_head))
+            kept = _Kept(head)  # until the loss has it
     except Exception:  # an older or a later PyTorch has other private names
         logger.info("all logits of this step are computed", exc_info=True)
-        is_lazy = False
-    if not is_lazy:
+    if kept is None:
         return original(model, *args, **kwargs)
     backbone = _Recorded(model.model)
-    head = _Head(_plain(model.lm_head))
-    kept = _Kept(head)  # noqa: F841 - until the loss has it
 
     def lazy_head(hidden: Any) -> LazyLogits:
         # A copy, as the hidden states are also in the output.

@@ -153,8 +153,9 @@ def assert_lazy_and_equal(model):
     [
         (torch.nn.modules.module, "_has_any_global_hook", False),  # torch 2.7 has none
         (torch.overrides, "_get_current_function_mode_stack", True),
+        (torch, "get_autocast_dtype", True),
     ],
-    ids=["hooks", "modes"],
+    ids=["hooks", "modes", "autocast"],
 )
 def test_a_private_name_that_pytorch_lacks(model, monkeypatch, owner, name, is_needed):
     """The loss is right; the logits are whole if it is not known whether they may be lazy."""

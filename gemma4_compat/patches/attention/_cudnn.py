@@ -86,7 +86,7 @@ def _may_be_wrong(module: Any, hidden_states: Any) -> bool:
     example = (hidden_states.device, dtype, module.head_dim)
     if example not in _wrong:
         # In a backward, the example's own backward would wait for it.
-        if torch._C._current_graph_task_id() != -1:
+        if getattr(torch._C, "_current_graph_task_id", lambda: None)() != -1:
             return True
         # Autocast, hooks for saved tensors and other modes of a forward belong to its thread.
         with ThreadPoolExecutor(1) as thread:

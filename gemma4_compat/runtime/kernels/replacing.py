@@ -33,12 +33,17 @@ def plain() -> Callable[[Any], bool]:
     """
     import torch
     from torch.autograd import forward_ad
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
 
-    own, transform = torch._C, torch._C._functorch.peek_interpreter_stack
-    modes, function_modes = own._len_torch_dispatch_stack, own._len_torch_function_stack
-    is_traced, autocasts = own._get_tracing_state, torch.is_autocast_enabled
+    try:
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._device import DeviceContext
+
+        own, transform = torch._C, torch._C._functorch.peek_interpreter_stack
+        modes, function_modes = own._len_torch_dispatch_stack, own._len_torch_function_stack
+        is_traced, autocasts = own._get_tracing_state, torch.is_autocast_enabled
+    except (AttributeError, ImportError):  # a PyTorch with other private names
+        logger.info("PyTorch's kernels run, not those of this package", exc_info=True)
+        return lambda tensor: False
     is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
     Tensor = torch.Tensor
 
@@ -57,7 +62,7 @@ def plain() -> Callable[[Any], bool]:
             and (not function_modes() or are_defaults())
             and transform() is None
             and is_traced() is None
-            and forward_ad._current_level < 0
+            and getattr(forward_ad, "_current_level", 0) < 0
             and not tensor.is_neg()
         )
 
