@@ -583,7 +583,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         if hasattr(labels, "numel") and _can_be_lazy(model, labels, kwargs):
             head = _Head(_plain(model.lm_head))
             kept = _Kept(head)  # until the loss has it
-    except Exception:  # an older or a later PyTorch has other private names
+    except (AttributeError, ImportError):  # a PyTorch with other private names
         logger.info("all logits of this step are computed", exc_info=True)
     if kept is None:
         return original(model, *args, **kwargs)
