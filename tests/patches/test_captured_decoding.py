@@ -1187,14 +1187,16 @@ def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
 # -- code that is replaced, and errors ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["forward", "base", "attention", "rotation", "activation"])
+@pytest.mark.parametrize("what", ["forward", "base", "attention", "rotation", "linear"])
 def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma4 import modeling_gemma4
 
     model = load_model(model_dir)
     state = steps.ModelState(model, ())
-    fill(model, empty_cache(model))
+    with watch.watched() as watched:
+        fill(model, empty_cache(model))
+    state.snapshot.add(watch.uses_of(watched.functions.values()))
     model.generate(**text_inputs(model.config), max_new_tokens=2, do_sample=False)
     assert state.change(()) is None
     table = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
@@ -1212,7 +1214,7 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
         elif what == "rotation":
             patch.setattr(modeling_gemma4, "apply_rotary_pos_emb", replaced)
         else:
-            patch.setattr(torch.nn.functional, "gelu", replaced)
+            patch.setattr(torch.nn.functional, "linear", replaced)
         assert state.change(()) is not None
     assert state.change(()) is None
 
@@ -1253,11 +1255,9 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
     with torch.no_grad():
         expected = model(**step).logits
 
-        def fail(*_):
-            raise RuntimeError("Cannot access data pointer")
-
         with monkeypatch.context() as patch:
-            patch.setattr(steps, "modules_of_a_step", fail)
+            error = RuntimeError("Cannot access data pointer")
+            patch.setattr(steps, "modules_of_a_step", support.fails(error))
             decoder = steps.Decoder(model, said.append)
             assert torch.equal(decoder(**{**step, cache_name(): cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]

@@ -171,9 +171,9 @@ class _Module:
 def _place(tensor: Any) -> tuple[Any, ...]:
     """What a graph needs to know of a tensor.  A weak reference would stop ``swap_tensors``."""
     pointer = address(tensor)
-    strides = None if pointer is None else tensor.stride()
+    where = id(tensor) if pointer is None else (pointer, tensor.stride())
     state = tuple(_state_addresses(tensor))
-    return type(tensor), pointer, tensor.shape, strides, tensor.dtype, state
+    return type(tensor), where, tensor.shape, tensor.dtype, state
 
 
 def address(tensor: Any) -> int | None:

@@ -54,7 +54,8 @@ def in_one_kernel(original: Any) -> Any:
         count = batch * length * heads * size
         if not 0 < count < _MOST or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT:
             return None
-        key = index, dtype, size, namespace.get("rotate_half")
+        half = namespace.get("rotate_half")
+        key = index, dtype, size, half, id(getattr(half, "__code__", None))
         launch = known.get(key) or compared.get(key, x.device, _equal_launch, original, x)
         if launch is None:
             return None
