@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
 from .._code import code_at
@@ -66,9 +66,8 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 def load_adapter_dispatches() -> Finding:
     """Check whether load_adapter calls dispatch_model."""
     code = code_at("peft.peft_model", "PeftModel.load_adapter")
-    if "dispatch_model" in code.co_names:
-        return broken()
-    return fixed("PeftModel.load_adapter no longer dispatches the base model")
+    dispatches = "dispatch_model" in code.co_names
+    return fixed_if(not dispatches, "PeftModel.load_adapter no longer dispatches the base model")
 
 
 @PATCH.around("peft.peft_model", "PeftModel.from_pretrained")

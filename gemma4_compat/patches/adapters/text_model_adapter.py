@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.parts import base_of
 from ...objects import shadowed
 from .._code import mentions
@@ -63,9 +63,8 @@ def names_are_taken_as_they_are() -> Finding:
     """Search PEFT's code for the name of the part, which any conversion would need."""
     from peft.utils import save_and_load
 
-    if mentions(save_and_load.__spec__.loader.get_code(save_and_load.__name__), "language_model"):
-        return fixed("PEFT converts the names itself")
-    return broken()
+    code = save_and_load.__spec__.loader.get_code(save_and_load.__name__)
+    return fixed_if(mentions(code, "language_model"), "PEFT converts the names itself")
 
 
 @PATCH.around("peft.utils.save_and_load", "set_peft_model_state_dict")

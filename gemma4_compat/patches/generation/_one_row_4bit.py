@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels.one_row_4bit import in_forward, matmul
 from .._code import code_at, mentions
@@ -29,9 +29,8 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
         if "matmul_4bit" not in code_at("bitsandbytes.nn.modules", "Linear4bit.forward").co_names:
             return drifted("Linear4bit.forward does not call bitsandbytes.matmul_4bit")
         code = code_at("bitsandbytes.autograd._functions", "matmul_4bit")
-        if not (mentions(code, "gemv_4bit") or mentions(code, "gemm_4bit")):
-            return fixed("matmul_4bit multiplies in another way")
-        return broken()
+        has_kernel = mentions(code, "gemv_4bit") or mentions(code, "gemm_4bit")
+        return fixed_if(not has_kernel, "matmul_4bit multiplies in another way")
 
     patch.on_revert(forget)
     patch.around(family.module, f"{family.prefix}TextModel.forward")(in_forward(patch))

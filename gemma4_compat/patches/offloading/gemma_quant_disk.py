@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_at, mentions
 
 _FLAG = "_is_hf_initialized"
@@ -35,9 +35,7 @@ PATCH = Patch(
 def weights_on_disk_are_not_marked() -> Finding:
     """Look whether the loader marks a weight that it leaves on the disk."""
     loader = code_at("transformers.core_model_loading", "offload_and_maybe_resave_param")
-    if mentions(loader, _FLAG):
-        return fixed("the loader marks weights on the disk as initialised")
-    return broken()
+    return fixed_if(mentions(loader, _FLAG), "the loader marks weights on the disk as initialised")
 
 
 @PATCH.around(

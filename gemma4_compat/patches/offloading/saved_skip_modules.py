@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...objects import shadowed
 from .._code import code_of
 
@@ -44,9 +44,8 @@ def quantizer_keeps_its_list_to_itself() -> Finding:
     if not {"modules_to_not_convert", "extend"} <= set(prepare.co_names):
         return drifted("the quantizer no longer extends modules_to_not_convert")
     written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
-    if "llm_int8_skip_modules" in written:
-        return fixed("the quantizer writes its list to the config")
-    return broken()
+    in_config = "llm_int8_skip_modules" in written
+    return fixed_if(in_config, "the quantizer writes its list to the config")
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.save_pretrained")

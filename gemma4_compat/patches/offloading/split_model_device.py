@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from ...objects import shadowed
 
@@ -52,9 +52,8 @@ def device_of_an_offloaded_model() -> Finding:
 
     model = Model(1, 1, bias=False, device="meta")
     model._hf_hook = Hook()
-    if model.device.type == "meta":
-        return broken()
-    return fixed(f"the device of an offloaded model is {model.device}")
+    device = model.device
+    return fixed_if(device.type != "meta", f"the device of an offloaded model is {device}")
 
 
 @PATCH.around("transformers.modeling_utils", "ModuleUtilsMixin.device")

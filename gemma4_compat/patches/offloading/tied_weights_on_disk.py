@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...model.device_maps import covering
 from .._code import code_of
 
@@ -52,9 +52,8 @@ def tied_values_are_missing() -> Finding:
     gone = {"model", "device_map", "offload_index"} - {*code.co_varnames[: code.co_argcount]}
     if gone:
         return drifted(f"dispatch_model has no parameter {', '.join(sorted(gone))}")
-    if "find_tied_parameters" not in code.co_names:
-        return fixed("dispatch_model no longer searches for tied weights itself")
-    return broken()
+    searches = "find_tied_parameters" in code.co_names
+    return fixed_if(not searches, "dispatch_model no longer searches for tied weights itself")
 
 
 @PATCH.around("accelerate.big_modeling", "dispatch_model")

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...objects import shadowed
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,8 @@ def tables_are_cast() -> Finding:
         options["auto_clear_cache"] = False  # clearing would initialise CUDA
     table = torch.nn.Embedding(1, 1, dtype=torch.bfloat16)
     prepare(torch.nn.ModuleDict({_TABLE: table}), **options)
-    if table.weight.dtype == torch.bfloat16:
-        return fixed("prepare_model_for_kbit_training leaves the table in its dtype")
-    return broken()
+    stays = table.weight.dtype == torch.bfloat16
+    return fixed_if(stays, "prepare_model_for_kbit_training leaves the table in its dtype")
 
 
 @PATCH.around("peft.utils.other", "prepare_model_for_kbit_training")
