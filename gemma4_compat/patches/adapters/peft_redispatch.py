@@ -19,6 +19,7 @@ whole forward of the adapter layer.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -126,8 +127,6 @@ def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.mixed.model", "MixedModel.set_adapter")
 def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
-    import warnings
-
     model = args[0] if args else kwargs["model"]
     for layer in model.modules():
         base = base_layer(layer)

@@ -20,6 +20,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...model.device_maps import above
 from ...model.parts import base_of
 from ...objects import shadowed
 from .._code import mentions
@@ -221,7 +222,8 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
     modules = dict(base.named_modules())
     absent = []
     for name in sorted(unexpected):
-        found = [each for each in _above(name.removeprefix(_PEFT)) if each in modules]
+        outwards = above(name.removeprefix(_PEFT))
+        found = [each for each in outwards if each and each in modules][::-1]
         if not found:  # a tensor that all layers share
             continue
         # The layer has no children, or other adapters.
@@ -241,9 +243,3 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
             "are left out; all other tensors are loaded.",
             len(absent), type(base).__name__, absent[0],
         )  # fmt: skip
-
-
-def _above(name: str) -> Iterable[str]:
-    """The names of the modules that may contain a tensor, the outermost first."""
-    steps = name.split(".")
-    return (".".join(steps[:end]) for end in range(1, len(steps)))

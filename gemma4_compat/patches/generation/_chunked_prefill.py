@@ -69,11 +69,8 @@ def _probe(model_class: Any, kind: str) -> Finding:
             passed.append(inputs.get("is_first_iteration", False))
             return {}
 
-    name, cache, tokens = (
-        cache_name(),
-        DynamicCache(),
-        torch.ones((1, 2), dtype=torch.long, device="cpu"),
-    )
+    name, cache = cache_name(), DynamicCache()
+    tokens = torch.ones((1, 2), dtype=torch.long, device="cpu")
     inputs = {_INPUTS[kind]: tokens, "attention_mask": tokens, name: cache}
     try:
         Model()._prefill(tokens, GenerationConfig(prefill_chunk_size=1), inputs)

@@ -15,6 +15,7 @@ only those tokens of an image that are in the window, as transformers does since
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -43,8 +44,6 @@ _MODELS = ("gemma4_text", "gemma4_unified_text")
 @PATCH.probe
 def masks_are_made_as_for_gemma_3() -> Finding:
     """Check which function makes the masks; some releases import the model later."""
-    import sys
-
     from transformers import masking_utils
 
     model = sys.modules.get("transformers.models.gemma4.modeling_gemma4")

@@ -19,6 +19,8 @@ An error is logged once.  accelerate raises its own when it cannot load a tensor
 
 from __future__ import annotations
 
+import sys
+
 from ...engine import Finding, Kind, Patch, fixed, fixed_if
 from ...runtime.host.read_ahead import Ahead
 from .._code import code_at
@@ -41,8 +43,6 @@ PATCH = Patch(
 @PATCH.probe
 def tensors_are_read_when_needed() -> Finding:
     """Look whether the hook still loads the tensors one by one."""
-    import sys
-
     if not sys.platform.startswith("linux"):
         return fixed("this system is not Linux")
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")

@@ -38,9 +38,7 @@ def weights_on_disk_are_not_marked() -> Finding:
     return fixed_if(mentions(loader, _FLAG), "the loader marks weights on the disk as initialised")
 
 
-@PATCH.around(
-    "transformers.quantizers.quantizer_gemma", "GemmaQuantizer._process_model_before_weight_loading"
-)
+@PATCH.around(_MODULE, "GemmaQuantizer._process_model_before_weight_loading")
 def process_model_before_weight_loading(original: Any, self: Any, model: Any, **kwargs: Any) -> Any:
     result = original(self, model, **kwargs)
     from transformers.integrations.gemma_quant import QuantizedLinear

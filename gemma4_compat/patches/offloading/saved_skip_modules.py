@@ -11,6 +11,7 @@ The fix writes the quantizer's list when ``save_pretrained`` writes the config.
 
 from __future__ import annotations
 
+import dis
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -36,8 +37,6 @@ PATCH = Patch(
 @PATCH.probe
 def quantizer_keeps_its_list_to_itself() -> Finding:
     """Look whether the quantizer adds the map's modules to its own list only."""
-    import dis
-
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     prepare = code_of(Bnb4BitHfQuantizer._process_model_before_weight_loading)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from ...model.hooks import offload_hook
+from ...model.hooks import input_device, offload_hook
 from ...objects import shadowed
 
 PATCH = Patch(
@@ -83,8 +83,6 @@ def _device_of_inputs(model: Any, meta: Any) -> Any:
 
 
 def _device_of_token_embeddings(model: Any) -> Any | None:
-    from ...model.hooks import input_device
-
     try:
         # ``generate`` reads the device for each token; ``input_device`` searches the whole model.
         hook = getattr(model.get_input_embeddings(), "_hf_hook", None)

@@ -19,6 +19,7 @@ untied, and each is read from the checkpoint for its forward.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -58,8 +59,6 @@ def tied_values_are_missing() -> Finding:
 
 @PATCH.around("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    import inspect
-
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     index, device_map = given.get("offload_index"), given["device_map"]

@@ -17,6 +17,7 @@ inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -50,8 +51,6 @@ _TABLE = "embed_tokens_per_layer"
 @PATCH.probe
 def tables_are_cast() -> Finding:
     """Prepare a module with a table and check the table's dtype."""
-    import inspect
-
     import torch
     from peft.utils.other import prepare_model_for_kbit_training as prepare
 

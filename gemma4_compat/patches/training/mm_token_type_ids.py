@@ -10,6 +10,7 @@ refused as before, because the patch cannot know which of its tokens are images.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
@@ -34,8 +35,6 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def masks_ask_for_token_types() -> Finding:
     """Check whether the function that makes the masks depends on training."""
-    import inspect
-
     from transformers.models.gemma4 import modeling_gemma4
 
     masks = getattr(modeling_gemma4, "create_causal_mask_mapping", None)

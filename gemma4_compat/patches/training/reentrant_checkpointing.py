@@ -17,6 +17,7 @@ function as before.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from typing import Any
@@ -44,8 +45,6 @@ PATCH = Patch(
 @PATCH.probe
 def models_are_given_a_checkpoint_function() -> Finding:
     """Check whether transformers passes the checkpoint function to the model unchanged."""
-    import inspect
-
     from transformers.modeling_utils import PreTrainedModel
 
     method = PreTrainedModel._set_gradient_checkpointing
