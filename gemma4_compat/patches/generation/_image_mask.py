@@ -6,7 +6,7 @@ import sys
 from inspect import signature
 from typing import Any
 
-from ...engine import Finding, Patch, fixed_if
+from ...engine import Finding, Patch, broken, fixed
 from ...model.caches import cache_name, layers_by_kind
 from .._families import Family
 
@@ -62,8 +62,9 @@ def _probe(model_class: Any) -> Finding:
         **{cache_name(): StaticCache(config=model.config, max_cache_len=4)},
     )
     types = inputs["attention_mask"]["made from"]
-    whole = types is not None and types.shape == all_tokens.shape
-    return fixed_if(whole, "the mask is made from the token types of the whole sequence")
+    if types is not None and types.shape == all_tokens.shape:
+        return fixed("the mask is made from the token types of the whole sequence")
+    return broken()
 
 
 def _with_image_mask(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
