@@ -20,18 +20,13 @@ import threading
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from . import versions as _versions
 from ._version import __version__
 from .engine.status import PatchStatus, State, Status
 from .errors import InputError, MergeError, PatchError
 from .machine.host_memory import limit_page_locked
 from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
-from .versions import FLOORS as _FLOORS
-from .versions import LIBRARIES as _LIBRARIES
-from .versions import NEWEST as _NEWEST
-from .versions import NEWEST_TORCH as _NEWEST_TORCH
-from .versions import OLDEST_TORCH as _OLDEST_TORCH
-from .versions import REQUIRED as _REQUIRED
 
 if TYPE_CHECKING:
     from .engine.core import Engine
@@ -85,9 +80,9 @@ def _start() -> Engine:
             names = {patch.name: patch.requires for patch in found}
             read = switches.read("GEMMA4_COMPAT", names, logger, None, patches.groups())
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
-            about = status.About(title, _HINTS, torch_build.notes, older, _REQUIRED)
-            newest = {"torch": _NEWEST_TORCH, **_NEWEST}
-            oldest = {"torch": _OLDEST_TORCH, **_FLOORS}
+            about = status.About(title, _HINTS, torch_build.notes, older, _versions.REQUIRED)
+            newest = {"torch": _versions.NEWEST_TORCH, **_versions.NEWEST}
+            oldest = {"torch": _versions.OLDEST_TORCH, **_versions.FLOORS}
             _started = core.Engine(found, read, logger, oldest, newest, about)
             _started.start()
     return _started
@@ -97,7 +92,7 @@ class _FirstImport:
     """Starts the engine when the import of one of the libraries begins."""
 
     def find_spec(self, name: str, *args: Any) -> Any:
-        if name not in _LIBRARIES:
+        if name not in _versions.LIBRARIES:
             return None
         _start()
         # The search began before the engine watched imports.
@@ -138,7 +133,8 @@ def __getattr__(name: str) -> Any:
 if _started is None:
     # Warnings about variables come at once.
     _variables = [name.upper().replace("_", "") for name in os.environ]
-    if {*_LIBRARIES} & sys.modules.keys() or any("GEMMA4COMPAT" in name for name in _variables):
+    _imported = sys.modules.keys() & {*_versions.LIBRARIES}
+    if _imported or any("GEMMA4COMPAT" in name for name in _variables):
         _start()
     else:
         sys.meta_path.insert(0, _first_import)

@@ -170,9 +170,8 @@ def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
 def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
     for problem in found.problems:
         patch = f" [{problem.patch}]" if problem.patch else ""
-        names = [
-            name.removeprefix("base_model.model.") for name in problem.modules
-        ]  # PEFT's prefix
+        # without PEFT's prefix
+        names = [name.removeprefix("base_model.model.") for name in problem.modules]
         yield "problem", f"{problem.text}{patch}: {some(names, 3)}"
     for way, number in found.offloaded.items():
         text = f"accelerate's hooks onload the weights of {plural(number, 'module')} from {way}"

@@ -29,11 +29,8 @@ TOPICS = (
 
 def topics() -> dict[str, list[ModuleType]]:
     """Topic folder -> its patch modules, sorted by name."""
-    names = {topic: _modules_in(importlib.import_module(f"{__name__}.{topic}")) for topic in TOPICS}
-    return {
-        topic: [importlib.import_module(f"{__name__}.{topic}.{name}") for name in modules]
-        for topic, modules in names.items()
-    }
+    packages = {topic: importlib.import_module(f"{__name__}.{topic}") for topic in TOPICS}
+    return {topic: [*_modules_in(package)] for topic, package in packages.items()}
 
 
 def load() -> list[Patch]:
@@ -55,6 +52,7 @@ def gate(patch: Patch) -> Evaluation:
     return evaluate(patch.affects, FLOORS)
 
 
-def _modules_in(package: ModuleType) -> Iterable[str]:
-    names = (info.name for info in pkgutil.iter_modules(package.__path__))
-    return sorted(name for name in names if not name.startswith("_"))
+def _modules_in(package: ModuleType) -> Iterable[ModuleType]:
+    names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
+    public = (name for name in names if not name.startswith("_"))
+    return (importlib.import_module(f"{package.__name__}.{name}") for name in public)

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..model.hooks import (
-    execution_device,
-    hooks_of,
-    host_tensor,
-    offload_hook,
-    placed_model,
-)
+from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
 from ..objects import shadowed
 from ..runtime.host.forward_lock import lock_of
 

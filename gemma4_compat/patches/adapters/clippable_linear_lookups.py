@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...objects import shadowed
 from ._clippable import matching_inner, resolving, wrappers
 
@@ -39,9 +39,8 @@ def lookup_is_by_name() -> Finding:
     """Check whether EVA matches module names with the targets itself."""
     from peft.tuners.lora import eva
 
-    if hasattr(eva, "check_target_module_exists"):
-        return broken()
-    return fixed("EVA no longer matches targets itself")
+    matches = hasattr(eva, "check_target_module_exists")
+    return fixed_if(not matches, "EVA no longer matches targets itself")
 
 
 PATCH.around("peft.tuners.tuners_utils", "check_target_module_exists")(matching_inner)

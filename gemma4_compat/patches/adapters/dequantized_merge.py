@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from .._code import code_at, mentions
 
 PATCH = Patch(
@@ -45,9 +45,8 @@ def dequantize_leaves_layers() -> Finding:
     code = code_at("transformers.quantizers.base", "HfQuantizer.dequantize")
     if "_dequantize" not in code.co_names:
         return drifted("HfQuantizer.dequantize no longer calls _dequantize")
-    if mentions(code, "peft") or mentions(code, "base_layer"):
-        return fixed("HfQuantizer.dequantize handles the layers of PEFT")
-    return broken()
+    handled = mentions(code, "peft") or mentions(code, "base_layer")
+    return fixed_if(handled, "HfQuantizer.dequantize handles the layers of PEFT")
 
 
 @PATCH.around("transformers.quantizers.base", "HfQuantizer.dequantize")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed_if
+from ...engine import Finding, Patch, drifted, fixed, fixed_if
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -45,9 +45,9 @@ def merging_adds_to_the_weight() -> Finding:
     if "_check_merge_allowed" not in vars(BaseTuner):
         return drifted("BaseTuner has no _check_merge_allowed")
     if not issubclass(gemma_quant.QuantizedLinear, nn.Linear):
-        return fixed_if(True, "QuantizedLinear is no nn.Linear: PEFT does not wrap it as one")
+        return fixed("QuantizedLinear is no nn.Linear: PEFT does not wrap it as one")
     handled = mentions(code_of(Linear.merge), "num_bits")
-    return fixed_if(handled, "Linear.merge handles packed weights") if handled else broken()
+    return fixed_if(handled, "Linear.merge handles packed weights")
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from .._code import code_of, mentions
 from .._offload import executing_map, has_changed, offload, tied_copies_follow
@@ -41,9 +41,8 @@ def load_adapter_reads_device_map() -> Finding:
     """Check whether load_adapter places adapters by the base model's map."""
     from transformers.integrations.peft import PeftAdapterMixin
 
-    if mentions(code_of(PeftAdapterMixin.load_adapter), "hf_device_map"):
-        return broken()
-    return fixed("load_adapter no longer loads by hf_device_map")
+    reads = mentions(code_of(PeftAdapterMixin.load_adapter), "hf_device_map")
+    return fixed_if(not reads, "load_adapter no longer loads by hf_device_map")
 
 
 @PATCH.around(*LOAD_ADAPTER)

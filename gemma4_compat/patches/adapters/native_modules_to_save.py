@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_at, mentions
 from ._native_names import LOAD_ADAPTER, loading_in, loading_with
 
@@ -37,9 +37,8 @@ PATCH = Patch(
 def names_are_not_translated() -> Finding:
     """Check whether load_adapter gets the names of the tensors from PEFT's wrappers."""
     code = code_at("transformers.integrations.peft", "PeftAdapterMixin.load_adapter")
-    if mentions(code, "adapter_state_dict_load_map"):
-        return fixed("load_adapter renames the tensors of modules_to_save")
-    return broken()
+    renames = mentions(code, "adapter_state_dict_load_map")
+    return fixed_if(renames, "load_adapter renames the tensors of modules_to_save")
 
 
 @PATCH.around(*LOAD_ADAPTER)

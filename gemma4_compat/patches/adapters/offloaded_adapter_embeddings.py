@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook, offloaded_value
 from .._code import code_at
 from .._offload import onloaded, tied_copies_follow
@@ -37,10 +37,8 @@ PATCH = Patch(
 def state_dict_is_taken_as_it_is() -> Finding:
     """Check whether PEFT handles accelerate's hooks when it saves."""
     code = code_at("peft.utils.save_and_load", "get_peft_model_state_dict")
-    known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"}
-    if known.intersection(code.co_names):
-        return fixed("get_peft_model_state_dict handles offloaded weights")
-    return broken()
+    known = {"_hf_hook", "align_module_device", "get_state_dict_offloaded_model"} & {*code.co_names}
+    return fixed_if(known, "get_peft_model_state_dict handles offloaded weights")
 
 
 @PATCH.around("peft.utils.save_and_load", "get_peft_model_state_dict")

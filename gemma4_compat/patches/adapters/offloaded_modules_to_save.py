@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...model.hooks import hooks_of, offload_hook
 from ...objects import hidden
 from .._code import code_at
@@ -53,9 +53,8 @@ def copy_is_deep() -> Finding:
     code = code_at("peft.utils.other", "ModulesToSaveWrapper.update")
     if "deepcopy" not in code.co_names:
         return drifted("ModulesToSaveWrapper.update makes no deep copy")
-    if {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names):
-        return fixed("ModulesToSaveWrapper loads the module that it copies")
-    return broken()
+    loads = {"align_module_device", "onload_layer", "pre_forward"}.intersection(code.co_names)
+    return fixed_if(loads, "ModulesToSaveWrapper loads the module that it copies")
 
 
 @PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")

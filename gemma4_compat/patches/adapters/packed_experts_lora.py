@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import execution_device
 from ...objects import hidden, shadowed
 from ...runtime.experts.forward import updates
@@ -50,9 +50,8 @@ _LAYER = "peft.tuners.lora.layer"
 @PATCH.probe
 def wrapper_reads_the_parameter() -> Finding:
     """Look whether PEFT's wrapper knows quantised parameters."""
-    if mentions(code_at("peft.tuners.lora.layer", "ParamWrapper.get_param"), "quant_state"):
-        return fixed("ParamWrapper adapts quantised parameters itself")
-    return broken()
+    adapts = mentions(code_at(_LAYER, "ParamWrapper.get_param"), "quant_state")
+    return fixed_if(adapts, "ParamWrapper adapts quantised parameters itself")
 
 
 @PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")

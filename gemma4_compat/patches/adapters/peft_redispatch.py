@@ -19,12 +19,13 @@ whole forward of the adapter layer.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
 from .._code import code_at
@@ -66,9 +67,8 @@ _PLACEMENT = ("device_map", "max_memory", "offload_dir", "offload_folder", "offl
 def load_adapter_dispatches() -> Finding:
     """Check whether load_adapter calls dispatch_model."""
     code = code_at("peft.peft_model", "PeftModel.load_adapter")
-    if "dispatch_model" in code.co_names:
-        return broken()
-    return fixed("PeftModel.load_adapter no longer dispatches the base model")
+    dispatches = "dispatch_model" in code.co_names
+    return fixed_if(not dispatches, "PeftModel.load_adapter no longer dispatches the base model")
 
 
 @PATCH.around("peft.peft_model", "PeftModel.from_pretrained")
@@ -127,8 +127,6 @@ def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.mixed.model", "MixedModel.set_adapter")
 def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
-    import warnings
-
     model = args[0] if args else kwargs["model"]
     for layer in model.modules():
         base = base_layer(layer)

@@ -11,6 +11,7 @@ The fix uses the execution devices of the decoder layers.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -37,8 +38,6 @@ PATCH = Patch(
 @PATCH.probe
 def no_device_but_cpu_and_disk() -> Finding:
     """Get the layer devices of a multimodal model that is wholly offloaded."""
-    from types import SimpleNamespace
-
     from peft.utils.integrations import get_layer_device_map
 
     text = SimpleNamespace(num_hidden_layers=1)

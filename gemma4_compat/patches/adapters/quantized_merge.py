@@ -16,7 +16,7 @@ import logging
 import weakref
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,8 @@ def merging_is_in_base_tuner() -> Finding:
 
     if not all(name in vars(BaseTuner) for name in ("_check_merge_allowed", "merge_adapter")):
         return drifted("BaseTuner has no _check_merge_allowed")
-    code = code_of(BaseTuner._check_merge_allowed)
-    if mentions(code, "quanti"):
-        return fixed("BaseTuner._check_merge_allowed handles quantised weights itself")
-    return broken()
+    handled = mentions(code_of(BaseTuner._check_merge_allowed), "quanti")
+    return fixed_if(handled, "BaseTuner._check_merge_allowed handles quantised weights itself")
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
+from ...model.device_maps import above
 from ...model.parts import base_of
 from ...objects import shadowed
 from .._code import mentions
@@ -63,9 +64,8 @@ def names_are_taken_as_they_are() -> Finding:
     """Search PEFT's code for the name of the part, which any conversion would need."""
     from peft.utils import save_and_load
 
-    if mentions(save_and_load.__spec__.loader.get_code(save_and_load.__name__), "language_model"):
-        return fixed("PEFT converts the names itself")
-    return broken()
+    code = save_and_load.__spec__.loader.get_code(save_and_load.__name__)
+    return fixed_if(mentions(code, "language_model"), "PEFT converts the names itself")
 
 
 @PATCH.around("peft.utils.save_and_load", "set_peft_model_state_dict")
@@ -222,7 +222,8 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
     modules = dict(base.named_modules())
     absent = []
     for name in sorted(unexpected):
-        found = [each for each in _above(name.removeprefix(_PEFT)) if each in modules]
+        outwards = above(name.removeprefix(_PEFT))
+        found = [each for each in outwards if each and each in modules][::-1]
         if not found:  # a tensor that all layers share
             continue
         # The layer has no children, or other adapters.
@@ -242,9 +243,3 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
             "are left out; all other tensors are loaded.",
             len(absent), type(base).__name__, absent[0],
         )  # fmt: skip
-
-
-def _above(name: str) -> Iterable[str]:
-    """The names of the modules that may contain a tensor, the outermost first."""
-    steps = name.split(".")
-    return (".".join(steps[:end]) for end in range(1, len(steps)))

@@ -1,4 +1,4 @@
-"""The replacements of ``cudnn_attention`` and of the same patch for other model types."""
+"""The patch ``cudnn_attention`` for each family of models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ...engine import Finding, Patch, drifted, fixed_if
 from ...objects import ForkableLock
 from .._code import code_at, mentions
+from .._families import GEMMA4, Family
 
 _SDPA = "transformers.integrations.sdpa_attention"
 #: The backward reads keys in blocks of the first number, and is wrong if the second remains.
@@ -26,14 +27,28 @@ _inside: list[object] = []
 _before = True
 
 
-def mend(patch: Patch, module: str, *classes: str) -> None:
-    """Register probe and replacements for these attention classes of a module."""
+def patch_of(family: Family, name: str, symptom: str, note: str, links: tuple[str, ...]) -> Patch:
+    """The patch for a family's attention classes."""
+    patch = Patch(
+        name=name,
+        symptom=symptom,
+        affects=(family.requirement,),
+        changes=(
+            f"Attention of {family.name} does not use cuDNN on a GPU where it is wrong: for "
+            "gradients with a mask, if the number of keys is 64 modulo 128; for single queries on "
+            "compute capability 10."
+        ),
+        note=note,
+        links=links,
+    )
+    kinds = ("Text", "Vision") if family is GEMMA4 else ("Text",)
+    classes = [f"{family.prefix}{kind}Attention" for kind in kinds]
 
     @patch.probe
     def pytorch_chooses_the_kernel() -> Finding:
         """PyTorch is examined at the first call."""
         for each in classes:
-            if "attention_mask" not in code_at(module, f"{each}.forward").co_varnames:
+            if "attention_mask" not in code_at(family.module, f"{each}.forward").co_varnames:
                 return drifted(f"{each} gets no attention_mask")
         chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "cudnn")
         return fixed_if(chosen, "transformers chooses the kernel")
@@ -49,7 +64,8 @@ def mend(patch: Patch, module: str, *classes: str) -> None:
             return original(*inputs, *args, **kwargs)
 
     for each in classes:
-        patch.around(module, f"{each}.forward")(forward)
+        patch.around(family.module, f"{each}.forward")(forward)
+    return patch
 
 
 def _is_wrong(module: Any, hidden_states: Any, mask: Any) -> bool:

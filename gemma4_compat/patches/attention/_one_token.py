@@ -1,22 +1,36 @@
-"""The replacements of ``one_token_attention`` and of the same patch for other model types."""
+"""The patch ``one_token_attention`` for each family of models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Patch
+from ...engine import Kind, Patch
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels import one_token_attention
+from .._families import Family
 from ._sdpa import replace
 
 #: The options of ``sdpa_attention_forward`` that the kernel does not know.
 _UNKNOWN = ("softcap", "position_bias", "cache")
 
 
-def mend(patch: Patch, module: str, layer: str) -> None:
-    """Register probe and replacements for this attention class of a module."""
-    replace(patch, module, layer, _is_one_token, _attention)
+def patch_of(family: Family, name: str, symptom: str, unreported: str) -> Patch:
+    """The patch for a family's attention class."""
+    patch = Patch(
+        name=name,
+        kind=Kind.SPEED,
+        symptom=symptom,
+        affects=(family.requirement,),
+        changes=(
+            f"On a GPU, the attention of {family.name} in decode steps is computed in a kernel of "
+            "this package if attn_implementation is sdpa.  The result differs by rounding."
+        ),
+        note="Compute capabilities other than 9.0 were not measured.",
+        unreported=unreported,
+    )
+    replace(patch, family, _is_one_token, _attention)
     patch.on_revert(forget)
+    return patch
 
 
 def _is_one_token(layer: Any, hidden_states: Any) -> bool:

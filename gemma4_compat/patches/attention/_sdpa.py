@@ -16,27 +16,27 @@ from typing import Any
 from ...engine import Finding, Patch, drifted, fixed_if
 from ...runtime.kernels.replacing import plain
 from .._code import code_at, mentions
+from .._families import Family
 
 _SDPA = "transformers.integrations.sdpa_attention"
 
 
 def replace(
     patch: Patch,
-    module: str,
-    layer: str,
+    family: Family,
     applies: Callable[[Any, Any], bool],
     attention: Callable[..., Any],
 ) -> None:
-    """Register a probe, and the replacements for one class of attention layers.
+    """Register a probe, and the replacements for a family's attention layers.
 
     Args:
         patch: The patch.
-        module: The module of the class.
-        layer: The class.
+        family: The family of models.
         applies: Gets a layer and its hidden states [batch, tokens, width], on a GPU and without
             gradients; says whether ``attention`` is called.
         attention: Gets ``sdpa_attention_forward``, then what that would get.
     """
+    module, layer = family.module, f"{family.prefix}TextAttention"
     thread = threading.local()  # .inside: whether this thread is in a forward that it applies to
 
     @patch.probe

@@ -1,4 +1,4 @@
-"""The replacements of ``sliding_prompt_attention`` and of the same patch for other model types."""
+"""The patch ``sliding_prompt_attention`` for each family of models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import threading
 import weakref
 from typing import Any
 
-from ...engine import Patch
+from ...engine import Kind, Patch
 from ...runtime.kernels.streams import is_capturing
+from .._families import Family
 from ._sdpa import replace
 
 #: Queries of a part, and the fewest of a prompt that is computed in parts.
@@ -18,9 +19,22 @@ _WORTH = 0.6  # of the scores, at most
 _thread = threading.local()  # .last: a reference to a mask, its version, and its ranges
 
 
-def mend(patch: Patch, module: str, layer: str) -> None:
-    """Register probe and replacements for this attention class of a module."""
-    replace(patch, module, layer, _is_long_and_sliding, _attention)
+def patch_of(family: Family, name: str, symptom: str) -> Patch:
+    """The patch for a family's attention class."""
+    patch = Patch(
+        name=name,
+        kind=Kind.SPEED,
+        symptom=symptom,
+        affects=(family.requirement,),
+        changes=(
+            f"On a GPU, sliding layers of {family.name} compute a prompt of 4,096 tokens or more "
+            "in parts, each with the keys of its windows, if attn_implementation is sdpa.  The "
+            "result differs by rounding."
+        ),
+        unreported="PyTorch's scaled_dot_product_attention has no argument for a window.",
+    )
+    replace(patch, family, _is_long_and_sliding, _attention)
+    return patch
 
 
 def _is_long_and_sliding(layer: Any, hidden_states: Any) -> bool:

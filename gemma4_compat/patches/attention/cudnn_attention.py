@@ -13,17 +13,13 @@ values.  PyTorch's own fix does not use cuDNN for a single query there, and neit
 
 from __future__ import annotations
 
-from ...engine import Patch
-from ._cudnn import mend
+from .._families import GEMMA4
+from ._cudnn import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="cudnn_attention",
     symptom="grad_norm is nan on an H100 or H200, if the length of a batch is 64 modulo 128",
-    affects=("transformers",),
-    changes=(
-        "Attention of Gemma 4 does not use cuDNN on a GPU where it is wrong: for gradients with a "
-        "mask, if the number of keys is 64 modulo 128; for single queries on compute capability 10."
-    ),
     note=(
         "The bug is in PyTorch 2.11 and later, with the cuDNN that it brings.  Compute capability "
         "10 (B200) was not measured."
@@ -34,6 +30,3 @@ PATCH = Patch(
         "https://github.com/NVIDIA-NeMo/Automodel/issues/2208",
     ),
 )
-
-_MODULE = "transformers.models.gemma4.modeling_gemma4"
-mend(PATCH, _MODULE, "Gemma4TextAttention", "Gemma4VisionAttention")

@@ -8,20 +8,12 @@ The fix is the same, too.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._one_token import mend
+from .._families import GEMMA3N
+from ._one_token import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA3N,
     name="gemma3n_one_token_attention",
-    kind=Kind.SPEED,
     symptom="after a prompt of 32,000 tokens, Gemma 3n generates slowly",
-    affects=("transformers",),
-    changes=(
-        "On a GPU, the attention of Gemma 3n in decode steps is computed in a kernel of this "
-        "package if attn_implementation is sdpa.  The result differs by rounding."
-    ),
-    note="Compute capabilities other than 9.0 were not measured.",
     unreported="PyTorch's kernels do not split the keys of a single query with a mask.",
 )
-
-mend(PATCH, "transformers.models.gemma3n.modeling_gemma3n", "Gemma3nTextAttention")

@@ -13,20 +13,12 @@ gradients, torch.compile and other implementations than ``sdpa`` stay as they ar
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._one_token import mend
+from .._families import GEMMA4
+from ._one_token import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="one_token_attention",
-    kind=Kind.SPEED,
     symptom="after a prompt of 32,000 tokens, Gemma 4 generates at a quarter of the speed",
-    affects=("transformers",),
-    changes=(
-        "On a GPU, the attention of Gemma 4 in decode steps is computed in a kernel of this "
-        "package if attn_implementation is sdpa.  The result differs by rounding."
-    ),
-    note="Compute capabilities other than 9.0 were not measured.",
     unreported="PyTorch has no kernel for one query of heads of 512 that splits the keys.",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4TextAttention")

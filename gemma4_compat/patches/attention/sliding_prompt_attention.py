@@ -12,20 +12,11 @@ torch.compile, short prompts and other implementations than ``sdpa`` stay as the
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._sliding import mend
+from .._families import GEMMA4
+from ._sliding import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="sliding_prompt_attention",
-    kind=Kind.SPEED,
     symptom="Gemma 4 needs long for a prompt of 8,000 tokens, although most layers see only 512",
-    affects=("transformers",),
-    changes=(
-        "On a GPU, sliding layers of Gemma 4 compute a prompt of 4,096 tokens or more in parts, "
-        "each with the keys of its windows, if attn_implementation is sdpa.  The result differs "
-        "by rounding."
-    ),
-    unreported="PyTorch's scaled_dot_product_attention has no argument for a window.",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4TextAttention")

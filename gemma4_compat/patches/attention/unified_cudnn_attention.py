@@ -7,27 +7,16 @@ The fix is the same, too.
 
 from __future__ import annotations
 
-from ...engine import Patch
-from ._cudnn import mend
+from .._families import UNIFIED
+from ._cudnn import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    UNIFIED,
     name="unified_cudnn_attention",
     symptom=(
         "Gemma 4 unified: grad_norm is nan on an H100 or H200, if the length of a batch is 64 "
         "modulo 128"
     ),
-    affects=("transformers>=5.10",),
-    changes=(
-        "Attention of Gemma 4 unified does not use cuDNN on a GPU where it is wrong: for gradients "
-        "with a mask, if the number of keys is 64 modulo 128; for single queries on compute "
-        "capability 10."
-    ),
     note="The bug is in PyTorch 2.11 and later.  Compute capability 10 (B200) was not measured.",
     links=("https://github.com/pytorch/pytorch/issues/196678",),
-)
-
-mend(
-    PATCH,
-    "transformers.models.gemma4_unified.modeling_gemma4_unified",
-    "Gemma4UnifiedTextAttention",
 )

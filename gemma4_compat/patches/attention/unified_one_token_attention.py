@@ -8,24 +8,12 @@ The fix is the same, too.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._one_token import mend
+from .._families import UNIFIED
+from ._one_token import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    UNIFIED,
     name="unified_one_token_attention",
-    kind=Kind.SPEED,
     symptom="after a prompt of 32,000 tokens, Gemma 4 unified generates slowly",
-    affects=("transformers>=5.10",),
-    changes=(
-        "On a GPU, the attention of Gemma 4 unified in decode steps is computed in a kernel of "
-        "this package if attn_implementation is sdpa.  The result differs by rounding."
-    ),
-    note="Compute capabilities other than 9.0 were not measured.",
     unreported="PyTorch has no kernel for one query of heads of 512 that splits the keys.",
-)
-
-mend(
-    PATCH,
-    "transformers.models.gemma4_unified.modeling_gemma4_unified",
-    "Gemma4UnifiedTextAttention",
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed, fixed_if
 from ...objects import View
 from .._code import code_of, mentions
 
@@ -45,9 +45,8 @@ def packed_weights_stay_packed() -> Finding:
 
     if not has_avx512bf16():
         return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
-    if mentions(code_of(Linear4bit.forward), "_convert_weight_packed_for_cpu_inverse"):
-        return fixed("Linear4bit.forward unpacks weights")
-    return broken()
+    unpacks = mentions(code_of(Linear4bit.forward), "_convert_weight_packed_for_cpu_inverse")
+    return fixed_if(unpacks, "Linear4bit.forward unpacks weights")
 
 
 @PATCH.around("bitsandbytes.nn.modules", "Linear4bit.forward")

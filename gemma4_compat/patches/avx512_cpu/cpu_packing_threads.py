@@ -14,7 +14,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed, fixed_if
 from ...objects import ForkableLock
 from .._code import code_of, mentions
 
@@ -47,9 +47,8 @@ def packing_takes_no_lock() -> Finding:
     if not has_avx512bf16():
         return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
     code = code_of(Linear4bit.forward)
-    if not mentions(code, "_convert_weight_packed_for_cpu") or mentions(code, "lock"):
-        return fixed("Linear4bit.forward no longer repacks weights without a lock")
-    return broken()
+    repacks = mentions(code, "_convert_weight_packed_for_cpu") and not mentions(code, "lock")
+    return fixed_if(not repacks, "Linear4bit.forward no longer repacks weights without a lock")
 
 
 @PATCH.around("bitsandbytes.nn.modules", "Linear4bit.forward")

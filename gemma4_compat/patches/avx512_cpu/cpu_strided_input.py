@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 
 PATCH = Patch(
     name="cpu_strided_input",
@@ -30,9 +30,8 @@ def cpu_has_the_kernel() -> Finding:
     """Check the CPU's instructions; running the kernel would start threads during an import."""
     from bitsandbytes.functional import has_avx512bf16
 
-    if has_avx512bf16():
-        return broken()
-    return fixed("bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
+    unused = not has_avx512bf16()
+    return fixed_if(unused, "bitsandbytes does not use the AVX512-BF16 kernel on this CPU")
 
 
 @PATCH.around("bitsandbytes.functional", "gemv_4bit")

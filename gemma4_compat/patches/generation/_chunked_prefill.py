@@ -13,6 +13,7 @@ from ...engine import Finding, Patch, broken, fixed
 from ...model.caches import cache_name
 from ...model.hooks import input_device
 from ...objects import shadowed
+from .._families import Family
 from .._image_blocks import block_ids
 from ._image_mask import has_bidirectional_images
 
@@ -33,9 +34,9 @@ class _Encoded:
         self.pooler_output, self.attention_mask = pooler_output, attention_mask
 
 
-def mend(patch: Patch, module: str, model: str, kinds: tuple[str, ...]) -> None:
-    """Register the probe and the replacements for a model's class, such as ``Gemma4``."""
-    name = f"{model}ForConditionalGeneration"
+def mend(patch: Patch, family: Family, *kinds: str) -> None:
+    """Register the probe and the replacements for a family's class with these kinds of inputs."""
+    module, name = family.module, f"{family.prefix}ForConditionalGeneration"
     patch.replaces(module, f"{name}._prefill")(_prefill_of(kinds, module, name))
 
     @patch.probe
@@ -68,11 +69,8 @@ def _probe(model_class: Any, kind: str) -> Finding:
             passed.append(inputs.get("is_first_iteration", False))
             return {}
 
-    name, cache, tokens = (
-        cache_name(),
-        DynamicCache(),
-        torch.ones((1, 2), dtype=torch.long, device="cpu"),
-    )
+    name, cache = cache_name(), DynamicCache()
+    tokens = torch.ones((1, 2), dtype=torch.long, device="cpu")
     inputs = {_INPUTS[kind]: tokens, "attention_mask": tokens, name: cache}
     try:
         Model()._prefill(tokens, GenerationConfig(prefill_chunk_size=1), inputs)

@@ -1,4 +1,4 @@
-"""Rebuilds the mask of a static cache from the token types of the whole sequence."""
+"""The patch ``static_cache_image_mask`` for each family of models."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
 from ...model.caches import cache_name, layers_by_kind
+from .._families import Family
 
 
-def mend(patch: Patch, module: str, name: str) -> None:
-    """Register the probe and the replacement for a model's class."""
-    patch.around(module, f"{name}.prepare_inputs_for_generation")(_with_image_mask)
+def patch_of(family: Family, name: str, symptom: str) -> Patch:
+    """The patch for a family's class with images."""
+    patch = Patch(
+        name=name,
+        symptom=symptom,
+        affects=(family.requirement,),
+        changes=(
+            f"prepare_inputs_for_generation of {family.name} makes the mask of a static cache from "
+            "all token types, if there are images."
+        ),
+        note="Chunked prefill, and images after cached tokens, are not fixed in 5.24.0.",
+        unreported="Reported only in another project (unsloth #10903).",
+    )
+    model = f"{family.prefix}ForConditionalGeneration"
+    patch.around(family.module, f"{model}.prepare_inputs_for_generation")(_with_image_mask)
 
     @patch.probe
     def mask_is_made_without_the_token_types() -> Finding:
         """Run the installed method on a tiny static cache."""
-        return _probe(getattr(sys.modules[module], name))
+        return _probe(getattr(sys.modules[family.module], model))
+
+    return patch
 
 
 def _probe(model_class: Any) -> Finding:

@@ -19,6 +19,7 @@ cannot contain, and a chunk is as long as an image that is longer than ``prefill
 from __future__ import annotations
 
 from ...engine import Patch
+from .._families import GEMMA4
 from ._chunked_prefill import mend
 
 PATCH = Patch(
@@ -39,4 +40,4 @@ PATCH = Patch(
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4", ("image", "video", "audio"))
+mend(PATCH, GEMMA4, "image", "video", "audio")

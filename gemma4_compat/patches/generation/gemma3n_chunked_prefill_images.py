@@ -8,6 +8,7 @@ raises ValueError for sound in more than one chunk, as transformers 5.23.0 does.
 from __future__ import annotations
 
 from ...engine import Patch
+from .._families import GEMMA3N
 from ._chunked_prefill import mend
 
 PATCH = Patch(
@@ -23,4 +24,4 @@ PATCH = Patch(
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
-mend(PATCH, "transformers.models.gemma3n.modeling_gemma3n", "Gemma3n", ("image",))
+mend(PATCH, GEMMA3N, "image")

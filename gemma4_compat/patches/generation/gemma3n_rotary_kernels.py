@@ -7,23 +7,11 @@ The fix is the same, too.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._rotary import mend
+from .._families import GEMMA3N
+from ._rotary import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA3N,
     name="gemma3n_rotary_kernels",
-    kind=Kind.SPEED,
     symptom="Gemma 3n: generate is slow on a GPU, because rotary embeddings launch many kernels",
-    affects=("transformers>=5.11",),
-    changes=(
-        "On a GPU and without gradients, rotary embeddings of Gemma 3n run in one kernel, which "
-        "was compared with those of transformers."
-    ),
-    note=(
-        "Releases before 5.11 keep a reference to the function itself, for kernels of the Hub, so "
-        "it is not replaced there."
-    ),
-    unreported="The code is right as it is.",
 )
-
-mend(PATCH, "transformers.models.gemma3n.modeling_gemma3n")

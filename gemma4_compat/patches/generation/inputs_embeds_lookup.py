@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of, mentions
 from .._token_ids import token_ids
 
@@ -50,10 +50,9 @@ def compares_all_rows_at_once() -> Finding:
     """Look whether the method still compares the rows."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
-    code = code_of(Gemma4TextModel.get_per_layer_inputs)
-    if mentions(code, "nonzero"):
-        return broken()
-    return fixed("Gemma4TextModel.get_per_layer_inputs no longer searches the embedding")
+    searches = mentions(code_of(Gemma4TextModel.get_per_layer_inputs), "nonzero")
+    reason = "Gemma4TextModel.get_per_layer_inputs no longer searches the embedding"
+    return fixed_if(not searches, reason)
 
 
 @PATCH.around(_MODELING, "Gemma4TextModel.get_per_layer_inputs")

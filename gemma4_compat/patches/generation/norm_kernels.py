@@ -12,21 +12,13 @@ PyTorch's order, and is compared with the original at the first call.  See
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._norms import mend
+from .._families import GEMMA4
+from ._norms import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="norm_kernels",
-    kind=Kind.SPEED,
     symptom=(
         "generate is slow on a GPU: a token of E2B launches 3,400 kernels, 2,200 of them for norms"
     ),
-    affects=("transformers",),
-    changes=(
-        "On a GPU and without gradients, an RMS norm of Gemma 4 runs in one kernel, "
-        "which was compared with those of transformers."
-    ),
-    unreported="The code is right as it is.",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4RMSNorm")

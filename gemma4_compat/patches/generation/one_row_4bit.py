@@ -13,19 +13,11 @@ once.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._one_row_4bit import mend
+from .._families import GEMMA4
+from ._one_row_4bit import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="one_row_4bit",
-    kind=Kind.SPEED,
     symptom="half of the time of a decode step goes into the 4-bit products of one token",
-    affects=("transformers", "bitsandbytes"),
-    changes=(
-        "In forwards of Gemma 4's text model with one token, 4-bit layers on a GPU multiply in a "
-        "faster and more exact kernel."
-    ),
-    unreported="bitsandbytes' kernels are right, and not made for layers this small.",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4TextModel")

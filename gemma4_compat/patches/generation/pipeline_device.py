@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_at, mentions
 from .._offload import executing_map
 
@@ -34,9 +34,8 @@ PATCH = Patch(
 def reads_the_device_map() -> Finding:
     """Look whether a pipeline still reads the device map."""
     code = code_at("transformers.pipelines.base", "Pipeline.__init__")
-    if mentions(code, "hf_device_map"):
-        return broken()
-    return fixed("a pipeline no longer reads the device map")
+    reads = mentions(code, "hf_device_map")
+    return fixed_if(not reads, "a pipeline no longer reads the device map")
 
 
 @PATCH.around("transformers.pipelines.base", "Pipeline.__init__")

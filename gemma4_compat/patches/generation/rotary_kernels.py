@@ -10,23 +10,11 @@ The fix does the same in one kernel if no gradients are needed, with the same bi
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._rotary import mend
+from .._families import GEMMA4
+from ._rotary import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="rotary_kernels",
-    kind=Kind.SPEED,
     symptom="generate is slow on a GPU: rotary embeddings of E2B launch 250 kernels for a token",
-    affects=("transformers>=5.11",),
-    changes=(
-        "On a GPU and without gradients, rotary embeddings of Gemma 4 run in one kernel, which "
-        "was compared with those of transformers."
-    ),
-    note=(
-        "Releases before 5.11 keep a reference to the function itself, for kernels of the Hub, so "
-        "it is not replaced there."
-    ),
-    unreported="The code is right as it is.",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4")

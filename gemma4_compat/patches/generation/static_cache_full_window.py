@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine import Finding, Kind, Patch, drifted, fixed_if
 from .._code import code_at
 
 PATCH = Patch(
@@ -37,9 +37,8 @@ def full_window_needs_an_index() -> Finding:
     code = code_at("transformers.cache_utils", "StaticSlidingWindowLayer.update")
     if not {"roll", "cumulative_length_int", "max_cache_len"} <= set(code.co_names):
         return drifted("StaticSlidingWindowLayer.update no longer rolls its keys")
-    if "tensor" not in code.co_names:
-        return fixed("StaticSlidingWindowLayer.update makes no index tensor")
-    return broken()
+    has_index = "tensor" in code.co_names
+    return fixed_if(not has_index, "StaticSlidingWindowLayer.update makes no index tensor")
 
 
 @PATCH.around("transformers.cache_utils", "StaticSlidingWindowLayer.update")

@@ -16,22 +16,14 @@ tokens, such as decode steps, are unchanged.
 
 from __future__ import annotations
 
-from ...engine import Patch
-from ._image_mask import mend
+from .._families import GEMMA4
+from ._image_mask import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="static_cache_image_mask",
     symptom=(
         "12B, 26B-A4B and 31B give other logits for images, without an error, with "
         'cache_implementation="static" than with a dynamic cache'
     ),
-    affects=("transformers",),
-    changes=(
-        "prepare_inputs_for_generation of Gemma 4 makes the mask of a static cache from all token "
-        "types, if there are images."
-    ),
-    note="Chunked prefill, and images after cached tokens, are not fixed in 5.24.0.",
-    unreported="Reported only in another project (unsloth #10903).",
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4ForConditionalGeneration")

@@ -9,6 +9,7 @@ The fix is the same, too.
 from __future__ import annotations
 
 from ...engine import Patch
+from .._families import UNIFIED
 from ._chunked_prefill import mend
 
 PATCH = Patch(
@@ -29,9 +30,4 @@ PATCH = Patch(
     unreported="Found by the tests of this package; no report is known upstream.",
 )
 
-mend(
-    PATCH,
-    "transformers.models.gemma4_unified.modeling_gemma4_unified",
-    "Gemma4Unified",
-    ("image", "video", "audio"),
-)
+mend(PATCH, UNIFIED, "image", "video", "audio")

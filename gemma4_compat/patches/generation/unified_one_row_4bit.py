@@ -7,26 +7,14 @@ The fix is the same, too.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._one_row_4bit import mend
+from .._families import UNIFIED
+from ._one_row_4bit import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    UNIFIED,
     name="unified_one_row_4bit",
-    kind=Kind.SPEED,
     symptom=(
         "Gemma 4 unified: half of the time of a decode step goes into the 4-bit products of one "
         "token"
     ),
-    affects=("transformers>=5.10", "bitsandbytes"),
-    changes=(
-        "In forwards of Gemma 4 unified's text model with one token, 4-bit layers on a GPU "
-        "multiply in a faster and more exact kernel."
-    ),
-    unreported="bitsandbytes' kernels are right, and not made for layers this small.",
-)
-
-mend(
-    PATCH,
-    "transformers.models.gemma4_unified.modeling_gemma4_unified",
-    "Gemma4UnifiedTextModel",
 )

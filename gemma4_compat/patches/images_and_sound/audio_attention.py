@@ -59,17 +59,13 @@ def get_correct_attn_implementation(
 
 
 def _or_eager(model: Any, requested: str | None) -> str | None:
-    if requested is None or _supported(model, requested):
+    supports = {
+        "flash": model._supports_flash_attn,
+        "flex": model._supports_flex_attn,
+        "sdpa": model._supports_sdpa,
+    }
+    kind = next((each for each in supports if each in (requested or "")), None)
+    if kind is None or supports[kind]:
         return requested
     logger.info("the audio tower does not support %s attention, so it uses eager", requested)
     return "eager"
-
-
-def _supported(model: Any, implementation: str) -> bool:
-    if "flash" in implementation:
-        return bool(model._supports_flash_attn)
-    if "flex" in implementation:
-        return bool(model._supports_flex_attn)
-    if "sdpa" in implementation:
-        return bool(model._supports_sdpa)
-    return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 from ._claimed_dtype import claiming
 
@@ -31,9 +31,8 @@ def bounds_of_a_weight() -> Finding:
     """Check whether the clamp bounds come from a weight."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioFeedForward
 
-    if "weight" in code_of(Gemma4AudioFeedForward.forward).co_names:
-        return broken()
-    return fixed("clamp bounds no longer come from a weight's dtype")
+    reads = "weight" in code_of(Gemma4AudioFeedForward.forward).co_names
+    return fixed_if(not reads, "clamp bounds no longer come from a weight's dtype")
 
 
 def _following_activations(layer: str) -> Any:

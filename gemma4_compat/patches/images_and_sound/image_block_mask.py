@@ -15,6 +15,7 @@ only those tokens of an image that are in the window, as transformers does since
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
@@ -43,8 +44,6 @@ _MODELS = ("gemma4_text", "gemma4_unified_text")
 @PATCH.probe
 def masks_are_made_as_for_gemma_3() -> Finding:
     """Check which function makes the masks; some releases import the model later."""
-    import sys
-
     from transformers import masking_utils
 
     model = sys.modules.get("transformers.models.gemma4.modeling_gemma4")
@@ -99,8 +98,6 @@ def create_masks_for_generate(
     block_sequence_ids: Any = None,
     **kwargs: Any,
 ) -> Any:
-    from transformers import masking_utils
-
     given = (inputs_embeds, attention_mask, past_key_values, position_ids)
     functions = (or_mask_function, and_mask_function)
     text = config.get_text_config()
@@ -109,11 +106,7 @@ def create_masks_for_generate(
     causal = original(config, *given, **kwargs)
     if inputs_embeds.shape[1] == 1:
         return causal  # a single new token has no later tokens to attend to
-    if getattr(masking_utils, "_is_torch_greater_or_equal_than_2_6", True):
-        sliding = _sliding_mask(text, *given, block_sequence_ids)
-    else:
-        as_before = original(config, *given, block_sequence_ids=block_sequence_ids, **kwargs)
-        sliding = as_before["sliding_attention"] if isinstance(causal, dict) else as_before
+    sliding = _sliding_mask(text, *given, block_sequence_ids)
     if isinstance(causal, dict):
         return {**causal, **({"sliding_attention": sliding} if _slides(text) else {})}
     return sliding if _slides(text) else causal  # all layers are of one type

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 from ._claimed_dtype import claiming
 
@@ -39,9 +39,8 @@ def casts_to_any_dtype() -> Finding:
         Gemma4UnifiedVisionEmbedder,
     )
 
-    if "is_floating_point" in code_of(Gemma4UnifiedVisionEmbedder.forward).co_names:
-        return fixed("inputs are no longer cast to an integer dtype")
-    return broken()
+    asks = "is_floating_point" in code_of(Gemma4UnifiedVisionEmbedder.forward).co_names
+    return fixed_if(asks, "inputs are no longer cast to an integer dtype")
 
 
 @PATCH.around(_MODULE, "Gemma4UnifiedVisionEmbedder.forward")

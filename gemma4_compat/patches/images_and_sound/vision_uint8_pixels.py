@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 from ._claimed_dtype import claiming
 
@@ -36,9 +36,8 @@ def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionPatchEmbedder
 
-    if "is_floating_point" in code_of(Gemma4VisionPatchEmbedder.forward).co_names:
-        return fixed("pixels are no longer cast to an integer dtype")
-    return broken()
+    asks = "is_floating_point" in code_of(Gemma4VisionPatchEmbedder.forward).co_names
+    return fixed_if(asks, "pixels are no longer cast to an integer dtype")
 
 
 @PATCH.around(_MODULE, "Gemma4VisionPatchEmbedder.forward")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, broken, fixed
+from ...engine import Finding, fixed_if
 from ...objects import View
 from .._code import code_at
 
@@ -17,9 +17,8 @@ FORWARD = "transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward"
 
 def weight_is_read_outside_its_module() -> Finding:
     """Look whether the model's forward still reads the embedding's weight."""
-    if {"language_model", "embed_tokens", "weight"} <= set(code_at(*FORWARD).co_names):
-        return broken()
-    return fixed("Gemma4Model.forward no longer reads the weight of its embeddings")
+    reads = {"language_model", "embed_tokens", "weight"} <= set(code_at(*FORWARD).co_names)
+    return fixed_if(not reads, "Gemma4Model.forward no longer reads the weight of its embeddings")
 
 
 def with_weight(model: Any, weight: Any) -> Any:

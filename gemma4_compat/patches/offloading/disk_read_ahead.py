@@ -19,7 +19,9 @@ An error is logged once.  accelerate raises its own when it cannot load a tensor
 
 from __future__ import annotations
 
-from ...engine import Finding, Kind, Patch, broken, fixed
+import sys
+
+from ...engine import Finding, Kind, Patch, fixed, fixed_if
 from ...runtime.host.read_ahead import Ahead
 from .._code import code_at
 from ._dispatched import use
@@ -41,14 +43,11 @@ PATCH = Patch(
 @PATCH.probe
 def tensors_are_read_when_needed() -> Finding:
     """Look whether the hook still loads the tensors one by one."""
-    import sys
-
     if not sys.platform.startswith("linux"):
         return fixed("this system is not Linux")
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
-    if "set_module_tensor_to_device" in code.co_names:
-        return broken()
-    return fixed("AlignDevicesHook no longer loads the tensors one by one")
+    one_by_one = "set_module_tensor_to_device" in code.co_names
+    return fixed_if(not one_by_one, "AlignDevicesHook no longer loads the tensors one by one")
 
 
 use(PATCH, Ahead())

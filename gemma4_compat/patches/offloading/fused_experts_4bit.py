@@ -18,6 +18,7 @@ multiple of the blocksize, stay as they are.  The patch ends when the quantiser 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable
 from functools import wraps
@@ -268,8 +269,6 @@ def _is_marked(module: Any, name: str) -> bool:
 
 def _are_packed_in(files: Iterable[str] | None) -> bool:
     """Whether the files of a quantised checkpoint have experts in 4 bits."""
-    import os
-
     if not files or not all(os.fspath(file).endswith(".safetensors") for file in files):
         return True
     from safetensors import safe_open

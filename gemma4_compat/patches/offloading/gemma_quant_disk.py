@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_at, mentions
 
 _FLAG = "_is_hf_initialized"
@@ -35,14 +35,10 @@ PATCH = Patch(
 def weights_on_disk_are_not_marked() -> Finding:
     """Look whether the loader marks a weight that it leaves on the disk."""
     loader = code_at("transformers.core_model_loading", "offload_and_maybe_resave_param")
-    if mentions(loader, _FLAG):
-        return fixed("the loader marks weights on the disk as initialised")
-    return broken()
+    return fixed_if(mentions(loader, _FLAG), "the loader marks weights on the disk as initialised")
 
 
-@PATCH.around(
-    "transformers.quantizers.quantizer_gemma", "GemmaQuantizer._process_model_before_weight_loading"
-)
+@PATCH.around(_MODULE, "GemmaQuantizer._process_model_before_weight_loading")
 def process_model_before_weight_loading(original: Any, self: Any, model: Any, **kwargs: Any) -> Any:
     result = original(self, model, **kwargs)
     from transformers.integrations.gemma_quant import QuantizedLinear

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed_if
+from ...engine import Finding, Patch, fixed_if
 
 PATCH = Patch(
     name="gemma_quant_save",
@@ -27,10 +27,8 @@ def is_a_property() -> Finding:
     """Look whether the value of a property is called."""
     from transformers.quantizers.quantizer_gemma import GemmaQuantizer
 
-    found = vars(GemmaQuantizer).get("is_serializable")
-    if not isinstance(found, property):
-        return fixed_if(True, "GemmaQuantizer.is_serializable is a method")
-    return broken()
+    is_property = isinstance(vars(GemmaQuantizer).get("is_serializable"), property)
+    return fixed_if(not is_property, "GemmaQuantizer.is_serializable is a method")
 
 
 class _Callable(int):

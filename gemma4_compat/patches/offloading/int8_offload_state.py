@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...runtime.host.int8_state import clear_state
 from .._code import code_at
 
@@ -38,9 +38,8 @@ PATCH = Patch(
 def hook_empties_the_state() -> Finding:
     """Look what the hook removes from the state of a layer."""
     code = code_at("accelerate.hooks", "AlignDevicesHook.post_forward")
-    if "SCB" in code.co_names and "CB" not in code.co_names:
-        return broken()
-    return fixed("AlignDevicesHook no longer removes the scales alone")
+    alone = "SCB" in code.co_names and "CB" not in code.co_names
+    return fixed_if(not alone, "AlignDevicesHook no longer removes the scales alone")
 
 
 @PATCH.around("accelerate.hooks", "AlignDevicesHook.post_forward")

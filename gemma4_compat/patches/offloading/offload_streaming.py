@@ -18,7 +18,7 @@ time, and none after a forward.  accelerate itself loads a module whose tensors 
 
 from __future__ import annotations
 
-from ...engine import Finding, Kind, Patch, broken, fixed
+from ...engine import Finding, Kind, Patch, fixed_if
 from ...runtime.host.blocks import Blocks
 from .._code import code_at
 from ._dispatched import use
@@ -41,9 +41,8 @@ PATCH = Patch(
 def tensors_travel_one_by_one() -> Finding:
     """Look whether the hook still sets the tensors one by one."""
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
-    if "set_module_tensor_to_device" in code.co_names:
-        return broken()
-    return fixed("AlignDevicesHook no longer sets the tensors one by one")
+    one_by_one = "set_module_tensor_to_device" in code.co_names
+    return fixed_if(not one_by_one, "AlignDevicesHook no longer sets the tensors one by one")
 
 
 use(PATCH, Blocks())

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import offload_hook
 from ...runtime.host.forward_lock import lock_forward, share_lock
 from .._code import code_of, mentions
@@ -45,13 +45,11 @@ PATCH = Patch(
 @PATCH.probe
 def hooks_take_no_lock() -> Finding:
     """Look whether a forward with a hook takes a lock."""
-
     from accelerate import hooks
 
     functions = (hooks.add_hook_to_module, hooks.AlignDevicesHook.pre_forward)
-    if any(mentions(code_of(function), "lock") for function in functions):
-        return fixed("accelerate's hooks take a lock")
-    return broken()
+    locks = any(mentions(code_of(function), "lock") for function in functions)
+    return fixed_if(locks, "accelerate's hooks take a lock")
 
 
 @PATCH.around("accelerate.hooks", "add_hook_to_module")

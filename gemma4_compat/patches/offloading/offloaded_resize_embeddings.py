@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import host_tensors, offload_hooks
 from ...runtime.capture.snapshot import address
 from .._code import code_at
@@ -46,9 +46,8 @@ PATCH = Patch(
 def resize_ignores_offloading() -> Finding:
     """Look whether the resize still leaves the hook as it is."""
     code = code_at("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
-    if "weights_map" in code.co_names:
-        return fixed("resize_token_embeddings changes what the hook loads")
-    return broken()
+    changes = "weights_map" in code.co_names
+    return fixed_if(changes, "resize_token_embeddings changes what the hook loads")
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.resize_token_embeddings")

@@ -16,6 +16,7 @@ The fix asks the hooks in all these cases.  It still reads the weights one shard
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -78,8 +79,6 @@ def load_offloaded_parameter(original: Any, model: Any, param_name: str) -> Any:
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.save_pretrained")
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    import inspect
-
     offloaded = [module for module in self.modules() if offload_hook(module) is not None]
     if not offloaded:
         return original(self, *args, **kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...model.hooks import hooks_of
 
 PATCH = Patch(
@@ -41,9 +41,8 @@ def masks_stay_with_the_ids() -> Finding:
     """Look for a function that the module no longer has in releases with the fix."""
     from transformers.models.gemma4 import modeling_gemma4
 
-    if hasattr(modeling_gemma4, "create_causal_mask_mapping"):
-        return broken()
-    return fixed("transformers moves the mask to the per-layer embeddings")
+    stays = hasattr(modeling_gemma4, "create_causal_mask_mapping")
+    return fixed_if(not stays, "transformers moves the mask to the per-layer embeddings")
 
 
 @PATCH.around(_MODEL, "Gemma4Model.forward")

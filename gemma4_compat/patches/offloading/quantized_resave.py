@@ -10,6 +10,7 @@ leaves these conversions out while a state dict is converted back.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -36,8 +37,6 @@ _BITSANDBYTES = "transformers.integrations.bitsandbytes"
 @PATCH.probe
 def conversions_have_no_reverse() -> Finding:
     """Reverse a conversion that looks like those of bitsandbytes."""
-    from types import SimpleNamespace
-
     from transformers.core_model_loading import (
         ConversionOps,
         WeightConverter,

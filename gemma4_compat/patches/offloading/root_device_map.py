@@ -15,6 +15,7 @@ places only the tensors that they hold themselves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,8 +45,6 @@ _BY_NAME = ("module", "execution_device", "offload", "module_name", "skip_keys",
 @PATCH.probe
 def entry_covers_all_below() -> Finding:
     """Give a module and a module inside it different entries, and check the hooks."""
-    import inspect
-
     import torch
     from accelerate.hooks import SequentialHook, attach_align_device_hook_on_blocks
 
@@ -69,8 +68,6 @@ def entry_covers_all_below() -> Finding:
 
 @PATCH.around("accelerate.hooks", "attach_align_device_hook_on_blocks")
 def attach_align_device_hook_on_blocks(original: Any, *args: Any, **kwargs: Any) -> Any:
-    import inspect
-
     # The function calls itself for every module, and passes the module's name by keyword.
     if kwargs.get("module_name"):
         return original(*args, **kwargs)

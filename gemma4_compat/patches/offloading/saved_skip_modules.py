@@ -11,9 +11,10 @@ The fix writes the quantizer's list when ``save_pretrained`` writes the config.
 
 from __future__ import annotations
 
+import dis
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...objects import shadowed
 from .._code import code_of
 
@@ -36,17 +37,14 @@ PATCH = Patch(
 @PATCH.probe
 def quantizer_keeps_its_list_to_itself() -> Finding:
     """Look whether the quantizer adds the map's modules to its own list only."""
-    import dis
-
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     prepare = code_of(Bnb4BitHfQuantizer._process_model_before_weight_loading)
     if not {"modules_to_not_convert", "extend"} <= set(prepare.co_names):
         return drifted("the quantizer no longer extends modules_to_not_convert")
     written = {step.argval for step in dis.get_instructions(prepare) if step.opname == "STORE_ATTR"}
-    if "llm_int8_skip_modules" in written:
-        return fixed("the quantizer writes its list to the config")
-    return broken()
+    in_config = "llm_int8_skip_modules" in written
+    return fixed_if(in_config, "the quantizer writes its list to the config")
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.save_pretrained")

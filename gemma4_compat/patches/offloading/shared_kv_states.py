@@ -22,7 +22,7 @@ import sys
 from collections import UserDict
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 
 PATCH = Patch(
     name="shared_kv_states",
@@ -41,9 +41,8 @@ PATCH = Patch(
 def container_is_rebuilt() -> Finding:
     """Look whether transformers has its own container for this purpose."""
     # The module of the target has imported cache_utils.
-    if hasattr(sys.modules.get("transformers.cache_utils"), "KVSharingDict"):
-        return fixed("transformers passes a container that survives hooks")
-    return broken()
+    has_own = hasattr(sys.modules.get("transformers.cache_utils"), "KVSharingDict")
+    return fixed_if(has_own, "transformers passes a container that survives hooks")
 
 
 class _Shared(UserDict[Any, Any]):

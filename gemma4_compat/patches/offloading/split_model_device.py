@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
-from ...model.hooks import offload_hook
+from ...engine import Finding, Patch, fixed_if
+from ...model.hooks import input_device, offload_hook
 from ...objects import shadowed
 
 PATCH = Patch(
@@ -52,9 +52,8 @@ def device_of_an_offloaded_model() -> Finding:
 
     model = Model(1, 1, bias=False, device="meta")
     model._hf_hook = Hook()
-    if model.device.type == "meta":
-        return broken()
-    return fixed(f"the device of an offloaded model is {model.device}")
+    device = model.device
+    return fixed_if(device.type != "meta", f"the device of an offloaded model is {device}")
 
 
 @PATCH.around("transformers.modeling_utils", "ModuleUtilsMixin.device")
@@ -84,8 +83,6 @@ def _device_of_inputs(model: Any, meta: Any) -> Any:
 
 
 def _device_of_token_embeddings(model: Any) -> Any | None:
-    from ...model.hooks import input_device
-
     try:
         # ``generate`` reads the device for each token; ``input_device`` searches the whole model.
         hook = getattr(model.get_input_embeddings(), "_hf_hook", None)

@@ -18,7 +18,7 @@ from functools import cache, partial, update_wrapper, wraps
 from typing import Any
 from weakref import ref
 
-from ...engine import Finding, Kind, Patch, broken, fixed
+from ...engine import Finding, Kind, Patch, fixed_if
 from .._code import code_at
 
 PATCH = Patch(
@@ -41,9 +41,8 @@ _PLAIN = (type(None), bool, int, float, str)
 def inputs_are_always_sent() -> Finding:
     """Look whether the hook still calls ``send_to_device``."""
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
-    if "send_to_device" in code.co_names:
-        return broken()
-    return fixed("AlignDevicesHook.pre_forward does not call send_to_device")
+    sends = "send_to_device" in code.co_names
+    return fixed_if(not sends, "AlignDevicesHook.pre_forward does not call send_to_device")
 
 
 @PATCH.replaces("accelerate.hooks", "add_hook_to_module")

@@ -19,9 +19,10 @@ untied, and each is read from the checkpoint for its forward.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from ...model.device_maps import covering
 from .._code import code_of
 
@@ -52,15 +53,12 @@ def tied_values_are_missing() -> Finding:
     gone = {"model", "device_map", "offload_index"} - {*code.co_varnames[: code.co_argcount]}
     if gone:
         return drifted(f"dispatch_model has no parameter {', '.join(sorted(gone))}")
-    if "find_tied_parameters" not in code.co_names:
-        return fixed("dispatch_model no longer searches for tied weights itself")
-    return broken()
+    searches = "find_tied_parameters" in code.co_names
+    return fixed_if(not searches, "dispatch_model no longer searches for tied weights itself")
 
 
 @PATCH.around("accelerate.big_modeling", "dispatch_model")
 def dispatch_model(original: Any, *args: Any, **kwargs: Any) -> Any:
-    import inspect
-
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     index, device_map = given.get("offload_index"), given["device_map"]

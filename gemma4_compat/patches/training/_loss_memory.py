@@ -1,16 +1,32 @@
-"""The replacements of ``loss_memory`` and of the same patch for other model types."""
+"""The patch ``loss_memory`` for each family of models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, fixed_if
+from ...engine import Finding, Kind, Patch, fixed_if
 from ...runtime import logits
 from .._code import code_at
+from .._families import Family
 
 
-def mend(patch: Patch, module: str, prefix: str) -> None:
-    """Register probe and replacements for the classes with this prefix in a module."""
+def patch_of(
+    family: Family, name: str, symptom: str, links: tuple[str, ...] = (), unreported: str = ""
+) -> Patch:
+    """The patch for a family's classes with a head."""
+    module, prefix = family.module, family.prefix
+    patch = Patch(
+        name=name,
+        symptom=symptom,
+        affects=(family.requirement, "accelerate"),
+        changes=(
+            f"A forward of {family.name} with labels computes logits and loss for some tokens at a "
+            "time.  outputs.logits is computed when it is read."
+        ),
+        kind=Kind.SPEED,
+        links=links,
+        unreported=unreported,
+    )
 
     @patch.probe
     def forward_computes_all_logits() -> Finding:
@@ -30,3 +46,5 @@ def mend(patch: Patch, module: str, prefix: str) -> None:
     @patch.around("torch.nn.parallel.distributed", "_tree_flatten_with_rref")
     def in_ddp(original: Any, *args: Any, **kwargs: Any) -> Any:
         return logits.in_ddp(original, *args, **kwargs)
+
+    return patch

@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from ...engine import Finding, Patch, broken, drifted, fixed
 from ...objects import shadowed
 from .._code import code_at
+from .._families import GEMMA3N, GEMMA4, UNIFIED
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +61,8 @@ PATCH = Patch(
 
 _TRAINER = "transformers.trainer"
 _MODELS = {
-    f"transformers.models.{package}.modeling_{package}.{name}ForConditionalGeneration"
-    for package, name in (
-        ("gemma4", "Gemma4"),
-        ("gemma4_unified", "Gemma4Unified"),
-        ("gemma3n", "Gemma3n"),
-    )
+    f"{family.module}.{family.prefix}ForConditionalGeneration"
+    for family in (GEMMA4, UNIFIED, GEMMA3N)
 }
 _FLAG = "accepts_loss_kwargs"
 _NUMBER = "num_items_in_batch"

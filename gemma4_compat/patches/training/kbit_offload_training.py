@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_at
 from .._offload import executing_map
 
@@ -40,9 +40,8 @@ PATCH = Patch(
 def offloaded_models_are_refused() -> Finding:
     """Search the code for the text of the exception."""
     code = code_at("accelerate.accelerator", "Accelerator.prepare_model")
-    if any("CPU or disk offload" in text for text in code.co_consts if isinstance(text, str)):
-        return broken()
-    return fixed("Accelerator.prepare_model no longer refuses offloaded models")
+    raises = any("CPU or disk offload" in text for text in code.co_consts if isinstance(text, str))
+    return fixed_if(not raises, "Accelerator.prepare_model no longer refuses offloaded models")
 
 
 @PATCH.around("accelerate.accelerator", "Accelerator.prepare_model")

@@ -17,13 +17,14 @@ inputs in their own dtype, as bitsandbytes' 4-bit layers compute, too.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 from ...objects import shadowed
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ _TABLE = "embed_tokens_per_layer"
 @PATCH.probe
 def tables_are_cast() -> Finding:
     """Prepare a module with a table and check the table's dtype."""
-    import inspect
-
     import torch
     from peft.utils.other import prepare_model_for_kbit_training as prepare
 
@@ -60,9 +59,8 @@ def tables_are_cast() -> Finding:
         options["auto_clear_cache"] = False  # clearing would initialise CUDA
     table = torch.nn.Embedding(1, 1, dtype=torch.bfloat16)
     prepare(torch.nn.ModuleDict({_TABLE: table}), **options)
-    if table.weight.dtype == torch.bfloat16:
-        return fixed("prepare_model_for_kbit_training leaves the table in its dtype")
-    return broken()
+    stays = table.weight.dtype == torch.bfloat16
+    return fixed_if(stays, "prepare_model_for_kbit_training leaves the table in its dtype")
 
 
 @PATCH.around("peft.utils.other", "prepare_model_for_kbit_training")

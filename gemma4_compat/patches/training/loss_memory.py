@@ -15,19 +15,12 @@ another loss function, everything stays as it is.
 
 from __future__ import annotations
 
-from ...engine import Kind, Patch
-from ._loss_memory import mend
+from .._families import GEMMA4
+from ._loss_memory import patch_of
 
-PATCH = Patch(
+PATCH = patch_of(
+    GEMMA4,
     name="loss_memory",
     symptom="torch.OutOfMemoryError in the loss of a training step, although the model is small",
-    affects=("transformers", "accelerate"),
-    changes=(
-        "A forward of Gemma 4 with labels computes logits and loss for some tokens at a time.  "
-        "outputs.logits is computed when it is read."
-    ),
-    kind=Kind.SPEED,
     links=("https://github.com/linkedin/Liger-Kernel/issues/1308",),
 )
-
-mend(PATCH, "transformers.models.gemma4.modeling_gemma4", "Gemma4")

@@ -10,9 +10,10 @@ refused as before, because the patch cannot know which of its tokens are images.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from ...engine import Finding, Patch, broken, fixed
+from ...engine import Finding, Patch, fixed_if
 
 PATCH = Patch(
     name="mm_token_type_ids",
@@ -34,14 +35,11 @@ _MODEL = "transformers.models.gemma4.modeling_gemma4"
 @PATCH.probe
 def masks_ask_for_token_types() -> Finding:
     """Check whether the function that makes the masks depends on training."""
-    import inspect
-
     from transformers.models.gemma4 import modeling_gemma4
 
     masks = getattr(modeling_gemma4, "create_causal_mask_mapping", None)
-    if masks is not None and "is_training" in inspect.signature(masks).parameters:
-        return broken()
-    return fixed("masks are made without token types")
+    asks = masks is not None and "is_training" in inspect.signature(masks).parameters
+    return fixed_if(not asks, "masks are made without token types")
 
 
 @PATCH.around(_MODEL, "Gemma4Model.forward")

@@ -17,11 +17,12 @@ function as before.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
@@ -44,17 +45,14 @@ PATCH = Patch(
 @PATCH.probe
 def models_are_given_a_checkpoint_function() -> Finding:
     """Check whether transformers passes the checkpoint function to the model unchanged."""
-    import inspect
-
     from transformers.modeling_utils import PreTrainedModel
 
     method = PreTrainedModel._set_gradient_checkpointing
     if "gradient_checkpointing_func" not in inspect.signature(method).parameters:
         return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
     code = code_of(method)
-    if mentions(code, "reentrant") or mentions(code, "kv_shared"):
-        return fixed("_set_gradient_checkpointing chooses the variant itself")
-    return broken()
+    chooses = mentions(code, "reentrant") or mentions(code, "kv_shared")
+    return fixed_if(chooses, "_set_gradient_checkpointing chooses the variant itself")
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel._set_gradient_checkpointing")

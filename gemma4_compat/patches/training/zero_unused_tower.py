@@ -19,7 +19,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, drifted, fixed_if
 from .._code import code_at, mentions
 
 PATCH = Patch(
@@ -48,9 +48,8 @@ def towers_run_for_images_alone() -> Finding:
     code = code_at(_MODEL, "Gemma4Model.forward")
     if not {"get_image_features", "get_audio_features", "language_model"} <= set(code.co_names):
         return drifted("Gemma4Model.forward no longer calls its towers")
-    if mentions(code, "zero3") or mentions(code, "deepspeed"):
-        return fixed("Gemma4Model.forward knows of DeepSpeed")
-    return broken()
+    knows = mentions(code, "zero3") or mentions(code, "deepspeed")
+    return fixed_if(knows, "Gemma4Model.forward knows of DeepSpeed")
 
 
 @PATCH.around(_MODEL, "Gemma4Model.forward")

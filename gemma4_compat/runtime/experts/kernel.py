@@ -200,17 +200,14 @@ def _compiled(shape: _Shape) -> tuple[Kernel, Kernel]:
 
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
         raise KernelError("the GPU is older than they need")
-    common = {
-        "BFLOAT16": int(shape.bfloat16),
-        "EXPERTS": shape.experts,
-        "TOP_K": shape.top_k,
-        "OUTPUTS": _OUTPUTS,
-    }
-
     file = Path(__file__).with_name("routed_experts.cu")
 
     def kernel(number: int, rows: int, columns: int, vectors: int, warps: int) -> Kernel:
         constants = {
+            "BFLOAT16": int(shape.bfloat16),
+            "EXPERTS": shape.experts,
+            "TOP_K": shape.top_k,
+            "OUTPUTS": _OUTPUTS,
             "GATED": int(number == 0),
             "NESTED": int(shape.nested[number]),
             "ROWS": rows,
@@ -219,7 +216,6 @@ def _compiled(shape: _Shape) -> tuple[Kernel, Kernel]:
         }
         shared = 4 * 256 * _UNIT + 2 * vectors * columns + 64 * warps
         name = ("gated", "down")[number]
-        constants |= common
         return compiled(file, name, constants, shape.device, 32 * warps, shared)
 
     hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k

@@ -166,9 +166,8 @@ def share_lock(root: Any) -> None:
     offloaded = [module for module in root.modules() if offload_hook(module) is not None]
     if not offloaded:
         return
-    lock = _locks.setdefault(
-        root, ForwardLock()
-    )  # a thread may hold it while it is dispatched again
+    # A thread may hold it while the model is dispatched again.
+    lock = _locks.setdefault(root, ForwardLock())
     for module in (root, *offloaded):
         if vars(module).get("_hf_hook") is not None:
             setattr(module._hf_hook, _LOCK, lock)
@@ -180,7 +179,7 @@ def lock_forward(module: Any) -> None:
     from torch.compiler import is_compiling
 
     hooked = vars(module).get("forward")
-    if hooked is None or _is_locked(hooked):
+    if hooked is None or hasattr(getattr(hooked, "func", None), "_is_locked"):
         return
 
     @wraps(getattr(hooked, "func", hooked))
@@ -223,7 +222,3 @@ def lock_of(module: Any) -> AbstractContextManager[None]:
     hook = vars(module).get("_hf_hook")
     lock: ForwardLock | None = None if hook is None else vars(hook).get(_LOCK)
     return nullcontext() if lock is None else lock.held()
-
-
-def _is_locked(forward: Any) -> bool:
-    return hasattr(getattr(forward, "func", None), "_is_locked")

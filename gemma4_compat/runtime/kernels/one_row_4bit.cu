@@ -10,12 +10,9 @@
 // Constants from the compiler's command line: BITS and EXPONENT of the dtype of inputs and outputs;
 // NESTED or not; ROWS and VECTORS of a thread; THREADS, the most in a block.
 
+#include "bits.cuh"
+
 typedef unsigned int u32;
-#if BITS == 32
-typedef unsigned int Bits;
-#else
-typedef unsigned short Bits;
-#endif
 
 struct Arguments {
     Bits* out;
@@ -42,30 +39,6 @@ __device__ __forceinline__ uint4 load(const uint4* from) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w) : "l"(from));
     return four;
-}
-
-__device__ __forceinline__ float of_half(unsigned short bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ unsigned short to_half(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-__device__ __forceinline__ Bits store(float value) {
-    const u32 bits = __float_as_uint(value);
-#if BITS == 32
-    return bits;
-#elif EXPONENT == 8
-    if (value != value) return 0x7fff;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, or to even
-#else
-    return to_half(value);
-#endif
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& four, int i) {

@@ -6,41 +6,11 @@
 // Constants from the compiler's command line: BITS and EXPONENT of the dtype; VALUES that one load
 // reads.
 
-#if BITS == 32
-typedef unsigned int Bits;
-#else
-typedef unsigned short Bits;
-#endif
+#include "bits.cuh"
 
 struct alignas(VALUES * sizeof(Bits)) Pack {
     Bits values[VALUES];
 };
-
-__device__ __forceinline__ float load(Bits bits) {
-#if BITS == 32
-    return __uint_as_float(bits);
-#elif EXPONENT == 8
-    return __uint_as_float((unsigned int)bits << 16);
-#else
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#endif
-}
-
-__device__ __forceinline__ Bits store(float value) {
-#if BITS == 32
-    return __float_as_uint(value);
-#elif EXPONENT == 8
-    const unsigned int bits = __float_as_uint(value);
-    if (value != value) return 0x7fff;
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, or to even
-#else
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-#endif
-}
 
 __device__ __forceinline__ float rounded(float value) { return load(store(value)); }
 
