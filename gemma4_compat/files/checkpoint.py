@@ -287,10 +287,11 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
     return tuple(header_in(folder, name) for name in _shards(index))
 
 
-def check_weights(folder: Path | Repository) -> None:
+def check_weights(folder: Path | Repository) -> Header:
     """Refuse weights on this disk that are damaged, or of which only some shards are there.
 
-    A folder without weights is fine, and so is a repository that is not downloaded.
+    A folder without weights is fine, and so is a repository that is not downloaded.  Returns the
+    tensors of all shards, or nothing if a shard is not on this disk.
 
     Raises:
         InputError: as in `weight_headers`.
@@ -299,8 +300,9 @@ def check_weights(folder: Path | Repository) -> None:
     index = None if find(WEIGHTS) else find(INDEX)
     names = [WEIGHTS] if index is None else _shards(index)
     here = [name for name in names if find(name)]
-    for name in names if here and isinstance(folder, Path) else here:
-        header_in(folder, name)
+    read = names if here and isinstance(folder, Path) else here
+    tensors = {n: entry for name in read for n, entry in header_in(folder, name).items()}
+    return tensors if read == names else {}
 
 
 def _shards(index: Path) -> list[str]:
