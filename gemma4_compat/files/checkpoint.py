@@ -38,6 +38,7 @@ _ADAPTER_KINDS: Mapping[str, tuple[Any, Any]] = {
     "peft_type": (str, str),
     "base_model_name_or_path": (str, str),
     "r": (int, int),
+    "lora_alpha": ((int, float), int),
     "rank_pattern": (dict, (int, list)),  # AdaLoRA has lists
     "alpha_pattern": (dict, (int, float)),
     "trainable_token_indices": ((list, dict), (int, list)),
@@ -209,7 +210,8 @@ def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         items = value if isinstance(value, list) else []
         items = list(value.values()) if isinstance(value, dict) else items
         wrong = not isinstance(value, kind) or not all(isinstance(each, inside) for each in items)
-        if value is not None and wrong:
+        infinite = (isinstance(n, float) and not math.isfinite(n) for n in (value, *items))
+        if value is not None and (wrong or any(infinite)):
             raise InputError(f"{path}: {name} cannot be {json.dumps(value)}")
     return config
 
