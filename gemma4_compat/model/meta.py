@@ -56,10 +56,8 @@ def meta_model(
     first = max(shared_layers(config).start, 0)
     alone = sorted({*types[first:]} - {*types[:first]})
     if alone and "Assistant" not in name:  # which reuses those of the model that it helps
-        raise InputError(
-            f"{file}: num_kv_shared_layers is too large: no earlier layer has the keys and values "
-            f"that its layers of {' and '.join(alone)} reuse. Download it again, or correct it"
-        )
+        what = f"no earlier layer has keys and values that those of {' and '.join(alone)} can reuse"
+        raise InputError(f"{file}: num_kv_shared_layers is too large: {what}. Download it again")
     with failures_of(f"{file}: {name} cannot be built from it"):
         model = on_meta(architecture, config)
     if header and not quantised and is_ours(model):
