@@ -12,6 +12,7 @@ from ..errors import InputError, MergeError, failures_of
 from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, exists
 from ..inspection.adapter import inspect_adapter
 from ..model.parts import is_shared_kv, shared_layers
+from ..text import plural
 from . import parity
 from .prompts import all_inputs
 from .result import Parity
@@ -44,9 +45,9 @@ def rehearse(base: Path, adapter: Path) -> None:
         found = inspect_adapter(adapter, model).groups if exists(adapter / ADAPTER_WEIGHTS) else ()
         for group in (each for each in found if each.kind == "missing"):
             raise InputError(
-                f"{adapter}: lacks {group.count} tensors that its {ADAPTER_CONFIG} asks for, such "
-                f"as {group.example}: PEFT would begin with new ones, which are not trained. Use "
-                f"the complete file, and the {ADAPTER_CONFIG} that it was trained with"
+                f"{adapter}: lacks {plural(group.count, 'tensor')} that its {ADAPTER_CONFIG} asks "
+                f"for, such as {group.example}: PEFT would begin with new ones, which are not "
+                f"trained. Use the complete file, and the {ADAPTER_CONFIG} of the training"
             )
         settings = peft.PeftConfig.from_pretrained(adapter)
         if hasattr(settings, "init_lora_weights"):
