@@ -200,6 +200,24 @@ def test_adapter_for_another_model(model_dir, language_adapter_dir, work, tmp_pa
     refused(model_dir, adapter, work / "out", f"{adapter} does not fit {model_dir}: ")
 
 
+@pytest.mark.parametrize(
+    ("lacks", "config"),
+    [(r"layers\.1\.mlp\.up_proj\.lora_B", {}), ("lora_magnitude_vector", {"use_dora": True})],
+)
+def test_incomplete_adapter(model_dir, language_adapter_dir, work, tmp_path, lacks, config):
+    """PEFT would begin with new tensors, which are not trained, and merge write them."""
+    from safetensors.torch import load, save_file
+
+    adapter = shutil.copytree(language_adapter_dir, tmp_path / "adapter")
+    edited(adapter / "adapter_config.json", **config)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load(file.read_bytes())
+    kept = {name: t for name, t in tensors.items() if not re.search(lacks, name)}
+    save_file(kept, file, metadata={"format": "pt"})
+    said = refused(model_dir, adapter, work / "out", f"{adapter}: lacks ")
+    assert re.search(lacks, said)
+
+
 def test_adapter_that_is_not_finite(model_dir, work, tmp_path):
     def spoil(model):
         noise(model)

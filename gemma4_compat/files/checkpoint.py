@@ -38,6 +38,7 @@ _ADAPTER_KINDS: Mapping[str, tuple[Any, Any]] = {
     "peft_type": (str, str),
     "base_model_name_or_path": (str, str),
     "r": (int, int),
+    "lora_alpha": ((int, float), int),
     "rank_pattern": (dict, (int, list)),  # AdaLoRA has lists
     "alpha_pattern": (dict, (int, float)),
     "trainable_token_indices": ((list, dict), (int, list)),
@@ -209,7 +210,8 @@ def read_adapter_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         items = value if isinstance(value, list) else []
         items = list(value.values()) if isinstance(value, dict) else items
         wrong = not isinstance(value, kind) or not all(isinstance(each, inside) for each in items)
-        if value is not None and wrong:
+        infinite = (isinstance(n, float) and not math.isfinite(n) for n in (value, *items))
+        if value is not None and (wrong or any(infinite)):
             raise InputError(f"{path}: {name} cannot be {json.dumps(value)}")
     return config
 
@@ -287,10 +289,11 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
     return tuple(header_in(folder, name) for name in _shards(index))
 
 
-def check_weights(folder: Path | Repository) -> None:
+def check_weights(folder: Path | Repository) -> Header:
     """Refuse weights on this disk that are damaged, or of which only some shards are there.
 
-    A folder without weights is fine, and so is a repository that is not downloaded.
+    A folder without weights is fine, and so is a repository that is not downloaded.  Returns the
+    tensors of all shards, or nothing if a shard is not on this disk.
 
     Raises:
         InputError: as in `weight_headers`.
@@ -299,8 +302,9 @@ def check_weights(folder: Path | Repository) -> None:
     index = None if find(WEIGHTS) else find(INDEX)
     names = [WEIGHTS] if index is None else _shards(index)
     here = [name for name in names if find(name)]
-    for name in names if here and isinstance(folder, Path) else here:
-        header_in(folder, name)
+    read = names if here and isinstance(folder, Path) else here
+    tensors = {n: entry for name in read for n, entry in header_in(folder, name).items()}
+    return tensors if read == names else {}
 
 
 def _shards(index: Path) -> list[str]:

@@ -62,6 +62,7 @@ _ZERO = (
     "PEFT multiplies them by lora_alpha or alpha_pattern, which is 0: use the value that the "
     "adapter was trained with"
 )
+_UNTRAINED = "all values of lora_B are 0, as before training: the outputs are those of the model"
 _DEQUANTIZED = (
     "if from_pretrained gets quantization_config=CompressedTensorsConfig(dequantize=True) "
     "(transformers 5.21 or later): else PEFT raises \"'Linear' object has no attribute 'weight'\""
@@ -74,8 +75,8 @@ _CLASSES = (("model.", "model.language_model."), ("model.language_model.", "mode
 class Group:
     """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (it loads them and
-    multiplies them by 0), "refused" (loading raises) or "missing" (with this
+    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (it multiplies them by 0, or
+    all ``lora_B`` are 0), "refused" (loading raises) or "missing" (with this
     ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not
     change the model's output.
     """
@@ -173,7 +174,7 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
 
     Args:
         path: an adapter's folder, Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") or
-            safetensors file; only the header is read.
+            safetensors file; only the header is read, and with a model whether ``lora_B`` is 0.
         model: a checkpoint's folder or Hub id, of which only ``config.json`` is read, or a model.
 
     Raises:
@@ -329,6 +330,8 @@ def _fitted(
     loads = len(keys) - len(groups)
     adapted_layers = any(key.is_update and key.layer for key in keys)
     groups += [*idle, *_missing(fitting, expected, base)]
+    if not groups and _is_zero(found.file, keys):
+        groups = [Group("no effect", _UNTRAINED, keys[0].entry.name, harmless=True)] * len(keys)
     return replace(
         found,
         model=base.name,
@@ -339,6 +342,17 @@ def _fitted(
         unchecked=unchecked,
         condition=_DEQUANTIZED if base.method == COMPRESSED and adapted_layers else "",
     )
+
+
+def _is_zero(path: str, keys: Collection[_Key]) -> bool:
+    """Whether the file is on this disk, and has pairs of ``lora_A`` and ``lora_B`` = 0 alone."""
+    from safetensors import safe_open
+
+    names = [key.entry.name for key in keys if key.part == "lora_B"]
+    if {key.part for key in keys} != {"lora_A", "lora_B"} or not os.path.isfile(path):
+        return False
+    with safe_open(path, "pt") as file:
+        return not any(file.get_tensor(name).any() for name in names)
 
 
 def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MergeError, failures_of
+from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, exists
+from ..inspection.adapter import inspect_adapter
 from ..model.parts import is_shared_kv, shared_layers
+from ..text import plural
 from . import parity
 from .prompts import all_inputs
 from .result import Parity
@@ -25,7 +28,7 @@ def rehearse(base: Path, adapter: Path) -> None:
     """Load both on the meta device, to check names and shapes.
 
     Raises:
-        InputError: base or adapter cannot be loaded, or the adapter does not fit.
+        InputError: base or adapter cannot be loaded, or the adapter does not fit or lacks tensors.
     """
     import peft
     import transformers
@@ -39,6 +42,13 @@ def rehearse(base: Path, adapter: Path) -> None:
             f"{missing[0]}"
         )
     with failures_of(f"{adapter} does not fit {base}"):
+        found = inspect_adapter(adapter, model).groups if exists(adapter / ADAPTER_WEIGHTS) else ()
+        for group in (each for each in found if each.kind == "missing"):
+            raise InputError(
+                f"{adapter}: lacks {plural(group.count, 'tensor')} that its {ADAPTER_CONFIG} asks "
+                f"for, such as {group.example}: PEFT would begin with new ones, which are not "
+                f"trained. Use the complete file, and the {ADAPTER_CONFIG} of the training"
+            )
         settings = peft.PeftConfig.from_pretrained(adapter)
         if hasattr(settings, "init_lora_weights"):
             settings.init_lora_weights = False  # some settings need the base model's values

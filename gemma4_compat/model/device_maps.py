@@ -127,24 +127,32 @@ def parse_map(text: str, source: str | None = None) -> dict[str, int | str]:
     text comes from; messages name it.
 
     Raises:
-        InputError: it is none of them, or a value is not a device.
+        InputError: it is none of them, a value is not a device, or a key is there twice.
     """
     try:
-        # A dict of JSON is one of Python, too, if its values are numbers and strings.
-        found = ast.literal_eval(text.strip()) if text.lstrip().startswith("{") else _pairs(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        pairs = _pairs(text)
+        found = dict(pairs)
+    except Exception as error:  # a text can be wrong in many ways
         # Not repr, which doubles the backslashes of a path.
         start = f"'{text if len(text) <= 60 else text[:57] + '...'}'".replace("\n", " ")
         raise InputError(f"{source or start} is not a device map: {_FORMS}") from error
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise InputError(f'"{twice[0]}" is in the device map twice: remove one of the entries')
     return checked_map(found)
 
 
-def _pairs(text: str) -> dict[str, int | str]:
-    """The entries of "KEY=DEVICE,KEY=DEVICE"; in a file there may be lines instead of commas."""
-    pairs: dict[str, int | str] = {}
+def _pairs(text: str) -> list[tuple[Any, Any]]:
+    """The entries of a dict, or of "KEY=DEVICE,KEY=DEVICE" with commas or lines between them."""
+    if text.lstrip().startswith("{"):
+        # A dict of JSON is one of Python, too, if its values are numbers and strings.
+        tree: Any = ast.parse(text.strip(), mode="eval").body
+        keys, values = (map(ast.literal_eval, each) for each in (tree.keys, tree.values))
+        return list(zip(keys, values, strict=True))
+    pairs: list[tuple[Any, Any]] = []
     for piece in filter(str.strip, re.split("[,\n]", text)):
         key, device = map(str.strip, piece.rsplit("=", 1))
-        pairs[key] = int(device) if device.isdecimal() else device
+        pairs.append((key, int(device) if device.isdecimal() else device))
     if not pairs:
         raise ValueError("no pairs")
     return pairs

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InputError, failures_of
 from ..files.checkpoint import CONFIG, Location, check_weights, config_file, located, read_config
+from .parts import is_ours, is_shared_kv, shared_layers, tower_of
 
 QUANTS = ("nf4", "int8", "bf16")
 #: the ``quant_method`` of QAT checkpoints in Google's own format ("mobile")
@@ -34,16 +35,16 @@ def meta_model(
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
-            that the installed transformers knows, weights here are damaged, or it cannot be
-            quantised.
+            that the installed transformers knows, weights here are damaged or do not fit it, or it
+            cannot be quantised.
     """
     import torch
     import transformers
 
     folder = located(model_dir)
     file, version = folder / CONFIG, f"transformers {transformers.__version__}"
-    read_config(folder)  # refuses what is no model's config
-    check_weights(folder)
+    quantised = read_config(folder).get("quantization_config")  # refuses what is no model's config
+    header = check_weights(folder)
     config_dir = config_file(folder).parent
     with failures_of(f"{file}: not understood by {version}"):
         config = transformers.AutoConfig.from_pretrained(config_dir, trust_remote_code=False)
@@ -51,8 +52,16 @@ def meta_model(
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise InputError(f"{file}: {version} has no {name}")
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    first = max(shared_layers(config).start, 0)
+    alone = sorted({*types[first:]} - {*types[:first]})
+    if alone and "Assistant" not in name:  # which reuses those of the model that it helps
+        what = f"no earlier layer has keys and values that those of {' and '.join(alone)} can reuse"
+        raise InputError(f"{file}: num_kv_shared_layers is too large: {what}. Download it again")
     with failures_of(f"{file}: {name} cannot be built from it"):
         model = on_meta(architecture, config)
+    if header and not quantised and is_ours(model):
+        _check_tensors(f"{folder}: its weights do not fit {CONFIG}", header, model)
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
@@ -68,6 +77,24 @@ def meta_model(
                 quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
             model.tie_weights()
     return model
+
+
+def _check_tensors(refusal: str, header: Mapping[str, Any], model: Any) -> None:
+    """Refuse weights whose language model lacks tensors, or has some of other shapes.
+
+    Weights with names that the model lacks are not judged: transformers may rename them.
+    """
+    shared, ties = shared_layers(model.config), model.all_tied_weights_keys
+    shapes = {n: each.shape for n, each in header.items() if not is_shared_kv(n, shared)}
+    if {name for name in shapes if tower_of(name) == "language"} - model.state_dict().keys():
+        return
+    skipped = {ties.get(name) for name in shapes}
+    for name, parameter in model.named_parameters():
+        judged = tower_of(name) == "language" and name not in skipped
+        found, needed = shapes.get(name, "missing"), tuple(parameter.shape)
+        if judged and found != needed and not is_shared_kv(name, shared):
+            what = f"{name} must be of shape {needed}, and is {found}"
+            raise InputError(f"{refusal}: {what}. Download both again")
 
 
 def on_meta(architecture: Any, config: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -173,7 +174,9 @@ def test_damaged_json(sharded_dir, adapter_dir, tmp_path, read, name, kind):
     [
         ("peft_type", 4), ("r", "8"), ("r", 8.5), ("target_modules", 4),
         ("target_modules", ["q_proj", 4]), ("modules_to_save", "lm_head"),
-        ("rank_pattern", {"q_proj": "8"}), ("layers_to_transform", ["1"]),
+        ("rank_pattern", {"q_proj": "8"}), ("layers_to_transform", ["1"]), ("lora_alpha", "8"),
+        ("lora_alpha", math.nan), ("lora_alpha", -math.inf),
+        ("alpha_pattern", {"q_proj": math.nan}),
     ],
 )  # fmt: skip
 def test_types_in_an_adapter_config(adapter_dir, tmp_path, entry, value):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 from gemma4_compat.errors import InputError
 from gemma4_compat.files import checkpoint as files
 from tests import damage
 from tests.files.test_checkpoint import copy, header_only, sharded_dir  # noqa: F401
-from tests.support import run_command
+from tests.support import load_model, run_command
 
 COMMANDS = {
     "plan": ("--gpu", "8GiB", "--context", "64"),
@@ -83,3 +86,62 @@ def test_no_weights_yet(weights, capsys):
         file.unlink()
     for command, options in COMMANDS.items():
         assert run_command(command, folder, *options) == 0
+
+
+# -- weights and the config ------------------------------------------------------------------------
+
+QUERY = "model.language_model.layers.1.self_attn.q_proj.weight"
+TABLE = "model.language_model.embed_tokens.weight"
+
+
+def without(name):
+    return lambda tensors: {own: each for own, each in tensors.items() if name not in own}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(QUERY), f"{QUERY} must be of shape (128, 128), and is missing"),
+        (lambda t: t | {QUERY: t[QUERY][:32].clone()}, f"{QUERY} must be of shape"),
+        (lambda t: t | {TABLE: torch.cat([t[TABLE]] * 2)}, "(512, 128), and is (1024, 128)"),
+        (without(TABLE), f"{TABLE} must be of shape (512, 128), and is missing"),
+        # complete ones
+        (lambda t: without(TABLE)(t) | {"lm_head.weight": t[TABLE].clone()}, None),
+        (lambda t: t | {"lm_head.weight": t[TABLE].clone()}, None),
+        (lambda t: without(".3.self_attn.k_proj")(without(".4.self_attn.v_proj")(t)), None),
+        (lambda t: t | {"model.drafter.norm.weight": torch.ones(3)}, None),
+        (lambda t: {n.replace(".language_model.", "."): each for n, each in t.items()}, None),
+    ],
+)
+def test_weights_that_do_not_fit_the_config(model_dir, tmp_path, change, message, capsys):
+    from safetensors.torch import load, save_file
+
+    copy(model_dir, tmp_path)
+    file = tmp_path / files.WEIGHTS
+    save_file(change(load(file.read_bytes())), file, metadata={"format": "pt"})
+    for command, options in COMMANDS.items():
+        assert run_command(command, tmp_path, *options) == (2 if message else 0)
+        said = capsys.readouterr().err
+        assert (message or "") in said
+        assert said.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_quantised_weights_fit(model_dir, tmp_path, kind):
+    load_model(model_dir, kind).save_pretrained(tmp_path)
+    for command, options in COMMANDS.items():
+        assert run_command(command, tmp_path, *options) == 0
+
+
+@pytest.mark.parametrize("shared", [4, 6, 7])
+def test_layers_that_reuse_the_keys_of_no_layer(model_dir, tmp_path, shared, capsys):
+    copy(model_dir, tmp_path)
+    file = tmp_path / files.CONFIG
+    config = json.loads(file.read_text())
+    config["text_config"]["num_kv_shared_layers"] = shared
+    file.write_text(json.dumps(config))
+    for command, options in COMMANDS.items():
+        assert run_command(command, tmp_path, *options) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{file}: num_kv_shared_layers is too large: " in line
+        assert "full_attention" in line

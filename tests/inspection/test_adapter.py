@@ -486,6 +486,21 @@ def test_scaling_of_zero(language_adapter_dir, model_dir, tmp_path, entry):
         assert torch.equal(peft.PeftModel.from_pretrained(model, folder)(tokens).logits, before)
 
 
+@pytest.mark.parametrize("zeros", ["lora_B", "layers.0.", "lora_A"])
+def test_before_training(language_adapter_dir, model_dir, tmp_path, zeros):
+    """It fits; the note is there if every ``lora_B`` is 0."""
+
+    def zeroed(tensors):
+        return {name: each * (zeros not in name) for name, each in tensors.items()}
+
+    fit = inspect_adapter(changed(language_adapter_dir, tmp_path, zeroed), model_dir)
+    assert fit.ok
+    assert fit.loads == fit.tensors
+    assert fit.verdict == "fits"
+    assert counts(fit, "no effect") == (fit.tensors if zeros == "lora_B" else 0)
+    assert ("as before training" in " ".join(str(fit).split())) == (zeros == "lora_B")
+
+
 @pytest.mark.parametrize("lacks", ["lora_B", r"layers\.0\."])
 def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
     folder = without(language_adapter_dir, tmp_path, lacks)

@@ -232,7 +232,8 @@ def test_verdict_for_experts_is_what_peft_does(moe_dir, tmp_path, name):
     from transformers import Gemma4ForCausalLM
 
     trained, config = EXPERTS[name]
-    options = {"r": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS} | trained
+    options = {"r": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS}
+    options |= {"init_lora_weights": False, **trained}
     model = Gemma4ForCausalLM.from_pretrained(moe_dir)
     peft.get_peft_model(model, peft.LoraConfig(**options)).save_pretrained(tmp_path / "trained")
     folder = changed(tmp_path / "trained", tmp_path / "given", **config)
