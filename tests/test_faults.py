@@ -51,7 +51,7 @@ INTERRUPTED = {
     if file.startswith(str(PACKAGE / "runtime")) or "...runtime." in source
 } | {objects.__file__, _offload.__file__, quant_state_offload.__file__}
 #: So many of the points of a scene are tried by default.
-SAMPLE = 4
+SAMPLE = 2
 
 #: What a call raises if it fails -> the names of the functions and methods.
 ERRORS = {

@@ -78,7 +78,14 @@ def with_tokenizer(source, path, template=None):
     return path
 
 
-@pytest.mark.parametrize("which", ["adapter_dir", "outer_adapter_dir", "language_adapter_dir"])
+@pytest.mark.parametrize(
+    "which",
+    [
+        "adapter_dir",
+        pytest.param("outer_adapter_dir", marks=pytest.mark.slow),
+        pytest.param("language_adapter_dir", marks=pytest.mark.slow),
+    ],
+)
 def test_merges_and_writes(model_dir, which, work, request, capsys):
     adapter = request.getfixturevalue(which)
     out = work / "out"

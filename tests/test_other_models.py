@@ -235,7 +235,11 @@ def results_of_relative(name, form, dtype, folder):
 
 @NEWEST
 @pytest.mark.xdist_group("other models")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 @pytest.mark.parametrize("name", RELATIVES)
 def test_relatives_of_gemma_4(name, dtype, tmp_path):
     """The patches touch classes that these models share with Gemma 4, or copies of them."""

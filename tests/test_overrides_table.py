@@ -11,11 +11,13 @@ from tests.overrides import ROWS
 from tests.overrides_table import BAD, VERDICTS, cells_of, judge
 
 STACKS = {"newest": NEWEST, "users": USERS}
-#: rows that were wrong once, and take little time
+#: rows that were wrong once; a minute each, so that only one is not slow
 SAMPLE = (
-    "trainer: compute_loss logs num_items_in_batch, the model's loss",
     "generate: subclass, _prepare_cache_for_generation",
-    "save: from four threads at once",
+    pytest.param(
+        "trainer: compute_loss logs num_items_in_batch, the model's loss", marks=pytest.mark.slow
+    ),
+    pytest.param("save: from four threads at once", marks=pytest.mark.slow),
 )
 
 
@@ -32,12 +34,12 @@ def test_data(stack):
         assert kinds <= VERDICTS.keys() - set(BAD), row
 
 
-def test_a_sample():
+@pytest.mark.parametrize("row", SAMPLE)
+def test_a_sample(row):
     """The verdicts depend on the CPU's kernels, so they may be others than in the data."""
-    for row, forms in overrides_table.run(list(SAMPLE), jobs=1).items():
-        for form, actions in forms.items():
-            for action, (kind, detail) in actions.items():
-                assert kind not in BAD, (row, form, action, kind, detail)
+    for form, actions in overrides_table.run([row], jobs=1)[row].items():
+        for action, (kind, detail) in actions.items():
+            assert kind not in BAD, (form, action, kind, detail)
 
 
 ONE, TWO = ({"a": torch.tensor([value])} for value in (1.0, 2.0))
