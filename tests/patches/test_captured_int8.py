@@ -172,12 +172,9 @@ def test_other_code_may_replace_matmul_during_a_step(layer, searches, monkeypatc
 
 @torch.no_grad()
 def test_a_search_that_raises(layer, searches, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("no kernel")
-
     row = row_of(layer)
     expected = layer(row)
-    monkeypatch.setattr(int8_outliers, "product", fail)
+    monkeypatch.setattr(int8_outliers, "product", support.fails(RuntimeError("no kernel")))
     with in_step() as step:
         assert torch.equal(layer(row), expected)
         assert str(step.failure) == "no kernel"

@@ -380,7 +380,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
 
     def fail(*_):
         failures.append(0)
-        raise RuntimeError("CUDA out of memory")
+        support.fails(RuntimeError("CUDA out of memory"))()
 
     monkeypatch.setattr(kernel, "plain", lambda: lambda row: row.device == device)
     monkeypatch.setattr(kernel, "current_device", lambda: lambda: -1)

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gemma4_compat.runtime.kernels import compiler, replacing, rms_norm
 from gemma4_compat.runtime.kernels.rms_norm import in_one_kernel
+from tests import support
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
 
@@ -352,11 +353,7 @@ def without_gpu(monkeypatch):
 )
 def test_comparisons_that_fail(without_gpu, monkeypatch, error, tries):
     """The norm stays as it is, and is compared again only if the reason may pass."""
-
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(rms_norm, "kernel_of", fail)
+    monkeypatch.setattr(rms_norm, "kernel_of", support.fails(error))
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     module, inputs = norm_of(256, device="cpu"), torch.randn(2, 256)
     for _ in range(3):

@@ -112,19 +112,20 @@ class _Module:
     """
 
     __slots__ = (
-        "containers", "get", "ids", "keys", "kind", "module", "names", "tensors", "values", "weak",
+        "containers", "get", "ids", "kind", "module", "names", "size", "tensors", "values", "weak",
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
         own = without_stand_ins(vars(module))
         self.module, self.kind = weakref.ref(module), type(module)
         self.names = _names(own)
-        self.get = itemgetter(*self.names)  # returns a tuple, as every module has several names
-        values = self.get(own)
+        values = [own[name] for name in self.names]
+        #: all values, first those that are compared; raises if an attribute is gone
+        self.get = itemgetter(*self.names, *(own.keys() - {*self.names}))
+        self.size = len(own)
         self.values = [_frozen(value) for value in values]
         self.ids = [*map(id, values)]
         self.weak = [value for value in self.values if isinstance(value, weakref.ref)]
-        self.keys = frozenset(own)
         self.containers = [n for n, value in enumerate(self.values) if isinstance(value, tuple)]
         self.tensors = [*map(_place, _tensors(module))]
 
@@ -142,12 +143,15 @@ class _Module:
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:
-        if own.keys() != self.keys and _names(own) != self.names:
-            return "attributes"
         try:
-            values = self.get(own)
-        except KeyError as error:
-            return str(error)
+            values = self.get(own)[: len(self.names)]
+            is_known = len(own) == self.size
+        except KeyError:
+            is_known = False
+        if not is_known:
+            if _names(own) != self.names:
+                return "attributes"
+            values = tuple(own[name] for name in self.names)
         # An id is that of the same object as long as the object is alive.
         same = [*map(id, values)] == self.ids and not any(ref() is None for ref in self.weak)
         for number in self.containers if same else range(len(values)):
@@ -172,7 +176,7 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     """What a graph needs to know of a tensor.  A weak reference would stop ``swap_tensors``."""
     pointer = address(tensor)
     where = id(tensor) if pointer is None else (pointer, tensor.stride())
-    state = tuple(_state_addresses(tensor))
+    state = tuple(_state_addresses(tensor)) if vars(tensor) else ()
     return type(tensor), where, tensor.shape, tensor.dtype, state
 
 
@@ -203,6 +207,8 @@ def _tensors(module: Any) -> list[Any]:
     hook = offload_hook(module) if "_hf_hook" in own else None
     if hook is None:
         state = own.get("state")
+        if state is None:
+            return own_tensors(module)
         return own_tensors(module) + _present({n: getattr(state, n, None) for n in ("CB", "SCB")})
     streamed = streamed_tensors(hook)
     # An offloaded embedding has other parameters during each lookup.
@@ -212,7 +218,7 @@ def _tensors(module: Any) -> list[Any]:
 def _state_addresses(tensor: Any) -> Iterator[int | None]:
     """The addresses of the statistics of a quantised tensor."""
     for name in ("quant_state", "CB", "SCB"):
-        state = getattr(tensor, name, None)
+        state = vars(tensor).get(name)
         if state is not None:
             yield from _addresses_in(state)
 
@@ -230,14 +236,6 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
 
 def _frozen(value: Any) -> Any:
     """What ``_equal`` compares a value by; keeps neither a module nor a tensor alive."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return _place(value)
-    if isinstance(value, partial) and value.keywords:
-        value = value.func, value.args, value.keywords
-    if type(value).__name__ == "MatmulLtState":  # of bitsandbytes' 8-bit layers
-        value = value.threshold, value.has_fp16_weights
     if isinstance(value, _CONTAINERS):
         entries: Iterable[Any] = value
         if isinstance(value, dict):
@@ -245,6 +243,12 @@ def _frozen(value: Any) -> Any:
         return (type(value), *map(_frozen, entries))
     if isinstance(value, _PLAIN):
         return value
+    if hasattr(type(value), "data_ptr"):  # which is quicker to see than in a module
+        return _place(value)
+    if isinstance(value, partial) and value.keywords:
+        return _frozen((value.func, value.args, value.keywords))
+    if type(value).__name__ == "MatmulLtState":  # of bitsandbytes' 8-bit layers
+        return value.threshold, value.has_fp16_weights
     try:
         return weakref.ref(value)
     except TypeError:
