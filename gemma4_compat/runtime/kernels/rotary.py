@@ -32,6 +32,8 @@ def in_one_kernel(original: Any) -> Any:
 
     compared, is_plain, get_device = Compared(), plain(), current_device()
     stream_of, namespace = raw_stream(), original.__globals__
+    half = namespace.get("rotate_half")
+    code = getattr(half, "__code__", None)
     known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
     OutOfMemory = torch.cuda.OutOfMemoryError
 
@@ -54,8 +56,9 @@ def in_one_kernel(original: Any) -> Any:
         count = batch * length * heads * size
         if not 0 < count < _MOST or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT:
             return None
-        half = namespace.get("rotate_half")
-        key = index, dtype, size, half, id(getattr(half, "__code__", None))
+        if namespace.get("rotate_half") is not half or getattr(half, "__code__", None) is not code:
+            return None  # the user's code runs
+        key = index, dtype, size
         launch = known.get(key) or compared.get(key, x.device, _equal_launch, original, x)
         if launch is None:
             return None
