@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gemma4_compat.runtime.capture import watch
+from gemma4_compat.runtime.kernels import watch
 from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS
 from tests import doors, support
 from tests.doors import DOORS, Own, layers_of

@@ -22,10 +22,11 @@ from packaging.version import Version
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import branches, conditions, graph, watch
+from gemma4_compat.runtime.capture import branches, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
+from gemma4_compat.runtime.kernels import watch
 from gemma4_compat.runtime.kernels.step import in_step
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support

@@ -10,8 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import watch
-from gemma4_compat.runtime.kernels import rms_norm
+from gemma4_compat.runtime.kernels import rms_norm, watch
 
 PATCHES = {
     "gemma4": "norm_kernels",

@@ -17,7 +17,7 @@ with a cache of the same size uses them again, unless other code still holds the
 
 A graph repeats kernels, and runs no Python code.  So the eager step is watched: if it runs code
 that is not of the libraries, the steps stay eager.  Before each call, the functions of the step are
-compared with those that ran (``runtime/capture/watch.py``).
+compared with those that ran (``runtime/kernels/watch.py``).
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: a user's
 code, decoder layers that accelerate copies (see ``offload_streaming``), several GPUs, forward
@@ -42,7 +42,7 @@ from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget
 from ...runtime.capture.graph import reason_of
-from ...runtime.capture.watch import is_of_user
+from ...runtime.kernels.watch import is_of_user
 from .._code import code_at, mentions
 
 logger = logging.getLogger(__name__)

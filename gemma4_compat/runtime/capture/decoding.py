@@ -20,6 +20,7 @@ from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
 from ..kernels.int8_outliers import has_threshold
 from ..kernels.step import in_step, is_short_of_memory
+from ..kernels.watch import is_of_user, uses_of, watched
 from .branches import side_by_side
 from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
@@ -36,7 +37,6 @@ from .conditions import (
 from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
 from .inputs import Inputs, kind_of_step
 from .snapshot import Snapshot
-from .watch import is_of_user, uses_of, watched
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...model.caches import cache_name
 from ..kernels.step import is_short_of_memory
+from ..kernels.watch import is_of_user
 from .cache_memory import Memory, counting_layers
-from .watch import is_of_user
 
 _Locks = dict[Any, threading.Lock]  # by device
 _captures: _Locks = {}

@@ -16,7 +16,7 @@ from typing import Any
 from ...model.hooks import offload_hook
 from ..host.blocks import streamed_tensors
 from ..kernels.step import without_stand_ins
-from .watch import Use
+from ..kernels.watch import Use
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..capture.watch import is_of_user
 from .compiler import exponents
 from .step import running
 from .streams import is_capturing
+from .watch import is_of_user
 
 if TYPE_CHECKING:
     from .compiler import Kernel

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...model.parts import is_ours
-from ..capture.watch import is_of_user
 from .compiler import KernelError, compiled, exponents
 from .step import is_short_of_memory
+from .watch import is_of_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,9 +18,9 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from ..capture.watch import is_of_user
 from .one_row_4bit import _thread
 from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
+from .watch import is_of_user
 
 logger = logging.getLogger(__name__)
 

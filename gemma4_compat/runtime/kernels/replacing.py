@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..capture.watch import is_of_user
 from .step import is_short_of_memory
 from .streams import is_capturing
+from .watch import is_of_user
 
 if TYPE_CHECKING:
     from .compiler import Kernel

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 #: The libraries whose functions a graph may stand for.
@@ -91,15 +91,26 @@ def _is_aside(frame: FrameType | None) -> bool:
 
 
 def uses_of(functions: Iterable[tuple[CodeType, dict[str, Any]]]) -> dict[tuple[int, str], Use]:
-    """These functions, and what they call by name; by the id of its owner, and its name."""
+    """These functions, and what they call by name; by the id of its owner, and its name.
+
+    A kernel stands for the function that it replaces, and for what that one calls.
+    """
     import torch
 
     uses: dict[tuple[int, str], Use] = {}
-    for code, namespace in functions:
+    functions = list(functions)
+    codes = {code for code, _ in functions}
+    for code, namespace in functions:  # the list grows meanwhile
+        before = len(uses)
         label = str(namespace.get("__name__"))
         pairs = [(each, (code.co_name,)) for each in _classes_in(namespace)]
         for owner, names in [*pairs, (namespace, code.co_names), (torch.Tensor, code.co_names)]:
             uses |= _uses(owner, names, label, [])
+        for _, _, value, _ in list(uses.values())[before:]:
+            replaced = getattr(value, "__wrapped__", None) if type(value) is FunctionType else None
+            if type(replaced) is FunctionType and replaced.__code__ not in codes:
+                codes.add(replaced.__code__)
+                functions.append((replaced.__code__, replaced.__globals__))
     return uses
 
 
