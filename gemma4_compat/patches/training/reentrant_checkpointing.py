@@ -1,18 +1,25 @@
-"""Reentrant gradient checkpointing corrupts the gradients of layers whose keys are shared.
+"""Reentrant gradient checkpointing loses gradients of Gemma 4.
 
-The last layers of Gemma 4 attend to keys and values that earlier layers store in a dict.  Reentrant
-checkpointing runs a layer without recording a graph, so the stored tensors have no graph.  When the
-layer runs again, only its arguments are differentiated, so the gradient through the shared keys and
-values is lost.  The loss is right, but the gradients of the layers that made them, and of all
-layers below, are wrong.  Non-reentrant checkpointing records the graph.
+Reentrant checkpointing runs a layer without recording a graph.  When the layer runs again for the
+backward pass, only its positional arguments are differentiated.  The loss is right, but gradients
+are lost in two cases, without an error.
+
+- **Shared keys.**  The last layers of E2B, E4B and Gemma 3n attend to keys and values that earlier
+  layers store in a dict.  The stored tensors have no graph, so the gradients of the layers that
+  made them, and of all layers below, are wrong.
+- **No argument needs a gradient.**  Then torch does not run the layer again, and its trained
+  weights, such as an adapter, get no gradient at all.  transformers' ``enable_input_require_grads``
+  makes token embeddings need one.  It does so neither for the pixels that enter the vision tower
+  nor for ``inputs_embeds``.  26B-A4B and 31B are affected.
 
 This can happen without ``use_reentrant=True``.  transformers' default is non-reentrant, but PEFT's
 ``prepare_model_for_kbit_training(model)`` passes empty ``gradient_checkpointing_kwargs``, which
 selects torch's default, reentrant.
 
 The fix changes the function that transformers gives each model for its checkpoints.  Models that
-share keys and values, including Gemma 3n, get the non-reentrant variant; all others get the same
-function as before.
+share keys and values get the non-reentrant variant.  Other models of Gemma 4 and Gemma 3n keep the
+variant: if a layer has trained weights and no argument needs a gradient, the first argument gets
+``requires_grad=True``.  All other models get the same function as before.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...model.parts import is_ours
 from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
@@ -30,15 +38,21 @@ logger = logging.getLogger(__name__)
 PATCH = Patch(
     name="reentrant_checkpointing",
     symptom=(
-        "wrong gradients, without an error, with use_reentrant=True or after "
-        "prepare_model_for_kbit_training(model)"
+        "wrong or no gradients, without an error, with use_reentrant=True or after "
+        "prepare_model_for_kbit_training(model); None of the inputs have requires_grad=True. "
+        "Gradients will be None"
     ),
     affects=("transformers",),
     changes=(
         "Gradient checkpointing of models with KV-shared layers is non-reentrant.  A warning says "
-        "so if use_reentrant=True was passed, an INFO line if use_reentrant was not passed."
+        "so if use_reentrant=True was passed, an INFO line if use_reentrant was not passed.  In "
+        "other models, a reentrant checkpoint of a layer with trained weights computes a gradient "
+        "for its first argument, if no argument needs one."
     ),
-    unreported="Reported only in another project (unsloth-zoo #813).",
+    unreported=(
+        "Reported only in another project (unsloth-zoo #813, unsloth #5039) and for other models "
+        "(peft #2880)."
+    ),
 )
 
 
@@ -51,7 +65,10 @@ def models_are_given_a_checkpoint_function() -> Finding:
     if "gradient_checkpointing_func" not in inspect.signature(method).parameters:
         return drifted("_set_gradient_checkpointing takes no gradient_checkpointing_func")
     code = code_of(method)
-    chooses = mentions(code, "reentrant") or mentions(code, "kv_shared")
+    # The names of a call's keyword arguments are in a tuple among the constants.
+    chooses = mentions(code, "reentrant") or "reentrant" in str(code.co_consts)
+    # A choice by shared keys does not mend the towers of models without them.
+    chooses = chooses and not mentions(code, "kv_shared")
     return fixed_if(chooses, "_set_gradient_checkpointing chooses the variant itself")
 
 
@@ -64,7 +81,9 @@ def set_gradient_checkpointing(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if enable and _is_reentrant(gradient_checkpointing_func) and _shares_keys(self):
+    if not enable or not _is_reentrant(gradient_checkpointing_func):
+        return original(self, enable, gradient_checkpointing_func, *args, **kwargs)
+    if _shares_keys(self):
         given = getattr(gradient_checkpointing_func, "keywords", {})
         logger.log(
             logging.WARNING if given.get("use_reentrant") else logging.INFO,
@@ -74,7 +93,35 @@ def set_gradient_checkpointing(
             "your setting" if given.get("use_reentrant") else "torch's default",
         )
         gradient_checkpointing_func = partial(gradient_checkpointing_func, use_reentrant=False)
+    elif any(is_ours(module) for module in self.modules()):
+        gradient_checkpointing_func = partial(_checkpoint, gradient_checkpointing_func)
     return original(self, enable, gradient_checkpointing_func, *args, **kwargs)
+
+
+def _checkpoint(given: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``given(function, *args)``; an argument needs a gradient if the layer has trained weights."""
+    import torch
+
+    if (
+        torch.is_grad_enabled()
+        and isinstance(next(iter(args), None), torch.Tensor)
+        and args[0].is_floating_point()
+        and not any(getattr(each, "requires_grad", False) for each in args)
+        and _is_trained(function)
+    ):
+        args = (args[0].detach().requires_grad_(), *args[1:])
+    return given(function, *args, **kwargs)
+
+
+def _is_trained(function: Any) -> bool:
+    """Whether the layer of ``partial(layer.forward)`` or ``partial(forward, layer)`` is trained.
+
+    FSDP hides the parameters of a layer that runs, so a layer without any counts as trained.
+    """
+    method = getattr(getattr(function, "func", function), "__self__", None)
+    layers = (x for x in (method, *getattr(function, "args", ())) if hasattr(x, "parameters"))
+    parameters = [each for layer in layers for each in layer.parameters()]
+    return not parameters or any(parameter.requires_grad for parameter in parameters)
 
 
 def _is_reentrant(function: Any) -> bool:
