@@ -66,6 +66,8 @@ def _samples(audio: Any, wanted: Any) -> Any:
     """The array of a sound, or of each sound in a list; what has no shape stays as it is."""
     import numpy
 
+    if getattr(getattr(audio, "dtype", None), "hasobject", False):
+        audio = list(audio)
     if isinstance(audio, Sequence) and not isinstance(audio, str):
         is_sound = len(audio) > 0 and isinstance(audio[0], Real)
         return audio if is_sound else [_samples(each, wanted) for each in audio]
