@@ -47,17 +47,14 @@ def model_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     given = kwargs.get("inputs_embeds")
     dtypes = [] if given is None else [given.dtype]
 
-    def get_input_embeddings() -> Any:
-        def embed(*args: Any, **kwargs: Any) -> Any:
-            embeddings = self.get_input_embeddings()(*args, **kwargs)
-            dtypes.append(embeddings.dtype)
-            return embeddings
-
-        return embed
+    def embed(*args: Any, **kwargs: Any) -> Any:
+        embeddings = self.get_input_embeddings()(*args, **kwargs)
+        dtypes.append(embeddings.dtype)
+        return embeddings
 
     def get_audio_features(*args: Any, **kwargs: Any) -> Any:
         found = self.get_audio_features(*args, **kwargs)
         return View(found, pooler_output=found.pooler_output.to(dtypes[0]))
 
-    replaced = {each.__name__: each for each in (get_input_embeddings, get_audio_features)}
-    return original(View(self, **replaced), *args, **kwargs)
+    view = View(self, get_input_embeddings=lambda: embed, get_audio_features=get_audio_features)
+    return original(view, *args, **kwargs)
