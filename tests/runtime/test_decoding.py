@@ -462,6 +462,14 @@ def other_values(layer):
     layer.scale.data = torch.ones(1)
 
 
+def other_number(layer):
+    layer.scale.fill_(2.0)
+
+
+def other_argument(layer):
+    layer.by.args[0].fill_(2.0)
+
+
 def other_keywords(layer):
     layer.act.keywords["min"] = 0.5
 
@@ -488,7 +496,17 @@ def function(x):
 
 @pytest.mark.parametrize(
     "change",
-    [transposed, other_values, other_keywords, other_threshold, other_scales, other_code, swapped],
+    [
+        transposed,
+        other_values,
+        other_number,
+        other_argument,
+        other_keywords,
+        other_threshold,
+        other_scales,
+        other_code,
+        swapped,
+    ],
 )
 def test_a_change_in_place(change):
     from bitsandbytes import MatmulLtState
@@ -496,6 +514,8 @@ def test_a_change_in_place(change):
     layer = torch.nn.Linear(4, 4)
     layer.scale, layer.act = torch.zeros(1), partial(torch.clamp, min=0.1)
     layer.state = MatmulLtState(SCB=torch.zeros(2))
+    layer.by = partial(torch.mul, torch.tensor(2.0))
+    layer.by.args[0].fill_(3.0)
     snapshot = Snapshot([layer])
     snapshot.add({(0, "function"): (globals(), "function", function, "the tests")})
     code = function.__code__

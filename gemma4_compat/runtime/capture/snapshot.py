@@ -244,8 +244,10 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if hasattr(type(value), "data_ptr"):  # which is quicker to see than in a module
-        return _place(value)
-    if isinstance(value, partial) and value.keywords:
+        # A kernel gets a number that is on the CPU by its value.
+        on_cpu = value.device.type == "cpu" and not value.is_inference()
+        return (*_place(value), value._version if on_cpu else None)
+    if isinstance(value, partial):
         return _frozen((value.func, value.args, value.keywords))
     if type(value).__name__ == "MatmulLtState":  # of bitsandbytes' 8-bit layers
         return value.threshold, value.has_fp16_weights
