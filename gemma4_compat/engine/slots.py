@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import wrapt
@@ -146,8 +147,20 @@ def _is_shared(target: Target) -> bool:
     """Whether more than its module refers to a function.  To look at all modules takes 20 ms."""
     if not isinstance(target.owner, types.ModuleType):
         return False
-    own = 4 if target.raw in _OURS else 3  # the module, the target, this call; and its entry
-    return sys.getrefcount(target.raw) > own
+    by_entry = target.raw in _OURS
+    return _references(target) > _references_of_a_module() + by_entry
+
+
+def _references(target: Target) -> int:
+    return sys.getrefcount(target.raw)
+
+
+@cache
+def _references_of_a_module() -> int:
+    """What this Python counts for a function that nothing but its module refers to."""
+    lone = types.ModuleType("lone")
+    vars(lone)["function"] = lambda: None
+    return _references(Target(*wrapt.resolve_path(lone, "function")))
 
 
 def _rebind(old: Any, new: Any) -> None:
