@@ -26,13 +26,12 @@ def waves(*lengths):
     return [rng.standard_normal(length).astype("float32") for length in lengths]
 
 
-def tokenizer(words=("a", "b"), soft=tuple(_TOKENS.values())):
-    """A token for each word, and after them the ``soft`` ones, in this order."""
+def tokenizer(words=("a", "b", *_TOKENS.values())):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-    words = [*named.values(), *words, *soft]
+    words = [*named.values(), *words]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     rust = Tokenizer(model)
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -91,7 +90,7 @@ def tiny_processor(padding_side):
     ids |= {"<|audio|>": config.audio_token_id, "<|audio>": config.boa_token_id}
     ids |= {"<audio|>": config.eoa_token_index}
     words = [f"w{i}" for i in range(4, min(ids.values()))]
-    words = tokenizer(words, [*sorted(ids, key=ids.get), "<turn|>"])
+    words = tokenizer([*words, *sorted(ids, key=ids.get), "<turn|>"])
     words.padding_side = padding_side
     assert words.convert_tokens_to_ids([*ids]) == [*ids.values()]
     mel_bins = config.audio_config.subsampling_conv_channels[0]
