@@ -26,12 +26,12 @@ def waves(*lengths):
     return [rng.standard_normal(length).astype("float32") for length in lengths]
 
 
-def tokenizer(words=("a", "b", *_TOKENS.values())):
+def tokenizer(own=()):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-    words = [*named.values(), *words]
+    words = [*named.values(), *(own or ["a", "b", *_TOKENS.values()])]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     rust = Tokenizer(model)
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -74,7 +74,8 @@ def recipe(tmp_path_factory):
     defined = {"seen": [], "recording": recording, "tiny_processor": tiny_processor, "split": split}
     code = blocks(PAGE, "python", text_of(PAGE).partition(SPEECH)[2])
     assert all(any(text in block for block in code) for text in CHANGES if text not in ON_CPU)
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, torch.random.fork_rng():
+        torch.manual_seed(0)
         patched.chdir(folder)
         patched.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         for number, block in enumerate(code, 1):
@@ -173,13 +174,10 @@ def test_losses_and_gradients(recipe, one):
         assert step.loss == pytest.approx(loss.item(), rel=1e-6)  # a mean in another order
         used = {n: p.grad for n, p in adapter_parameters(one).items() if p.grad is not None}
         assert used.keys() == step.gradients.keys()
-        print(
-            [
-                (n, (g - step.gradients[n]).norm() / g.norm(), g.isnan().any())
-                for n, g in used.items()
-                if not torch.equal(g, step.gradients[n])
-            ][:3]
-        )
+        for name, expected in used.items():
+            difference = (step.gradients[name] - expected).norm() / expected.norm().clamp(min=1e-9)
+            # The gradients of TRL's head are rounded once more, to bfloat16.
+            assert difference <= (0 if dtype is None else 0.02), name
         assert all(g.any() for n, g in used.items() if "lora_B" in n)
         assert sum("embed_audio" in name for name in used) == 2
         for layer in range(6):
