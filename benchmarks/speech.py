@@ -1,97 +1,88 @@
 """Memory and time of fine-tuning on speech: the recipe of docs/recipes.md, with random weights.
 
-``python -m benchmarks.speech CACHE [--tiny] [--seconds 10] [--rows 4] [--steps 10]``.  CACHE gets
-the checkpoint of ``python -m benchmarks.checkpoint CACHE e2b``.  SECONDS of sound are in each row.
+``python -m benchmarks.speech CACHE [--tiny] [--seconds 10] [--rows 4]``.  CACHE gets the checkpoint
+of ``python -m benchmarks.checkpoint CACHE e2b``.  Each row has SECONDS of sound.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
+
+import gemma4_compat
 
 from . import checkpoint, measure
 from .cases import CASES, load
 
 TARGETS = rf"{checkpoint.TARGETS}|.*embed_audio\.embedding_projection"
-#: the tokens of an answer
-ANSWER = 40
+STEPS, ANSWER = 10, 40
 
 
-def batch(model: Any, rows: int, seconds: float) -> dict[str, Any]:
-    """Noise of so many seconds in each row, between 16 tokens and an answer."""
+def batch(config: Any, rows: int, seconds: float) -> dict[str, Any]:
+    """Noise of so many seconds in each row, and an answer of ``ANSWER`` tokens."""
     import numpy as np
     import torch
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
-    config = model.config
-    bins = 32 if config.audio_config.hidden_size == checkpoint.TINY_AUDIO["hidden_size"] else 128
+    bins = config.audio_config.subsampling_conv_channels[0]
     noise = np.random.default_rng(0).standard_normal((rows, round(16000 * seconds)))
     extractor = Gemma4AudioFeatureExtractor(feature_size=bins)
     found = extractor([*noise.astype("float32")], return_tensors="pt")
-    soft = math.ceil(math.ceil(found["input_features"].shape[1] / 2) / 2)
+    soft = int(found["input_features_mask"][0, ::2][::2].sum())
     ids = measure.Text(config.text_config.vocab_size).tokens(rows, 16 + soft + ANSWER).cpu()
     ids[:, 8 : 8 + soft] = config.audio_token_id
+    types = 3 * (ids == config.audio_token_id).long()
     labels = ids.clone()
     labels[:, :-ANSWER] = -100
-    types = 3 * (ids == config.audio_token_id).long()
     more = {"input_ids": ids, "labels": labels, "mm_token_type_ids": types}
     return {**found, **more, "attention_mask": torch.ones_like(ids)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cache", type=Path)
-    parser.add_argument(
-        "--tiny", action="store_true", help="a tiny model, for a machine without GPU"
-    )
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
-    import gemma4_compat
-
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, which a CPU can train")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rows", type=int, default=4)
+    options = parser.parse_args()
     shape = "tiny" if options.tiny else "e2b"
-    folder = options.cache / shape
-    checkpoint.build(shape, folder)
-    base = load(CASES["ple"], shape, folder)
+    checkpoint.build(shape, options.cache / shape)
+    base = load(CASES["ple"], shape, options.cache / shape)
     model = get_peft_model(base, LoraConfig(r=16, target_modules=TARGETS, task_type="CAUSAL_LM"))
-    inputs = batch(model, options.rows, options.seconds)
+    inputs = batch(model.config, options.rows, options.seconds)
     result = {**checkpoint.machine(shape), "resident GiB": measure.resident()}
     arguments = TrainingArguments(
-        output_dir=str(folder / "trained"), per_device_train_batch_size=options.rows, bf16=True,
+        output_dir=str(options.cache / "trained"), per_device_train_batch_size=options.rows,
         gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
-        max_steps=2, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-        remove_unused_columns=False, label_names=["labels"], use_cpu=not torch.cuda.is_available(),
+        bf16=True, use_cpu=not torch.cuda.is_available(), max_steps=2, remove_unused_columns=False,
+        label_names=["labels"], report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    rows = [*range(options.rows * options.steps)]
+    rows = [*range(options.rows)]
     trainer = Trainer(
-        model, arguments, train_dataset=rows, eval_dataset=rows[: options.rows],
+        model, arguments, train_dataset=rows, eval_dataset=rows,
         data_collator=lambda _: {name: each.clone() for name, each in inputs.items()},
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         compute_metrics=lambda found: {"tokens": found.predictions.size},
     )  # fmt: skip
     trainer.train()  # warms up
-    arguments.max_steps = options.steps
+    arguments.max_steps = STEPS
     measure.reset_peak()
-    result["seconds a step"] = measure.seconds(trainer.train) / options.steps
-    result |= {"step peak GiB": measure.peak(), "tokens a row": inputs["input_ids"].shape[1]}
+    result["seconds a step"] = trainer.train().metrics["train_runtime"] / STEPS
+    result |= {"peak GiB of a step": measure.peak(), "tokens a row": inputs["input_ids"].shape[1]}
     measure.reset_peak()
-    result["evaluation"] = trainer.evaluate()
-    result["evaluation peak GiB"] = measure.peak()
-    answer = {"max_new_tokens": 32, "min_new_tokens": 32}
-    prompt = {n: each.to(gemma4_compat.input_device(model)) for n, each in inputs.items()}
-    prompt |= {n: each[:, :-ANSWER] for n, each in prompt.items() if "features" not in n}
-    del prompt["labels"]
-    model.eval()
-    result["seconds of 32 tokens"] = measure.seconds(lambda: model.generate(**prompt, **answer))
-    print(json.dumps(result, indent=1))
+    result |= {**trainer.evaluate(), "peak GiB of evaluation": measure.peak()}
+    prompt = {
+        n: t.to(gemma4_compat.input_device(model)) for n, t in inputs.items() if n != "labels"
+    }
+    prompt |= {n: t[:, :-ANSWER] for n, t in prompt.items() if "features" not in n}
+    generate = lambda: model.eval().generate(**prompt, max_new_tokens=32, min_new_tokens=32)  # noqa: E731
+    print(json.dumps({**result, "seconds of 32 tokens": measure.seconds(generate)}, indent=1))
 
 
 if __name__ == "__main__":
