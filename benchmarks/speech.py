@@ -26,18 +26,16 @@ def batch(config: Any, rows: int, seconds: float) -> dict[str, Any]:
     import torch
     from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 
-    bins = config.audio_config.subsampling_conv_channels[0]
     noise = np.random.default_rng(0).standard_normal((rows, round(16000 * seconds)))
-    extractor = Gemma4AudioFeatureExtractor(feature_size=bins)
+    extractor = Gemma4AudioFeatureExtractor(config.audio_config.subsampling_conv_channels[0])
     found = extractor([*noise.astype("float32")], return_tensors="pt")
     soft = int(found["input_features_mask"][0, ::2][::2].sum())
     ids = measure.Text(config.text_config.vocab_size).tokens(rows, 16 + soft + ANSWER).cpu()
     ids[:, 8 : 8 + soft] = config.audio_token_id
     types = 3 * (ids == config.audio_token_id).long()
-    labels = ids.clone()
-    labels[:, :-ANSWER] = -100
-    more = {"input_ids": ids, "labels": labels, "mm_token_type_ids": types}
-    return {**found, **more, "attention_mask": torch.ones_like(ids)}
+    labels = torch.cat([torch.full_like(ids[:, :-ANSWER], -100), ids[:, -ANSWER:]], dim=1)
+    more = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+    return {**found, **more, "input_ids": ids, "labels": labels}
 
 
 def main() -> None:
@@ -77,12 +75,12 @@ def main() -> None:
     result |= {"peak GiB of a step": measure.peak(), "tokens a row": inputs["input_ids"].shape[1]}
     measure.reset_peak()
     result |= {**trainer.evaluate(), "peak GiB of evaluation": measure.peak()}
-    prompt = {
-        n: t.to(gemma4_compat.input_device(model)) for n, t in inputs.items() if n != "labels"
-    }
+    device = gemma4_compat.input_device(model)
+    prompt = {n: t.to(device) for n, t in inputs.items() if n != "labels"}
     prompt |= {n: t[:, :-ANSWER] for n, t in prompt.items() if "features" not in n}
-    generate = lambda: model.eval().generate(**prompt, max_new_tokens=32, min_new_tokens=32)  # noqa: E731
-    print(json.dumps({**result, "seconds of 32 tokens": measure.seconds(generate)}, indent=1))
+    prompt |= {"max_new_tokens": 32, "min_new_tokens": 32}
+    result["seconds of 32 tokens"] = measure.seconds(lambda: model.eval().generate(**prompt))
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
