@@ -52,10 +52,10 @@ def hidden_states_have_the_dtype_of_the_model() -> Finding:
 @PATCH.around(_MODULE, "Gemma4TextModel.forward")
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
-    if self.training and output[0].requires_grad:
+    kind = output[0].device.type
+    if self.training and output[0].requires_grad and kind != "meta":
         import torch
 
-        kind = output[0].device.type
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         if torch.float16 in (output[0].dtype, cast) and not torch.compiler.is_compiling():
             _warn()
@@ -67,7 +67,7 @@ def _warn() -> None:
     logger.warning(
         "Gemma 4 is training in float16.  Gradients can overflow, and then grad_norm is nan "
         "although the loss is finite.  Load the model with dtype=torch.bfloat16, and train with "
-        "fp16=False.  On a GPU without bfloat16 (T4, V100), use bnb_4bit_compute_dtype=torch.float32 "
-        "and bf16=False.  On other GPUs, use bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True.  "
+        "fp16=False.  On a GPU without bfloat16 (T4, V100), use "
+        "bnb_4bit_compute_dtype=torch.float32 and bf16=False.  On other GPUs, use bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True.  "
         "gemma4-compat plan MODEL --gpu T4 --train prints the code."
     )
