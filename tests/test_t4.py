@@ -79,7 +79,7 @@ def gradients(scaled):
     """A function: the gradients of adapters by kind of input, as float32, in one tensor."""
 
     @cache
-    def gradients(changes=(), fp16=False, adapters=3):
+    def gradients(changes=(), fp16=False, adapters=2):
         model = printed(scaled, changes, train=True).train()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         found = {kind: [] for kind in INPUTS}

@@ -68,6 +68,7 @@ def _warn() -> None:
         "Gemma 4 is training in float16.  Gradients can overflow, and then grad_norm is nan "
         "although the loss is finite.  Load the model with dtype=torch.bfloat16, and train with "
         "fp16=False.  On a GPU without bfloat16 (T4, V100), use "
-        "bnb_4bit_compute_dtype=torch.float32 and bf16=False.  On other GPUs, use bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True.  "
-        "gemma4-compat plan MODEL --gpu T4 --train prints the code."
+        "bnb_4bit_compute_dtype=torch.float32 and bf16=False.  On other GPUs, use "
+        "bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True.  "
+        "gemma4-compat plan MODEL --gpu T4 --train prints the code for a T4."
     )
