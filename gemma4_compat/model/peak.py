@@ -327,7 +327,7 @@ def training_peak(model: Any, tokens: int, fused: bool = True) -> int:
 
 
 @contextmanager
-def _measuring(model: Any, fused: bool) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
+def _measuring(model: Any, fused: bool = True) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
     """A context that counts the memory of forwards, with one decoder layer of each kind."""
     _use_kernels(model)
     memory = PeakMemory(model)
