@@ -1,0 +1,45 @@
+"""``Trainer`` takes the features of images and sound for predictions, beside the logits.
+
+It leaves out what the config lists in ``keys_to_ignore_at_inference``.  Gemma 4 and 3n list no
+features.  So ``compute_metrics`` gets a tuple, and the features of all rows are kept in memory.
+The fix leaves them out, unless ``ignore_keys`` or a config of the user's has a list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine import Finding, Patch, drifted, fixed_if
+from ...model.parts import is_ours
+from .._code import code_at, mentions
+
+PATCH = Patch(
+    name="features_in_predictions",
+    symptom="compute_metrics with images or sound: 'tuple' object has no attribute 'argmax'",
+    affects=("transformers",),
+    changes="Trainer's predictions of Gemma 4 and 3n have no features, caches or shared keys.",
+    unreported="No report about these models is known upstream.",
+)
+_LIST = "keys_to_ignore_at_inference"
+_KINDS = ("image", "video", "audio")
+_NAMES = [f"{kind}_{end}" for kind in _KINDS for end in ("outputs", "hidden_states")]
+_NAMES += ["shared_kv_states", "cache", "past_key_values"]
+
+
+@PATCH.probe
+def trainer_follows_the_config() -> Finding:
+    code = code_at("transformers.trainer", "Trainer.prediction_step")
+    if not mentions(code, _LIST):
+        return drifted(f"Trainer.prediction_step does not read {_LIST}")
+    return fixed_if(mentions(code, _NAMES[0]), "Trainer leaves out features")
+
+
+@PATCH.around("transformers.trainer", "Trainer.prediction_step")
+def prediction_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("ignore_keys") is None and is_ours(self.model):
+        config = self.model.config
+        owner = next((cls for cls in type(config).__mro__ if _LIST in vars(cls)), object)
+        is_upstreams = owner.__module__.startswith(("transformers.", "builtins"))
+        if is_upstreams and _LIST not in vars(config):
+            kwargs["ignore_keys"] = [*getattr(config, _LIST, ()), *_NAMES]
+    return original(self, *args, **kwargs)
