@@ -30,10 +30,10 @@ def notices(caplog):
     return lambda: [each.getMessage() for each in caplog.records if each.name == NAME]
 
 
-def generate(model, ids=None, **options):
+def generate(model, ids=None, positional=(), **options):
     if ids is not None:
         options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **options}
-    return model.generate(max_new_tokens=3, do_sample=False, **options)
+    return model.generate(*positional, max_new_tokens=3, do_sample=False, **options)
 
 
 def left_padded(ids, word=PAD):
@@ -48,7 +48,8 @@ def left_padded(ids, word=PAD):
 LACKING = {
     "ids": {"ids": BAD},
     "without a mask": {"input_ids": BAD},
-    "by position": {"inputs": BAD},
+    "by position": {"positional": (BAD,)},
+    "inputs": {"inputs": BAD},
     "one row of two": {"ids": torch.cat([GOOD, BAD])},
     "left-padded": left_padded(BAD),
     "padded with <bos>": left_padded(BAD, BOS),
@@ -153,11 +154,13 @@ def test_only_the_first_prompts_are_looked_at(model, notices):
 
 def test_decoding_looks_at_nothing(model, notices, monkeypatch):
     """One look in each call of ``generate``, none in each token."""
-    looks = []
-    look = missing_bos_notice._lacks_bos
-    monkeypatch.setattr(
-        missing_bos_notice, "_lacks_bos", lambda *args: looks.append(args) or look(*args)
-    )
+    looks, look = [], missing_bos_notice._lacks_bos
+
+    def counted(*args, **given):
+        looks.append(given)
+        return look(*args, **given)
+
+    monkeypatch.setattr(missing_bos_notice, "_lacks_bos", counted)
     model.generate(GOOD, max_new_tokens=12, min_new_tokens=12)
     assert len(looks) == 1
 

@@ -35,7 +35,7 @@ def generate_takes_any_prompt() -> Finding:
 @PATCH.around(*_GENERATE)
 def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with suppress(Exception):  # a notice must not end a call
-        if is_ours(self) and _looks.get(self, 0) < 8 and _lacks_bos(self, kwargs):
+        if is_ours(self) and _looks.get(self, 0) < 8 and _lacks_bos(self, *args[:1], **kwargs):
             _looks[self] = 8
             logging.getLogger(__name__).warning(
                 "A prompt has no <bos> token.  Without it, Gemma writes garbage.  Use the chat "
@@ -45,10 +45,11 @@ def generate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
-def _lacks_bos(model: Any, given: Any) -> bool:
+def _lacks_bos(model: Any, inputs: Any = None, **given: Any) -> bool:
     from transformers.utils.import_utils import is_tracing
 
-    ids, mask = given.get("inputs", given.get("input_ids")), given.get("attention_mask")
+    ids = given.get("input_ids") if inputs is None else inputs
+    mask = given.get("attention_mask")
     bos = model.config.get_text_config(decoder=True).bos_token_id
     packed_or_embedded = any(given.get(n) is not None for n in ("position_ids", "inputs_embeds"))
     is_new = not model.config._name_or_path  # not loaded: the user trains it from scratch
