@@ -79,7 +79,12 @@ def rows_of(inputs):
     return rows
 
 
-def predictions(model, rows, folder, ignore_keys=None, **options):
+class OwnTrainer(Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+def predictions(model, rows, folder, ignore_keys=None, trainer=Trainer, **options):
     """What ``compute_metrics`` gets."""
     got = []
     arguments = TrainingArguments(
@@ -90,7 +95,7 @@ def predictions(model, rows, folder, ignore_keys=None, **options):
         remove_unused_columns=False,
         **options,
     )
-    Trainer(
+    trainer(
         model=model,
         args=arguments,
         eval_dataset=rows,
@@ -124,6 +129,15 @@ def test_logits(make, kind, model_dir, tmp_path):
     model, inputs = make(model_dir, kind)
     rows = rows_of(inputs)
     check(predictions(model, rows, tmp_path), model, rows)
+
+
+def test_a_trainer_of_the_users(model_dir, tmp_path, caplog):
+    """It passes the arguments by position; the message comes once for each trainer."""
+    model, inputs = multimodal(model_dir, "image")
+    rows = rows_of(inputs)
+    check(predictions(model, rows, tmp_path, trainer=OwnTrainer), model, rows)
+    (message,) = [each for each in caplog.messages if "predictions[0]" in each]
+    assert "ignore_keys=[]" in message
 
 
 @pytest.mark.each_stack
