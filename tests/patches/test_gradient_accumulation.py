@@ -491,6 +491,19 @@ def test_one_warning(model_dir, tmp_path, caplog):
     assert all("WeightsItself.compute_loss changes the loss" in text for text in said)
 
 
+def test_several_gpus_in_one_process(model_dir, tmp_path, caplog):
+    """``DataParallel`` divides the batch, and the means of its parts are averaged: one warning."""
+    for count in (2, 2, 1):
+        made = trainer(gemma4(model_dir), tmp_path, rows(), micro_batches=2)
+        made.args._n_gpu = count
+        with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
+            made.train()
+        said = [text for text in caplog.messages if "DataParallel" in text]
+        assert len(said) == (count > 1)
+        assert all("CUDA_VISIBLE_DEVICES=0" in text for text in said)
+        caplog.clear()
+
+
 def test_micro_batches_of_equal_length(model_dir, tmp_path):
     """The gradients are those without the patch, up to rounding."""
     data = [{**row, "labels": row["input_ids"]} for row in rows()]

@@ -67,6 +67,11 @@ _MODELS = {
 _FLAG = "accepts_loss_kwargs"
 _NUMBER = "num_items_in_batch"
 _IGNORED = -100  # the label of a token that is no target
+_SPLIT = (
+    "Trainer uses torch.nn.DataParallel: it divides each batch between %s GPUs and takes the mean "
+    "of their losses, however many tokens each has.  It is the same without gemma4_compat.  For the "
+    "loss of one GPU, start the program with accelerate launch, or with CUDA_VISIBLE_DEVICES=0."
+)
 _CHANGED = "the labels of a micro batch were changed after Trainer collected it"
 
 
@@ -112,6 +117,9 @@ def trainer_asks_the_model() -> Finding:
 @PATCH.around(_TRAINER, "Trainer.get_batch_samples")
 def get_batch_samples(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     batches, number = original(self, *args, **kwargs)
+    if self.args.n_gpu > 1 and self not in _left_alone and _known_class(self) is not None:
+        _left_alone.add(self)
+        logger.warning(_SPLIT, self.args.n_gpu)
     _steps[self] = None if self in _left_alone else _step_of(self, batches, number)
     return batches, number
 
