@@ -69,8 +69,8 @@ _NUMBER = "num_items_in_batch"
 _IGNORED = -100  # the label of a token that is no target
 _SPLIT = (
     "Trainer uses torch.nn.DataParallel: it divides each batch between %s GPUs and takes the mean "
-    "of their losses, however many tokens each has.  It is the same without gemma4_compat.  For the "
-    "loss of one GPU, start the program with accelerate launch, or with CUDA_VISIBLE_DEVICES=0."
+    "of their losses, however many tokens each has.  It is the same without gemma4_compat.  For "
+    "the loss of one GPU, start the program with accelerate launch, or with CUDA_VISIBLE_DEVICES=0."
 )
 _CHANGED = "the labels of a micro batch were changed after Trainer collected it"
 
