@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from gemma4_compat.model.meta import checkpointing
 from gemma4_compat.tiny import BROAD_TARGETS, TOWERS
-from tests.support import adapter_parameters, load_model, offloaded, on_one_gpu, split
+from tests.support import (
+    adapter_parameters,
+    assert_same,
+    load_model,
+    offloaded,
+    on_one_gpu,
+    quantization,
+    split,
+)
 
 STEPS = 10
 CHECKPOINTING = pytest.mark.parametrize(
@@ -36,10 +48,12 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def lora():
+def lora(**options):
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=BROAD_TARGETS, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=4, lora_alpha=8, target_modules=BROAD_TARGETS, task_type="CAUSAL_LM", **options
+    )
 
 
 def arguments(kind, output_dir, device, options):
@@ -161,3 +175,35 @@ def test_towers_on_the_cpu(make, checkpointing, model_dir, tmp_path):
     one = on_one_gpu(model_dir, "nf4-nested", model)
     expected = train(make, one, tmp_path, "cuda", gradient_checkpointing=False)
     check(train(make, model, tmp_path, "cuda", **checkpointing), expected)
+
+
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_activations_in_other_memory(kind, moe_dir):
+    """Experts, and torch's offloading of activations: equal gradients, no step keeps tensors."""
+    from peft import get_peft_model
+    from transformers import Gemma4ForCausalLM
+
+    model = Gemma4ForCausalLM.from_pretrained(
+        moe_dir, device_map={"": "cpu"}, quantization_config=quantization(kind)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = get_peft_model(model, lora(init_lora_weights=False)).train()
+    model.enable_input_require_grads()
+    getattr(model, checkpointing())({"use_reentrant": False})
+    ids = torch.arange(4, 20).reshape(2, 8)
+    gradients, kept = [], []
+    for offloading in (nullcontext, *[torch.autograd.graph.save_on_cpu] * 4):
+        with offloading():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in adapter_parameters(model).items()})
+        model.zero_grad()
+        del loss
+        gc.collect()
+        live = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        kept.append(live - sum(map(len, gradients)))
+    assert all(each.any() for each in gradients[0].values())
+    for found in gradients[1:]:
+        assert_same(found, gradients[0])
+    assert len({*kept}) == 1, kept

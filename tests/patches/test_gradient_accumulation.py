@@ -504,34 +504,6 @@ def test_several_gpus_in_one_process(model_dir, tmp_path, caplog):
         caplog.clear()
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("kind", ["image", "audio"])
-def test_two_gpus_in_one_process(kind, model_dir, tmp_path):
-    """Rows with as many labels each: the weights are those of one GPU, up to rounding."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    trained = []
-    for count in (1, 2):
-        model = gemma4(model_dir).cuda()
-        inputs = {"image": image_inputs, "audio": audio_inputs}[kind](model.config)
-        row = {name: each[0] for name, each in inputs.items()}
-        data = [{**row, "labels": row["input_ids"].roll(n)} for n in range(4)]
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=4 // count, max_steps=2,
-            learning_rate=0.1, optim="sgd", report_to=[], save_strategy="no", max_grad_norm=0,
-            dataloader_pin_memory=False,
-        )  # fmt: skip
-        arguments._n_gpu = count
-        made = transformers.Trainer(model, arguments, train_dataset=data)
-        made.train()
-        assert (type(made.model_wrapped).__name__ == "DataParallel") == (count > 1)
-        trained.append([each.detach().cpu() for each in model.parameters()])
-    before = [each.detach() for each in gemma4(model_dir).parameters()]
-    change = max((a - b).abs().max() for a, b in zip(trained[0], before, strict=True))
-    error = max((a - b).abs().max() for a, b in zip(*trained, strict=True))
-    assert error < 1e-2 * change
-
-
 def test_micro_batches_of_equal_length(model_dir, tmp_path):
     """The gradients are those without the patch, up to rounding."""
     data = [{**row, "labels": row["input_ids"]} for row in rows()]
