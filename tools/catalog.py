@@ -4,7 +4,7 @@
 
 Writes the named files; without arguments, prints ``patches.md``.  ``docs/errors`` is a folder with
 a page for each reported error.  The measurements are in ``tools/measured/PATCH.json``.  In the
-README, only the table of releases is replaced.
+README, only the measured releases and the table of errors are replaced.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ under `tests/patches/`.  A patch is applied only where the installed versions li
 *and* a probe of the real code finds the bug; `gemma4-compat status` shows the state of each patch
 on your machine.
 """
+
+_IN_README = 12  # rows of its table of errors
 
 
 _MEASURED = f"""
@@ -261,8 +263,25 @@ def with_releases(readme: str, measured: Measured) -> str:
     found = {library: measured.releases(library) for library in (*LIBRARIES, "torch")}
     each = [f"{name} {of[0]} to {of[-1]} ({len(of)} releases)" for name, of in found.items()]
     line = f"- **Measured releases**: {', '.join(each)}."
-    text = f"<!-- measured -->\n{line}\n<!-- /measured -->"
-    return re.sub(r"<!-- measured -->.*<!-- /measured -->", lambda _: text, readme, flags=re.DOTALL)
+    return _between("measured", line, readme)
+
+
+def with_errors(readme: str, measured: Measured) -> str:
+    """The README with the errors that were reported in most threads."""
+    rows = ["| what you see | patch | threads | still needed |", "|---|---|---|---|"]
+    ends = {patch: _ends(patch, measured).partition(" (measured)")[0] for patch in load()}
+    order = sorted(ends, key=lambda patch: (-len(patch.links), ends[patch].startswith("Fixed")))
+    for patch in order[:_IN_README]:
+        end = ends[patch]
+        needed = f"no: f{end[1:]}" if end.startswith("Fixed") else "yes"
+        link = f"[`{patch.name}`](patches.md#{patch.name})"
+        rows.append(f"| {patch.symptom} | {link} | {len(patch.links)} | {needed} |")
+    return _between("errors", "\n".join(rows), readme)
+
+
+def _between(mark: str, text: str, readme: str) -> str:
+    marked = f"<!-- {mark} -->\n{text}\n<!-- /{mark} -->"
+    return re.sub(rf"<!-- {mark} -->.*<!-- /{mark} -->", lambda _: marked, readme, flags=re.DOTALL)
 
 
 def _section(patch: Patch, measured: Measured) -> str:
@@ -346,7 +365,8 @@ def main(argv: list[str]) -> None:
             file.mkdir()
             new = {file / name: page for name, page in pages(measured).items()}
         elif file.name == "README.md":
-            new = {file: with_releases(file.read_text(encoding="utf-8"), measured)}
+            text = with_releases(file.read_text(encoding="utf-8"), measured)
+            new = {file: with_errors(text, measured)}
         else:
             new = {file: render_errors() if file.name == "errors.md" else text}
         for path, content in new.items():

@@ -59,14 +59,14 @@ def pretend(tmp_path, monkeypatch):
     ]
 
 
-def test_the_first_stories(tmp_path, monkeypatch):
+def test_the_first_story(tmp_path, monkeypatch):
     """A sample of the slow test below."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    found = play.demo(STORIES[:2], keep=tmp_path)
+    found = play.demo(STORIES[:1], keep=tmp_path)
     assert found.ok
     rows = found.as_dict()["stories"]
-    assert [row["story"] for row in rows] == [story.title for story in STORIES[:2]]
-    assert [row["with"]["text"] for row in rows] == ["equal", "equal"]
+    assert [row["story"] for row in rows] == [STORIES[0].title]
+    assert [row["with"]["text"] for row in rows] == ["equal"]
     assert (tmp_path / "with" / STORIES[0].name / "log.txt").exists()
 
 

@@ -466,6 +466,17 @@ def other_number(layer):
     layer.scale.fill_(2.0)
 
 
+def other_buffer(layer):
+    layer.offset.fill_(2.0)
+
+
+def other_number_at_its_address(layer):
+    array = layer.scale.numpy()
+    layer.scale = None
+    array[0] = 2.0
+    layer.scale = torch.from_numpy(array)
+
+
 def other_argument(layer):
     layer.by.args[0].fill_(2.0)
 
@@ -500,6 +511,8 @@ def function(x):
         transposed,
         other_values,
         other_number,
+        other_buffer,
+        other_number_at_its_address,
         other_argument,
         other_keywords,
         other_threshold,
@@ -514,6 +527,7 @@ def test_a_change_in_place(change):
     layer = torch.nn.Linear(4, 4)
     layer.scale, layer.act = torch.zeros(1), partial(torch.clamp, min=0.1)
     layer.state = MatmulLtState(SCB=torch.zeros(2))
+    layer.register_buffer("offset", torch.zeros(2))
     layer.by = partial(torch.mul, torch.tensor(2.0))
     layer.by.args[0].fill_(3.0)
     snapshot = Snapshot([layer])

@@ -32,7 +32,13 @@ PATCH = Patch(
         "adapter files whose keys lack '.linear'."
     ),
     note="PEFT's maintainers advise to target the inner module.",
-    links=("https://github.com/huggingface/peft/issues/3129",),
+    links=(
+        "https://github.com/huggingface/peft/issues/3129",
+        "https://github.com/huggingface/transformers/pull/45388",
+        "https://github.com/unslothai/unsloth/pull/4807",
+        "https://github.com/p-e-w/heretic/issues/278",
+        "https://github.com/Roblox/FAI-RL/pull/104",
+    ),
 )
 
 

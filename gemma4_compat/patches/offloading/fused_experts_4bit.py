@@ -59,6 +59,8 @@ PATCH = Patch(
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
         "https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1965",
+        "https://github.com/unslothai/unsloth/issues/4032",
+        "https://github.com/unslothai/unsloth/pull/5432",
     ),
 )
 

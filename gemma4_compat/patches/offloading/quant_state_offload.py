@@ -52,7 +52,10 @@ PATCH = Patch(
         "copy.  Linear4bit does not serialise a quant state without values; its error names the "
         "module."
     ),
-    links=("https://github.com/huggingface/transformers/issues/43873",),
+    links=(
+        "https://github.com/huggingface/transformers/issues/43873",
+        "https://github.com/EricRollei/Comfy_HunyuanImage3/issues/5",
+    ),
 )
 
 

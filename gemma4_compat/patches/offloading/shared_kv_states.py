@@ -33,7 +33,11 @@ PATCH = Patch(
         "container that neither accelerate's hooks nor FSDP2 copy."
     ),
     note="transformers 5.9.0 already fixes it for FSDP2.",
-    links=("https://github.com/huggingface/transformers/issues/45482",),
+    links=(
+        "https://github.com/huggingface/transformers/issues/45482",
+        "https://github.com/huggingface/transformers/issues/45663",
+        "https://github.com/NVIDIA-NeMo/Automodel/pull/2594",
+    ),
 )
 
 

@@ -31,6 +31,8 @@ PATCH = Patch(
     links=(
         "https://github.com/huggingface/transformers/issues/45242",
         "https://github.com/huggingface/transformers/pull/45312",
+        "https://github.com/NVIDIA-NeMo/Automodel/issues/1705",
+        "https://github.com/unslothai/unsloth-zoo/pull/813",
     ),
 )
 

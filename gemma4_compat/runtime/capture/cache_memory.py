@@ -9,6 +9,7 @@ from functools import cache as cached
 from typing import Any
 
 from ...objects import NotCopied
+from ..kernels.watch import is_of_user
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,9 @@ def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool
         if fits := own.is_like(layer) and own.fits(key_states, value_states):
             own.lend_to(layer)
         return fits
-    except Exception:
+    except Exception as error:
+        if is_of_user(error):
+            raise
         logger.debug("the memory of a cache is not lent", exc_info=True)
         return False
 

@@ -22,6 +22,7 @@ from ..kernels.watch import Use
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _ADAPTER = "_disable_adapters"  # attribute of PEFT's layers
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_NUMBERS = 8  # elements of a tensor on the CPU, which are compared by value
 #: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
 #: ``generate`` writes.
 _LEFT_OUT = frozenset(
@@ -176,8 +177,11 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     """What a graph needs to know of a tensor.  A weak reference would stop ``swap_tensors``."""
     pointer = address(tensor)
     where = id(tensor) if pointer is None else (pointer, tensor.stride())
+    # A kernel gets a number that is on the CPU by its value; it may come from a short vector.
+    is_number = tensor.device.type == "cpu" and tensor.numel() <= _NUMBERS
+    values = str(tensor.tolist()) if is_number else None
     state = tuple(_state_addresses(tensor)) if vars(tensor) else ()
-    return type(tensor), where, tensor.shape, tensor.dtype, state
+    return type(tensor), where, tensor.shape, tensor.dtype, values, state
 
 
 def address(tensor: Any) -> int | None:
@@ -244,7 +248,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if hasattr(type(value), "data_ptr"):  # which is quicker to see than in a module
-        # A kernel gets a number that is on the CPU by its value.
         on_cpu = value.device.type == "cpu" and not value.is_inference()
         return (*_place(value), value._version if on_cpu else None)
     if isinstance(value, partial):
