@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import config_of, save_random, split
+from tests.support import config_of, save_random
 
 WEIGHTS = "model.safetensors"
-NOT_RESTORED = r"not restored: .*(embed_vision|model\.layers)"
-SHOWS = pytest.mark.regression("renamed_checkpoint_weights", NOT_RESTORED)
+SHOWS = pytest.mark.regression(
+    "renamed_checkpoint_weights", r"not restored: .*(embed_vision|layers)"
+)
 
 
 def unified(folder):
     """12B: its image embedder is renamed."""
-    pytest.importorskip("transformers.models.gemma4_unified")
+    pytest.importorskip("transformers.models.gemma4_unified", reason="not in this transformers")
     import transformers
 
     text = {
@@ -34,24 +34,38 @@ def unified(folder):
     )
     model_class = transformers.Gemma4UnifiedForConditionalGeneration
     moved(model_class(config), 0).save_pretrained(folder)
-    return model_class
+    return model_class, {}
 
 
 def gemma3n_text(folder):
     """The text model of a checkpoint of the whole model: all of its weights are renamed."""
-    model_class, _ = config_of("Gemma3n")
-    save_random("Gemma3n", folder)
-    names = {key: key.split("model.")[-1] for key in load_file(folder / WEIGHTS)}
-    tensors = load_file(folder / WEIGHTS)
-    save_file(
-        {f"model.language_model.{names[key]}": each for key, each in tensors.items()},
-        folder / WEIGHTS,
-        metadata={"format": "pt"},
-    )
-    return model_class
+    import transformers
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    if get_checkpoint_conversion_mapping("gemma3n_text") is None:
+        pytest.skip("this transformers does not load such a checkpoint")
+    if transformers.__version__ == "5.5.0":
+        pytest.skip(
+            "save_pretrained of transformers 5.5.0 writes a name that from_pretrained cannot load"
+        )
+    return with_names("Gemma3n", folder, "model.", "model.language_model."), {}
 
 
-MODELS = pytest.mark.parametrize("make", [unified, gemma3n_text])
+def own_names(folder):
+    """A checkpoint with the user's names, and the ``key_mapping`` for it."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model_class = with_names("Gemma4 experts", folder, "layers", "blocks", **layers)
+    return model_class, {"key_mapping": {"blocks": "layers"}}
+
+
+def with_names(family, folder, old, new, **options):
+    """The model class; the checkpoint has ``new`` in its names where the model has ``old``."""
+    save_random(family, folder, **options)
+    tensors = load_file(folder / WEIGHTS).items()
+    names = {name: name.replace("model.language_model.", "model.") for name, _ in tensors}
+    renamed = {names[name].replace(old, new, 1): each for name, each in tensors}
+    save_file(renamed, folder / WEIGHTS, metadata={"format": "pt"})
+    return config_of(family)[0]
 
 
 def moved(model, seed=1):
@@ -63,20 +77,19 @@ def moved(model, seed=1):
     return model
 
 
-def trainer_of(model, folder, cls=None, **options):
+def trainer_of(model, folder, **options):
     import transformers
 
     options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, **options}
     args = transformers.TrainingArguments(output_dir=str(folder / "out"), **options)
     rows = [{"input_ids": [2, 3 + i, 9], "labels": [2, 3 + i, 9]} for i in range(8)]
-    return (cls or transformers.Trainer)(model=model, args=args, train_dataset=rows)
+    return transformers.Trainer(model=model, args=args, train_dataset=rows)
 
 
 def assert_restored(found, expected):
     """All tensors have the same bits."""
     tensors = found.state_dict()
-    pairs = expected.state_dict().items()
-    wrong = [k for k, each in pairs if not torch.equal(tensors[k].cpu(), each.cpu())]
+    wrong = [k for k, each in expected.state_dict().items() if not torch.equal(tensors[k], each)]
     assert not wrong, f"not restored: {wrong}"
 
 
@@ -89,99 +102,117 @@ def best(trainer, folder):
     trainer._load_best_model()
 
 
-def save(trainer, folder, how):
-    """One file, shards, or a file of PyTorch."""
-    if how == "shards":
-        trainer.model.save_pretrained(folder, max_shard_size="20KB")
-        assert len(list(folder.glob("*.safetensors"))) > 1
-    else:
-        trainer.save_model(str(folder))
-    if how == "pytorch":
-        torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
-        (folder / WEIGHTS).unlink()
-
-
 @SHOWS
-@MODELS
-@pytest.mark.parametrize("load", [resume, best])
-@pytest.mark.parametrize("how", ["file", "shards", "pytorch"])
-def test_trainer_restores_what_from_pretrained_restores(tmp_path, caplog, make, load, how):
-    model_class = make(tmp_path)
-    trained = moved(model_class.from_pretrained(tmp_path))
+@pytest.mark.parametrize(
+    ("make", "load", "files"),
+    [
+        (own_names, resume, 1),
+        (unified, resume, 1),
+        (unified, best, 2),
+        (gemma3n_text, resume, 2),
+        (gemma3n_text, best, 1),
+        (own_names, best, 2),
+    ],
+)
+def test_trainer_restores_what_from_pretrained_restores(tmp_path, caplog, make, load, files):
+    """From one file, and from shards; nothing that was restored is named in a warning."""
+    model_class, options = make(tmp_path)
+    trained = moved(model_class.from_pretrained(tmp_path, **options))
     folder = tmp_path / "checkpoint"
-    save(trainer_of(trained, tmp_path), folder, how)
-    model = model_class.from_pretrained(tmp_path)
+    size = (tmp_path / WEIGHTS).stat().st_size
+    trained.save_pretrained(folder, max_shard_size=int(size * 1.2 / files))
+    assert len(list(folder.glob("*.safetensors"))) == files
+    model = model_class.from_pretrained(tmp_path, **options)
     logging.getLogger("transformers").propagate = True
     try:
         load(trainer_of(model, tmp_path), folder)
     finally:
         logging.getLogger("transformers").propagate = False
-    assert_restored(model, model_class.from_pretrained(folder))
     assert_restored(model, trained)
+    assert_restored(model_class.from_pretrained(folder, **options), trained)
     assert "unexpected keys" not in caplog.text
-    assert "embed_vision" not in caplog.text
+    assert "layers" not in caplog.text and "embed_vision" not in caplog.text
     assert "load_state_dict" not in vars(model)
 
 
 @SHOWS
-def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("make", [own_names, unified])
+def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, make):
     """With the optimiser; the base has other weights than the checkpoint."""
-    model_class = unified(tmp_path)
-    options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "seed": 3}
-    whole = moved(model_class.from_pretrained(tmp_path))
+    model_class, mapping = make(tmp_path)
+    options = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2, "seed": 3}
+    whole = moved(model_class.from_pretrained(tmp_path, **mapping))
     trainer_of(whole, tmp_path, **options).train()
-    model = model_class.from_pretrained(tmp_path)
-    checkpoint = tmp_path / "out" / "checkpoint-2"
+    model = model_class.from_pretrained(tmp_path, **mapping)
+    checkpoint = tmp_path / "out" / "checkpoint-1"
     trainer_of(model, tmp_path, **options).train(resume_from_checkpoint=str(checkpoint))
     assert_restored(model, whole)
 
 
-@SHOWS
-@pytest.mark.parametrize("how", ["compiled", "parallel", "split", "own_trainer"])
-def test_wrapped_models(tmp_path, how):
+def test_other_families_are_loaded_as_before(tmp_path, llama_dir):
     import transformers
 
-    class Own(transformers.Trainer):
-        def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-            super()._load_from_checkpoint(resume_from_checkpoint, model=model)
+    class Llama(transformers.LlamaForCausalLM):
+        def load_state_dict(self, *args, **kwargs):
+            loads.append("load_state_dict" in vars(self))
+            return super().load_state_dict(*args, **kwargs)
 
-    model_class = unified(tmp_path)
-    trained = moved(model_class.from_pretrained(tmp_path))
-    trained.save_pretrained(tmp_path / "checkpoint")
-    model = model_class.from_pretrained(tmp_path)
-    given = model
-    if how == "compiled":
-        given = torch.compile(model)
-    elif how == "split":
-        given = split(model, tmp_path, {"model.embed_vision": "disk", "": "cpu"})
-    trainer = trainer_of(given, tmp_path, Own if how == "own_trainer" else None)
-    if how == "parallel":
-        wrapped = torch.nn.DataParallel(model)
-        trainer._load_from_checkpoint(str(tmp_path / "checkpoint"), wrapped)
-    else:
-        resume(trainer, tmp_path / "checkpoint")
-    if how == "split":
-        model.save_pretrained(tmp_path / "again")
-        model = model_class.from_pretrained(tmp_path / "again")
+    loads = []
+    trained, model = (moved(Llama.from_pretrained(llama_dir), seed) for seed in (1, 2))
+    trained.save_pretrained(tmp_path)
+    resume(trainer_of(model, tmp_path), tmp_path)
     assert_restored(model, trained)
+    assert loads == [False]
 
 
-@SHOWS
-def test_key_mapping_and_names_of_the_model(tmp_path):
-    """A user's own names; and a checkpoint that was written with the names of the model."""
-    model_class = unified(tmp_path)
-    tensors = {k.replace("layers", "blocks"): v for k, v in load_file(tmp_path / WEIGHTS).items()}
-    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
-    mapping = {"key_mapping": {"blocks": "layers"}}
-    trained = moved(model_class.from_pretrained(tmp_path, **mapping))
-    trained.save_pretrained(tmp_path / "checkpoint")
-    assert any("blocks" in key for key in load_file(tmp_path / "checkpoint" / WEIGHTS))
-    model = model_class.from_pretrained(tmp_path, **mapping)
-    resume(trainer_of(model, tmp_path), tmp_path / "checkpoint")
-    assert_restored(model, trained)
-    moved(model, seed=2)
-    shutil.copytree(tmp_path / "checkpoint", tmp_path / "plain")
-    own = {k: v.contiguous() for k, v in trained.state_dict().items() if k != "lm_head.weight"}
-    save_file(own, tmp_path / "plain" / WEIGHTS, metadata={"format": "pt"})
-    resume(trainer_of(model, tmp_path), tmp_path / "plain")
-    assert_restored(model, trained)
+RENAMED = {"gemma4_unified": unified, "gemma3n_text": gemma3n_text}
+
+
+def model_types():
+    """Those of Gemma 4, its variants and Gemma 3n for which transformers renames weights."""
+    from transformers import CONFIG_MAPPING
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping as mapping
+
+    ours = [each for each in CONFIG_MAPPING if each.startswith(("gemma4", "gemma3n"))]
+    return [each for each in ours if mapping(each)]
+
+
+def test_every_renamed_model_is_tested():
+    assert set(model_types()) <= set(RENAMED)
+
+
+@pytest.mark.parametrize("make", RENAMED.values(), ids=RENAMED)
+def test_saved_models_are_restored_whole_or_not_at_all(tmp_path, make):
+    """By each loader, from the file of ``save_pretrained``; and an adapter on renamed modules."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model_class, _ = make(tmp_path)
+    base = model_class.from_pretrained(tmp_path)
+    moved(base).save_pretrained(tmp_path / "saved")
+    for load, model in (
+        (resume, model_class(base.config)),
+        (best, moved(model_class.from_pretrained(tmp_path), seed=2)),
+    ):
+        load(trainer_of(model, tmp_path), tmp_path / "saved")
+        assert_restored(model, base)
+
+    tensors = load_file(tmp_path / "saved" / WEIGHTS)
+    model = moved(model_class.from_pretrained(tmp_path), seed=2)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict(tensors, strict=True)
+
+    linear = [n for n, each in base.named_modules() if isinstance(each, torch.nn.Linear)]
+    renamed = [n for n in linear if f"{n}.weight" not in tensors and n != "lm_head"]
+    assert renamed
+    trained = moved(get_peft_model(base, LoraConfig(target_modules=renamed)), seed=3)
+    trained.save_pretrained(tmp_path / "adapter")
+    fresh = PeftModel.from_pretrained(
+        model_class.from_pretrained(tmp_path / "saved"), tmp_path / "adapter"
+    )
+    fresh.load_adapter(tmp_path / "adapter", "again")
+    for adapter in ("default", "again"):
+        found = {k.replace(f".{adapter}.", "."): v for k, v in fresh.state_dict().items()}
+        expected = {k.replace(".default.", "."): v for k, v in trained.state_dict().items()}
+        lora = [k for k in expected if "lora_" in k]
+        assert len(lora) == 2 * len(renamed)
+        assert not [k for k in lora if not torch.equal(found[k], expected[k])]

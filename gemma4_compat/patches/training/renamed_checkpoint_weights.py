@@ -1,14 +1,13 @@
 """Trainer does not restore weights that have other names in the checkpoint than in the model.
 
-transformers renames the image embedder of 12B, and a text model of Gemma 3n loaded from the whole
-model.  ``save_pretrained`` undoes that, but ``Trainer`` passes the names of the file to
-``load_state_dict(state_dict, False)``: these weights stay as they were, with a warning only.  The
-fix renames as ``from_pretrained`` does, in ``load_state_dict`` while Trainer loads.
+``from_pretrained`` renames the image embedder of 12B, the weights of a Gemma 3n text model from the
+whole model, and those of a ``key_mapping``.  ``save_pretrained`` undoes that, but ``Trainer`` gives
+the names in the file to ``load_state_dict``, which skips them.  The fix renames them there.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterable
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
@@ -38,34 +37,29 @@ def names_of_the_file_are_loaded() -> Finding:
 @PATCH.around(_MODULE, _RESUME)
 @PATCH.around(_MODULE, _BEST)
 def load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from accelerate.utils import extract_model_from_parallel
-    from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    given = next(x for x in (*args[1:], kwargs.get("model"), self.model) if x is not None)
-    model = extract_model_from_parallel(given, keep_torch_compile=False)
-    known = isinstance(model, PreTrainedModel) and any(is_ours(each) for each in model.modules())
-    if not known or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+    if not is_ours(model := self.model) or hasattr(model, "peft_config"):  # PEFT renames itself
         return original(self, *args, **kwargs)
-    used = getattr(model, "_weight_conversions", None) or []  # those of a key_mapping, too
-    every: list[Any] = [used, get_model_conversion_mapping(model), []]
-    mappings = [[x for x in each if isinstance(x, WeightRenaming)] for each in every]
-    names: dict[str, str] = {}  # in the model, by those in the files
-    own = model.state_dict()
-    start = next(f"{path}." if path else "" for path, x in given.named_modules() if x is model)
+    known: set[str] = set()  # renamed weights: their names in the files and in the model
 
-    def renamed(state_dict: Any, *args: Any, load: Any = given.load_state_dict, **kw: Any) -> Any:
-        for key, each in product(state_dict, mappings):
-            name = rename_source_key(key, each, [], model.base_model_prefix, own)[0]
-            if name in own:
-                names.setdefault(key, f"{start}{name}")
+    def renamed(state_dict: Any, *args: Any, load: Any = model.load_state_dict, **kw: Any) -> Any:
+        names = names_in(model, state_dict)
+        known.update(names, names.values())
         return load({names.get(key, key): state_dict[key] for key in state_dict}, *args, **kw)
 
     def warn(result: Any, issue: Any = self._issue_warnings_after_load) -> None:
-        missing = [key for key in result.missing_keys if key not in names.values()]
-        others = [key for key in result.unexpected_keys if key not in names]
-        issue(result._replace(missing_keys=missing, unexpected_keys=others))
+        issue(type(result)(*([key for key in keys if key not in known] for keys in result)))
 
-    with shadowed(given, load_state_dict=renamed), shadowed(self, _issue_warnings_after_load=warn):
+    with shadowed(model, load_state_dict=renamed), shadowed(self, _issue_warnings_after_load=warn):
         return original(self, *args, **kwargs)
+
+
+def names_in(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """The names in the model of the weights that have other names in the checkpoint."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    used = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    renamings = [each for each in used if isinstance(each, WeightRenaming)]
+    own = model.state_dict()
+    names = {key: rename_source_key(key, renamings, [])[0] for key in keys if key not in own}
+    return {key: name for key, name in names.items() if name in own}
