@@ -37,8 +37,8 @@ def names_of_the_file_are_loaded() -> Finding:
 @PATCH.around(_MODULE, _RESUME)
 @PATCH.around(_MODULE, _BEST)
 def load(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_ours(model := self.model) or hasattr(model, "peft_config"):  # PEFT renames itself
-        return original(self, *args, **kwargs)
+    if not is_ours(model := self.model) or hasattr(model, "peft_config") or self.is_fsdp_enabled:
+        return original(self, *args, **kwargs)  # PEFT and FSDP save the names of the model
     known: set[str] = set()  # renamed weights: their names in the files and in the model
 
     def renamed(state_dict: Any, *args: Any, load: Any = model.load_state_dict, **kw: Any) -> Any:
