@@ -7,6 +7,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+from gemma4_compat.tiny import _config
+
 FAMILIES = {"gemma3n": "Gemma3n", "gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"}
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
@@ -24,12 +26,12 @@ def waves(*lengths):
     return [rng.standard_normal(length).astype("float32") for length in lengths]
 
 
-def tokenizer():
+def tokenizer(own=()):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     named = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
-    words = [*named.values(), "a", "b", *_TOKENS.values()]
+    words = [*named.values(), *(own or ["a", "b", *_TOKENS.values()])]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     rust = Tokenizer(model)
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -74,10 +76,25 @@ def processor_class(family):
     return Sound
 
 
-def processor(family, extractor=None):
-    made = processor_class(family)(extractor or extractor_class(family)(), tokenizer())
+def processor(family, extractor=None, words=None):
+    made = processor_class(family)(extractor or extractor_class(family)(), words or tokenizer())
     made.chat_template = TEMPLATE
     return made
+
+
+def tiny_processor(padding_side):
+    """The processor of the tiny Gemma 4: its tokens, and features of 32 mel bins."""
+    config = _config()
+    ids = {"<|video|>": config.video_token_id, "<|image|>": config.image_token_id}
+    ids |= {"<|image>": config.boi_token_id, "<image|>": config.eoi_token_id}
+    ids |= {"<|audio|>": config.audio_token_id, "<|audio>": config.boa_token_id}
+    ids |= {"<audio|>": config.eoa_token_index}
+    words = [f"w{i}" for i in range(4, min(ids.values()))]
+    words = tokenizer([*words, *sorted(ids, key=ids.get), "<turn|>"])
+    words.padding_side = padding_side
+    assert words.convert_tokens_to_ids([*ids]) == [*ids.values()]
+    mel_bins = config.audio_config.subsampling_conv_channels[0]
+    return processor("gemma4", extractor_class("gemma4")(feature_size=mel_bins), words)
 
 
 def alone(family, sound):

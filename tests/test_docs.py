@@ -28,6 +28,9 @@ PAGES = [
     "docs/engines.md",
 ]
 
+#: a program of its own, which tests/test_speech.py runs
+SPEECH = "## Fine-tune on speech\n"
+
 #: What differs in the tests: the only device is the CPU.  With this flag, and everything on the
 #: CPU, transformers quantises nothing.
 ON_CPU = {
@@ -41,10 +44,10 @@ def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def blocks(page, language):
-    """The code blocks of a page in this language, without their indentation in a list."""
+def blocks(page, language, text=None):
+    """The code blocks of a page, or of its text, without their indentation in a list."""
     found = re.findall(
-        rf"^( *)```{language}\n(.*?)^ *```$", text_of(page), re.DOTALL | re.MULTILINE
+        rf"^( *)```{language}\n(.*?)^ *```$", text or text_of(page), re.DOTALL | re.MULTILINE
     )
     return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
 
@@ -97,7 +100,8 @@ def names(hub, monkeypatch, tmp_path, pristine):
 
     def run(page, changes=()):
         defined = {}
-        for number, code in enumerate(blocks(page, "python"), 1):
+        text = text_of(page).partition(SPEECH)[0]
+        for number, code in enumerate(blocks(page, "python", text), 1):
             for text, changed in {**ON_CPU, **dict(changes)}.items():
                 code = code.replace(text, changed)
             exec(compile(code, f"<block {number} of {page}>", "exec"), defined)

@@ -483,6 +483,41 @@ def test_base_without_tensors_that_are_never_used(model_dir, language_adapter_di
         merge(base, language_adapter_dir, work / "out", progress=stop_at_loading)
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_unused_weights_of_the_base_are_kept(
+    model_dir, language_adapter_dir, work, tmp_path, monkeypatch, shards
+):
+    """vLLM before September 2026: Following weights were not initialized from checkpoint."""
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedModel
+
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    text = json.loads((base / "config.json").read_text())["text_config"]
+    tensors = load_file(base / "model.safetensors")
+    kinds = text["layer_types"]
+    own = f"model.language_model.layers.{kinds.index(kinds[-1])}.self_attn."
+    last = f"model.language_model.layers.{len(kinds) - 1}.self_attn."
+    parts = [f"{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    unused = {last + part: torch.randn_like(tensors[own + part]) for part in parts}
+    save_file({**tensors, **unused}, base / "model.safetensors", metadata={"format": "pt"})
+    if shards:
+        save = PreTrainedModel.save_pretrained
+        monkeypatch.setattr(
+            PreTrainedModel,
+            "save_pretrained",
+            lambda model, *args, **kw: save(model, *args, **{**kw, "max_shard_size": "100KB"}),
+        )
+    assert merge(base, language_adapter_dir, work / "out").ok
+    written = {
+        n: t for file in (work / "out").glob("*.safetensors") for n, t in load_file(file).items()
+    }
+    assert written.keys() >= unused.keys()
+    for name, tensor in unused.items():
+        assert torch.equal(written[name], tensor.to(written[name].dtype))
+    assert ((work / "out" / "model.safetensors.index.json").exists()) == shards
+    assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
+
+
 MUTATIONS = 40
 VALUES = [None, [], {}, "x", -1, 0, 1e308, True, 10**30, ["x"], {"a": 1}, "../../x", "a\nb"]
 

@@ -337,14 +337,6 @@ def test_quoting_of_folders(tmp_path, model_dir):
     assert eval(line.strip().rstrip(",")) == str(folder)
 
 
-def test_gpus_without_bfloat16_compute_in_float16(model_dir):
-    found = plan(model_dir, "T4", context=16)
-    assert "dtype=torch.float16" in found.code
-    assert 'bnb_4bit_compute_dtype="float16"' in found.code
-    assert "bfloat16" not in found.code
-    assert "does not compute in bfloat16" in str(found)
-
-
 # -- the GPUs -------------------------------------------------------------------------------------
 
 

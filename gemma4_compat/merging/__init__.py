@@ -81,7 +81,7 @@ def merge(
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")
-        models.write(merged, partial, device, progress)
+        models.write(merged, folders[0], partial, device, progress)
         with failures_of(f"copying the tokenizer to {target.parent} failed", MergeError):
             copy_companions(*folders, partial)
     return result

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MergeError, failures_of
-from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, exists
+from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_weights, exists
 from ..inspection.adapter import inspect_adapter
 from ..model.parts import is_shared_kv, shared_layers
 from ..text import plural
@@ -138,8 +138,13 @@ def _on_effects(effects: list[float], tolerance: float) -> list[str]:
     return []
 
 
-def write(merged: Merged, folder: Path, device: str, progress: Callable[[str], None]) -> None:
+def write(
+    merged: Merged, base: Path, folder: Path, device: str, progress: Callable[[str], None]
+) -> None:
     """Write the merged model, free it, load the written files, and compare their logits.
+
+    The base's weights for keys and values of layers that share them are written, too: no release
+    of transformers uses them, and vLLM before September 2026 refuses a checkpoint without them.
 
     Raises:
         MergeError: writing failed, or the logits of the written model differ.
@@ -149,7 +154,10 @@ def write(merged: Merged, folder: Path, device: str, progress: Callable[[str], N
     size = sum(p.numel() * p.element_size() for p in merged.model.parameters())
     shard = max(size // 8, 2**26)  # writing a shard copies it in memory
     with failures_of(f"writing to {folder.parent} failed", MergeError):
-        merged.model.save_pretrained(folder, max_shard_size=shard)
+        state = merged.model.state_dict()
+        state |= _unused(base, state, merged.model)
+        merged.model.save_pretrained(folder, state_dict=state, max_shard_size=shard)
+    del state
     merged.model = None
     gc.collect()
     if torch.cuda.is_available():
@@ -159,6 +167,18 @@ def write(merged: Merged, folder: Path, device: str, progress: Callable[[str], N
     for name, prompt in merged.inputs.items():
         if not torch.equal(parity.logits(written, prompt), merged.logits[name]):
             raise MergeError("the written checkpoint does not give the merged model's logits")
+
+
+def _unused(base: Path, state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The weights in the base's files that layers with shared keys and values do not have."""
+    from safetensors import safe_open
+
+    shared, found = shared_layers(model.config), {}
+    for name, entry in check_weights(base).items():
+        if name not in state and is_shared_kv(name, shared):
+            with safe_open(entry.file, "pt") as file:
+                found[name] = file.get_tensor(name).to(model.dtype)
+    return found
 
 
 def _load_base(folder: Path, device: str) -> Any:

@@ -120,6 +120,10 @@ class _Attention(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
+def _attention(fused: bool) -> Any:
+    return _Attention() if fused else nullcontext()
+
+
 def _bias(mask: Any, dtype: torch.dtype) -> Any:
     """The mask as the kernel takes it: of the queries' dtype, and aligned."""
     if mask is None:
@@ -172,15 +176,16 @@ def _use_kernels(model: nn.Module) -> None:
         # PEFT's layers around them have the same names.
         if kernel is not None and type(module).__module__.startswith("bitsandbytes"):
             shape = (module.out_features, module.in_features)
-            vars(module)["forward"] = partial(_linear, kernel, shape)
+            dtype = getattr(module, "compute_dtype", None)
+            vars(module)["forward"] = partial(_linear, kernel, shape, dtype)
         elif packed and not isinstance(module, nn.Linear):
             vars(module)["forward"] = partial(_experts, module, packed)
 
 
-def _linear(kernel: Any, shape: tuple[int, int], input: Any) -> Any:
+def _linear(kernel: Any, shape: tuple[int, int], dtype: Any, input: Any) -> Any:
     if input.numel() == shape[1] and not input.requires_grad and kernel is _Linear4bit:
         return input.new_empty((*input.shape[:-1], shape[0]))  # the GEMV kernel
-    return kernel.apply(input, shape)
+    return kernel.apply(input if dtype is None else input.to(dtype), shape).to(input.dtype)
 
 
 def _experts(
@@ -194,18 +199,19 @@ def _experts(
     trains = torch.is_grad_enabled() and states.requires_grad
     few = 2 * indices.numel() <= experts and not trains
     count = indices.numel() if few else experts
-    held = [states.new_empty((count, *parameter.shape[1:])) for parameter in packed]
+    dtype = getattr(module, "compute_dtype", None)
+    held = [states.new_empty((count, *parameter.shape[1:]), dtype=dtype) for parameter in packed]
     result = type(module).forward(module, states, indices, *args, **kwargs)
     del held
     if result.requires_grad:
         largest = max((parameter.shape for parameter in packed), key=lambda shape: shape.numel())
-        result.register_hook(lambda grad: _allocate(grad, largest))
+        result.register_hook(lambda grad: _allocate(grad, largest, dtype))
     return result
 
 
-def _allocate(like: Any, shape: Any) -> None:
+def _allocate(like: Any, shape: Any, dtype: Any) -> None:
     """Allocate and free a tensor of this shape, so that it is counted."""
-    like.new_empty(shape)
+    like.new_empty(shape, dtype=dtype)
 
 
 # -- the layers -----------------------------------------------------------------------------------
@@ -253,12 +259,15 @@ def _decoder(model: nn.Module) -> Any:
 # -- forward and backward -------------------------------------------------------------------------
 
 
-def forward_peak(model: Any, tokens: int, past: int, *, static: bool = False) -> int:
+def forward_peak(
+    model: Any, tokens: int, past: int, *, static: bool = False, fused: bool = True
+) -> int:
     """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
 
     ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
     KV cache after the forward is not counted; a static one has room for one more token.  Only the
-    last token gets logits.
+    last token gets logits.  Without ``fused``, PyTorch computes all scores of the attention: it has
+    no other kernel for bfloat16 on a GPU that does not compute in it.
     """
     from transformers import DynamicCache, StaticCache
 
@@ -268,7 +277,7 @@ def forward_peak(model: Any, tokens: int, past: int, *, static: bool = False) ->
         StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)
     )
     shapes = kv_shapes(model)
-    with torch.no_grad(), _measuring(model) as (memory, _):
+    with torch.no_grad(), _measuring(model, fused) as (memory, _):
         _fill(cache, shapes, past, tokens)
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         memory.peak = memory.allocated
@@ -291,20 +300,21 @@ def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: i
             del key  # else the next update counts it as well
 
 
-def training_peak(model: Any, tokens: int) -> int:
+def training_peak(model: Any, tokens: int, fused: bool = True) -> int:
     """The bytes of activations of a training step on one sequence, with labels for every token.
 
     ``model`` is on meta, and has an adapter.  Gradients of the adapter are not counted.  With
     gradient checkpointing, only the input of each decoder layer is kept for the backward.
+    ``fused`` is that of `forward_peak`.
     """
     model.train()
     # A backward leaves the mode; a checkpoint must run the layer as it ran before.
-    contexts = {"context_fn": lambda: (nullcontext(), _Attention())}
+    contexts = {"context_fn": lambda: (nullcontext(), _attention(fused))}
     getattr(model, checkpointing())({"use_reentrant": False, **contexts})
     model.enable_input_require_grads()  # else the first layer that runs keeps less than others
     ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)
-    with _measuring(model) as (memory, kinds):
+    with _measuring(model, fused) as (memory, kinds):
         kept = [_kept_by(_decoder(model)[index], memory) for index in kinds]
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
@@ -317,12 +327,12 @@ def training_peak(model: Any, tokens: int) -> int:
 
 
 @contextmanager
-def _measuring(model: Any) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
+def _measuring(model: Any, fused: bool = True) -> Iterator[tuple[PeakMemory, dict[int, int]]]:
     """A context that counts the memory of forwards, with one decoder layer of each kind."""
     _use_kernels(model)
     memory = PeakMemory(model)
     every_element = assumptions.patch(meta_nonzero_assume_all_nonzero=True)
-    with one_layer_of_each_kind(model) as kinds, every_element, _Attention(), memory:
+    with one_layer_of_each_kind(model) as kinds, every_element, _attention(fused), memory:
         yield memory, kinds
 
 

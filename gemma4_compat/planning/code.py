@@ -62,12 +62,13 @@ class Load:
     """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already.
 
     With an ``engine``, GPU 0 is that of the process.  ``dequantize`` is for compressed-tensors.
+    Products in 4 bits are computed in the dtype ``compute``, all else in bfloat16.
     """
 
     model: str
     architecture: str
     quant: str | None
-    dtype: str
+    compute: str
     device_map: Mapping[str, int | str]
     adapter_dir: str | None
     train: bool
@@ -97,7 +98,7 @@ class Load:
             return {}
         options = bnb_options(self.quant, offload=bool(self.offloaded) and not self.dispatches)
         if "bnb_4bit_compute_dtype" in options:
-            options["bnb_4bit_compute_dtype"] = self.dtype
+            options["bnb_4bit_compute_dtype"] = self.compute
         if self.dispatches:
             options["llm_int8_skip_modules"] = unquantised(self.offloaded)
         return options
@@ -129,7 +130,7 @@ class Load:
             yield ")"
         yield f"model = {self.architecture}.from_pretrained("
         yield f"    {_pretrained(self.model)},"
-        yield f"    dtype=torch.{self.dtype},"
+        yield "    dtype=torch.bfloat16,"
         yield '    device_map={"": "cpu"},' if self.dispatches else "    device_map=device_map,"
         if options:
             yield "    quantization_config=quantization,"
@@ -154,6 +155,8 @@ class Load:
         if self.train:
             yield f'model.{checkpointing()}({{"use_reentrant": False}})'
             yield "model.enable_input_require_grads()"
+            if self.compute != "bfloat16":
+                yield "# Train with fp16=False and bf16=False: products in float16 overflow."
         elif self.quant != "int8":
             yield '# model.generate(..., cache_implementation="static") is several times as fast'
 

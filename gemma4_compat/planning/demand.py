@@ -66,9 +66,11 @@ class Job:
         return Demand(context, self.cache(context), self.activations(context))
 
 
-def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
+def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) -> Job:
     """One sequence, whose prompt is read in chunks."""
-    from ..model.peak import forward_peak
+    from ..model import peak
+
+    forward_peak = partial(peak.forward_peak, fused=fused)
 
     vocabulary = model.config.get_text_config().vocab_size
     cache = partial(kv_cache, model)
@@ -88,7 +90,7 @@ def generating(model: Any, adapter: tuple[TensorSize, ...]) -> Job:
     return Job(adapter, 0, cache, activations)
 
 
-def training(model: Any) -> Job:
+def training(model: Any, fused: bool = True) -> Job:
     """A training step on one sequence, with AdamW and gradient checkpointing.
 
     ``model`` has an adapter, on meta.
@@ -100,7 +102,7 @@ def training(model: Any) -> Job:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
-    return Job(adapter, 3, lambda context: {}, lambda context: training_peak(model, context))
+    return Job(adapter, 3, lambda context: {}, lambda context: training_peak(model, context, fused))
 
 
 def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:

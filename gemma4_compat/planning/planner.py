@@ -100,7 +100,9 @@ def plan(
     model_dir = located(model_dir)
     adapter = None if adapter is None else located(adapter)
     asked = quant
-    model, quant, label = _model(model_dir, asked)
+    bfloat16 = all(each.bfloat16 for each in gpus)
+    compute = "bfloat16" if bfloat16 else "float32"  # float16 overflows, and bfloat16 is emulated
+    model, quant, label = _model(model_dir, asked, compute)
     if train and label == _QAT:
         raise InputError(f"{model_dir}: a {label} cannot be trained: use the unquantised one")
     limit = _limit(model, context)
@@ -113,9 +115,10 @@ def plan(
         raise InputError(f"{name} cannot shard weights in 8 bits")
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
     if train:  # PEFT changes a model, so this is another one.
-        job = training(with_adapter(_model(model_dir, asked)[0], adapter, rank))
+        job = training(with_adapter(_model(model_dir, asked, compute)[0], adapter, rank), bfloat16)
     else:
-        job = generating(model, () if adapter is None else sizes.adapter_sizes(adapter))
+        tensors = () if adapter is None else sizes.adapter_sizes(adapter)
+        job = generating(model, tensors, bfloat16)
     if engine == "ddp":
         job = replace(job, states=job.states + 1)  # buckets: DDP's own copy of the gradients
     if (config := zero_config(engine or "")) is not None:
@@ -148,7 +151,7 @@ def plan(
         model=str(model_dir),
         architecture=type(model).__name__,
         quant=quant,
-        dtype="bfloat16" if all(each.bfloat16 for each in gpus) else "float16",
+        compute=compute,
         device_map=placement.device_map(),
         adapter_dir=None if adapter is None else str(adapter),
         train=train,
@@ -161,7 +164,7 @@ def plan(
         model=load.model,
         architecture=load.architecture,
         quant=label,
-        dtype=load.dtype,
+        dtype="bfloat16",
         gpus=gpus,
         context=context,
         train=train,
@@ -177,6 +180,7 @@ def plan(
         loading=placement.loading() + gpus[0].outside if shards > 1 else 0,
         launch=None if engine is None else launch(engine, processes),
         deepspeed=config,
+        compute=compute,
     )
 
 
@@ -224,14 +228,14 @@ def _check_adapter(adapter: Location, model_dir: Location) -> None:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _model(folder: Location, quant: str | None) -> tuple[Any, str | None, str]:
+def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str | None, str]:
     """The model on meta, its ``quant`` or ``None`` if it is quantised already, and its name."""
     if quant is not None and quant not in QUANTS:
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
     quantization = read_config(folder).get("quantization_config")
     if quantization is None:
         quant = quant or QUANTS[0]
-        return meta_model(folder, bnb_config(quant)), quant, quant
+        return meta_model(folder, bnb_config(quant, bnb_4bit_compute_dtype=compute)), quant, quant
     if quant is not None:
         raise InputError(f"{folder}: the checkpoint is quantised already: leave out --quant")
     model, method = checkpoint_model(folder)

@@ -73,6 +73,7 @@ class Plan(Result):
             sharded.
         launch: the command that starts the processes.
         deepspeed: DeepSpeed's configuration, which the command reads from ``zero.json``.
+        compute: the dtype of the products in 4 bits; all else is in ``dtype``.
     """
 
     model: str
@@ -94,6 +95,7 @@ class Plan(Result):
     loading: int = 0
     launch: str | None = None
     deepspeed: Mapping[str, Any] | None = None
+    compute: str = "bfloat16"
 
     def bytes_of(self, kind: str, gpu: int | None = None) -> int:
         """The bytes of one kind on one GPU, or on all GPUs together."""
@@ -203,10 +205,10 @@ def _advice(plan: Plan) -> Iterator[str]:
         yield wrap(
             f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
         )
-    if plan.dtype == "float16":
+    if plan.compute != "bfloat16":
         yield wrap(
-            "This GPU does not compute in bfloat16, so the code uses float16. If the model returns "
-            "nan, use torch.bfloat16, which is slower."
+            "This GPU does not compute in bfloat16: PyTorch emulates it, which is slow. Float16 "
+            "overflows. So the code has products in 4 bits in float32, and all else in bfloat16."
         )
 
 

@@ -5,8 +5,12 @@ states are small, their gradients are large: the norm divides by their size.  In
 overflow, and the gradients of all earlier layers become NaN.  The forward does not come near the
 largest float16.  ``GradScaler`` skips such steps, so training seems to go on.
 
-This patch repairs nothing.  It warns at the first training step whose hidden states are in float16,
-and says how to load the model instead: hidden states in bfloat16, matrix products in float16.
+Where hidden states are large, products in float16 overflow as well, whatever the dtype of the
+weights: the gate of the per-layer embeddings reads the hidden state as it is, and the last product
+of an MLP reads a product of two others.  So float16 autocast is no way out.
+
+This patch repairs nothing.  It warns at the first training step whose hidden states or products are
+in float16, and says how to load the model instead: in bfloat16, products in 4 bits in float32.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ PATCH = Patch(
     symptom="float16 (T4, V100): grad_norm is nan although the loss is finite",
     affects=("transformers",),
     changes=(
-        "The first training step of Gemma 4 with hidden states in float16 warns that gradients can "
-        "overflow.  The step does not change."
+        "The first training step of Gemma 4 in float16, or under float16 autocast, warns that "
+        "gradients can overflow.  The step does not change."
     ),
     links=(
         "https://github.com/unslothai/unsloth-zoo/pull/866",
@@ -48,10 +52,12 @@ def hidden_states_have_the_dtype_of_the_model() -> Finding:
 @PATCH.around(_MODULE, "Gemma4TextModel.forward")
 def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
-    if self.training and output[0].requires_grad:
+    kind = output[0].device.type
+    if self.training and output[0].requires_grad and kind != "meta":
         import torch
 
-        if output[0].dtype == torch.float16 and not torch.compiler.is_compiling():
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        if torch.float16 in (output[0].dtype, cast) and not torch.compiler.is_compiling():
             _warn()
     return output
 
@@ -60,8 +66,9 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _warn() -> None:
     logger.warning(
         "Gemma 4 is training in float16.  Gradients can overflow, and then grad_norm is nan "
-        "although the loss is finite.  Load the model with dtype=torch.bfloat16.  On a GPU without "
-        "bfloat16 (T4, V100), also use bnb_4bit_compute_dtype=torch.float16 and train with "
-        "fp16=True: then only matrix products are in float16.  On other GPUs, use "
-        "bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True."
+        "although the loss is finite.  Load the model with dtype=torch.bfloat16, and train with "
+        "fp16=False.  On a GPU without bfloat16 (T4, V100), use "
+        "bnb_4bit_compute_dtype=torch.float32 and bf16=False.  On other GPUs, use "
+        "bnb_4bit_compute_dtype=torch.bfloat16 and bf16=True.  "
+        "gemma4-compat plan MODEL --gpu T4 --train prints the code for a T4."
     )
