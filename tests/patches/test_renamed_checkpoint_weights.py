@@ -109,10 +109,10 @@ def best(trainer, folder):
     [
         (own_names, resume, 1),
         (unified, resume, 1),
-        (unified, best, 2),
+        (own_names, best, 2),
         (gemma3n_text, resume, 2),
         (gemma3n_text, best, 1),
-        (own_names, best, 2),
+        (unified, best, 2),
     ],
 )
 def test_trainer_restores_what_from_pretrained_restores(tmp_path, caplog, make, load, files):
