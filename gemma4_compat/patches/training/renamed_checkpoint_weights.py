@@ -24,14 +24,15 @@ PATCH = Patch(
 )
 
 _MODULE = "transformers.trainer"
+_CALLED = {"load_state_dict", "_issue_warnings_after_load"}
 _RESUME, _BEST = "Trainer._load_from_checkpoint", "Trainer._load_best_model"
 
 
 @PATCH.probe
 def names_of_the_file_are_loaded() -> Finding:
     codes = [code_at(_MODULE, _RESUME), code_at(_MODULE, _BEST)]
-    raw = all("load_state_dict" in code.co_names and not mentions(code, "conver") for code in codes)
-    return fixed_if(not raw, "Trainer converts the weights of a checkpoint")
+    raw = all(_CALLED <= {*code.co_names} and not mentions(code, "conver") for code in codes)
+    return fixed_if(not raw, "Trainer loads the weights of a checkpoint in another way")
 
 
 @PATCH.around(_MODULE, _RESUME)
