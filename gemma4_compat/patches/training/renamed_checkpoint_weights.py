@@ -31,7 +31,7 @@ _RESUME, _BEST = "Trainer._load_from_checkpoint", "Trainer._load_best_model"
 @PATCH.probe
 def names_of_the_file_are_loaded() -> Finding:
     codes = [code_at(_MODULE, _RESUME), code_at(_MODULE, _BEST)]
-    raw = all(_CALLED <= {*code.co_names} and not mentions(code, "conver") for code in codes)
+    raw = all({*code.co_names} >= _CALLED and not mentions(code, "conver") for code in codes)
     return fixed_if(not raw, "Trainer loads the weights of a checkpoint in another way")
 
 
