@@ -23,9 +23,10 @@ LENGTHS = (3, 5, 9, 14)
 COUNTS_TARGETS = Version("5.15") <= Version(transformers.__version__)
 TEMPLATE = (
     "{% for message in messages %}{{ 'w6 ' if message['role'] == 'user' else 'w5 ' }}"
-    "{% for part in [{'type': 'text', 'text': message['content']}]"
-    " if message['content'] is string else message['content'] %}"
-    "{{ '<|image|> ' if part['type'] == 'image' else part['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if message['content'] is string %}{{ message['content'] + ' ' }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{{ '<|image|> ' if part['type'] == 'image' else part['text'] + ' ' }}"
+    "{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}w5 {% endif %}"
 )
 MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 2, 4])
