@@ -82,8 +82,8 @@ def processor(family, extractor=None, words=None):
     return made
 
 
-def tiny_processor(padding_side):
-    """The processor of the tiny Gemma 4: its tokens, and features of 32 mel bins."""
+def tiny_tokenizer():
+    """The tokens of the tiny Gemma 4: w4 to w499, and those for images and sound."""
     config = _config()
     ids = {"<|video|>": config.video_token_id, "<|image|>": config.image_token_id}
     ids |= {"<|image>": config.boi_token_id, "<image|>": config.eoi_token_id}
@@ -91,9 +91,15 @@ def tiny_processor(padding_side):
     ids |= {"<audio|>": config.eoa_token_index}
     words = [f"w{i}" for i in range(4, min(ids.values()))]
     words = tokenizer([*words, *sorted(ids, key=ids.get), "<turn|>"])
-    words.padding_side = padding_side
     assert words.convert_tokens_to_ids([*ids]) == [*ids.values()]
-    mel_bins = config.audio_config.subsampling_conv_channels[0]
+    return words
+
+
+def tiny_processor(padding_side):
+    """The processor of the tiny Gemma 4: its tokens, and features of 32 mel bins."""
+    words = tiny_tokenizer()
+    words.padding_side = padding_side
+    mel_bins = _config().audio_config.subsampling_conv_channels[0]
     return processor("gemma4", extractor_class("gemma4")(feature_size=mel_bins), words)
 
 
