@@ -29,7 +29,7 @@ def test_code_that_plan_prints(path):
         model=path,
         architecture="Gemma4ForConditionalGeneration",
         quant="nf4",
-        dtype="bfloat16",
+        compute="bfloat16",
         device_map={"": 0},
         adapter_dir=path,
         train=False,

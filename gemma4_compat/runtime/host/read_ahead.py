@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ...files.checkpoint import read_header
 from ...model.parts import layer_of
 from ...objects import NotCopied, attached
-from ..kernels.watch import is_of_user
 from .hooked import Way
 
 logger = logging.getLogger(__name__)
@@ -74,9 +73,7 @@ class Ahead(Way):
         if layers is not None and hook.offload:
             try:
                 layers.enter(hook.weights_map.prefix)
-            except Exception as error:
-                if is_of_user(error):
-                    raise
+            except Exception:
                 if not layers.failed:
                     logger.info("a layer on the disk is not read ahead", exc_info=True)
                 layers.failed = True
