@@ -518,6 +518,26 @@ def test_unused_weights_of_the_base_are_kept(
     assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
 
 
+def test_an_adapter_on_unused_weights(model_dir, language_adapter_dir, work, tmp_path):
+    """Keys of a layer that shares them: no effect, as ``gemma4-compat adapter`` says."""
+    from safetensors.torch import load_file, save_file
+
+    adapter = shutil.copytree(language_adapter_dir, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    layers = json.loads((model_dir / "config.json").read_text())["text_config"]["layer_types"]
+    unused = {
+        re.sub(r"layers\.\d+\.", f"layers.{len(layers) - 1}.", name).replace(
+            "q_proj", "k_proj"
+        ): t.clone()
+        for name, t in tensors.items()
+        if "layers.0.self_attn.q_proj" in name
+    }
+    assert unused
+    save_file({**unused, **tensors}, adapter / "adapter_model.safetensors")
+    assert merge(model_dir, adapter, work / "out").ok
+    assert_same(logits(load_model(work / "out")), merged_in_memory(model_dir, language_adapter_dir))
+
+
 MUTATIONS = 40
 VALUES = [None, [], {}, "x", -1, 0, 1e308, True, 10**30, ["x"], {"a": 1}, "../../x", "a\nb"]
 

@@ -215,10 +215,10 @@ def _adapted(model: Any, adapter: Path, device: str, **options: Any) -> Any:
 
     model = PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
     loaded = model.load_adapter(adapter, "default", torch_device=device)  # for its result
-    if loaded.unexpected_keys:
+    shared = shared_layers(model.config)
+    if unexpected := [n for n in loaded.unexpected_keys if not is_shared_kv(n, shared)]:
         raise ValueError(
-            f"the model has no place for {len(loaded.unexpected_keys)} tensors, such as "
-            f"{loaded.unexpected_keys[0]}"
+            f"the model has no place for {len(unexpected)} tensors, such as {unexpected[0]}"
         )
     return model
 

@@ -136,7 +136,7 @@ def test_a_trainer_of_the_users(model_dir, tmp_path, caplog):
     model, inputs = multimodal(model_dir, "image")
     rows = rows_of(inputs)
     check(predictions(model, rows, tmp_path, trainer=OwnTrainer), model, rows)
-    (message,) = [each for each in caplog.messages if "predictions[0]" in each]
+    (message,) = [each for each in caplog.messages if "[0] is the first row" in each]
     assert "ignore_keys=[]" in message
 
 

@@ -210,6 +210,15 @@ def test_code_of_users_that_reads_the_rate(family):
     with pytest.raises(gemma4_compat.InputError):
         call(processor(family, Inherits()), twice, sampling_rate=32000)
 
+    class Own(type(made)):
+        def __call__(self, *args, audio, sampling_rate, **kwargs):
+            audio = [sound[::2] for sound in audio]
+            return super().__call__(*args, audio=audio, sampling_rate=sampling_rate, **kwargs)
+
+    own = processor(family)
+    own.__class__ = Own
+    assert_features(call(own, twice, sampling_rate=32000), references(family, sounds))
+
 
 @families
 def test_copies(family):

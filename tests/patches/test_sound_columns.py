@@ -144,6 +144,18 @@ def test_several_channels(shape, family):
 
 
 @families
+def test_integers_and_one_channel(family):
+    """An item in int16 would be heard 32768 times too loud; a channel may come first or last."""
+    made = covered(family)
+    (sound,) = waves(LENGTHS[0])
+    expected = [alone(family, sound)]
+    for one in (sound[None], sound[:, None]):
+        assert_features(call(made, [dictionary(one)], 1), expected)
+    with pytest.raises(gemma4_compat.InputError, match=r"int16.* divide it by 32768"):
+        call(made, [dictionary((sound * 1000).astype("int16"))], 1)
+
+
+@families
 def test_what_was_taken_before(family):
     """Arrays and lists go to the original as they are; one channel is a sound."""
     made = covered(family)

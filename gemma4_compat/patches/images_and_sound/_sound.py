@@ -20,6 +20,7 @@ def rate_of(processor: Any) -> Any:
     extractor: Any = getattr(processor, "feature_extractor", None)
     ours = of_gemma(processor) and of_gemma(extractor)
     ours = ours and type(extractor).__call__.__module__.startswith(_MODULES)
+    ours = ours and type(processor).__call__.__module__.startswith("transformers.")
     return extractor.sampling_rate if ours else None
 
 

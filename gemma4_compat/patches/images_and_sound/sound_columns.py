@@ -77,9 +77,16 @@ def _samples(audio: Any, wanted: Any) -> Any:
     if isinstance(audio, dict) and "array" in audio:
         check_rate(audio.get("sampling_rate"), wanted)
         audio = numpy.asarray(audio["array"])
+        if audio.dtype.kind in "iu":
+            raise InputError(
+                f"A sound is in {audio.dtype}, and the feature extractor takes numbers from -1 to "
+                f"1: divide it by {numpy.iinfo(audio.dtype).max + 1} as float32."
+            )
     if not hasattr(audio, "ndim"):
         return audio
-    audio = numpy.asarray(audio[0] if audio.ndim == 2 and len(audio) == 1 else audio)
+    audio = numpy.asarray(audio)
+    if audio.ndim == 2 and 1 in audio.shape:
+        audio = audio.reshape(-1)
     if audio.ndim > 1:
         raise InputError(
             f"A sound of the shape {audio.shape} has several channels, the feature extractor takes "

@@ -58,8 +58,8 @@ def prediction_step(
             if self.compute_metrics and self not in _trainers and _INPUTS & {*inputs}:
                 _trainers.add(self)
                 logger.warning(
-                    "compute_metrics gets the logits as an array, also for images and sound: "
-                    "predictions[0] is the first row.  For a tuple with the features, pass "
-                    "ignore_keys=[] to evaluate, or ignore_keys_for_eval=[] to train."
+                    "compute_metrics and preprocess_logits_for_metrics get the logits as an array, "
+                    "also for images and sound: [0] is the first row.  For a tuple with the "
+                    "features, pass ignore_keys=[] to evaluate, or ignore_keys_for_eval=[] to train."
                 )
     return original(self, model, inputs, prediction_loss_only, ignore_keys)
