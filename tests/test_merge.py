@@ -525,13 +525,8 @@ def test_an_adapter_on_unused_weights(model_dir, language_adapter_dir, work, tmp
     adapter = shutil.copytree(language_adapter_dir, tmp_path / "adapter")
     tensors = load_file(adapter / "adapter_model.safetensors")
     layers = json.loads((model_dir / "config.json").read_text())["text_config"]["layer_types"]
-    unused = {
-        re.sub(r"layers\.\d+\.", f"layers.{len(layers) - 1}.", name).replace(
-            "q_proj", "k_proj"
-        ): t.clone()
-        for name, t in tensors.items()
-        if "layers.0.self_attn.q_proj" in name
-    }
+    own, last = "layers.0.self_attn.q_proj", f"layers.{len(layers) - 1}.self_attn.k_proj"
+    unused = {n.replace(own, last): t.clone() for n, t in tensors.items() if own in n}
     assert unused
     save_file({**unused, **tensors}, adapter / "adapter_model.safetensors")
     assert merge(model_dir, adapter, work / "out").ok

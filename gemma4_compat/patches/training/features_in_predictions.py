@@ -60,6 +60,6 @@ def prediction_step(
                 logger.warning(
                     "compute_metrics and preprocess_logits_for_metrics get the logits as an array, "
                     "also for images and sound: [0] is the first row.  For a tuple with the "
-                    "features, pass ignore_keys=[] to evaluate, or ignore_keys_for_eval=[] to train."
+                    "features, pass ignore_keys=[] to evaluate, ignore_keys_for_eval=[] to train."
                 )
     return original(self, model, inputs, prediction_loss_only, ignore_keys)
