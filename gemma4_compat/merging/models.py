@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,7 @@ def rehearse(base: Path, adapter: Path) -> None:
 
     with failures_of(f"{base}: transformers {transformers.__version__} cannot load it"):
         model, loaded = _from_pretrained(base, "meta")
-    shared = shared_layers(model.config)  # some releases have unused weights in these layers
-    if missing := sorted(n for n in loaded["missing_keys"] if not is_shared_kv(n, shared)):
+    if missing := _used(loaded["missing_keys"], model):
         raise InputError(
             f"{base}: its weights lack {len(missing)} tensors of {type(model).__name__}, such as "
             f"{missing[0]}"
@@ -181,6 +180,12 @@ def _unused(base: Path, state: Mapping[str, Tensor], model: Any) -> dict[str, Te
     return found
 
 
+def _used(names: Iterable[str], model: Any) -> list[str]:
+    """The names without those of weights that only some releases have, and none uses."""
+    shared = shared_layers(model.config)
+    return sorted(name for name in names if not is_shared_kv(name, shared))
+
+
 def _load_base(folder: Path, device: str) -> Any:
     """The whole model in eval mode."""
     with failures_of(f"loading {folder} failed", MergeError):
@@ -215,8 +220,7 @@ def _adapted(model: Any, adapter: Path, device: str, **options: Any) -> Any:
 
     model = PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
     loaded = model.load_adapter(adapter, "default", torch_device=device)  # for its result
-    shared = shared_layers(model.config)
-    if unexpected := [n for n in loaded.unexpected_keys if not is_shared_kv(n, shared)]:
+    if unexpected := _used(loaded.unexpected_keys, model):
         raise ValueError(
             f"the model has no place for {len(unexpected)} tensors, such as {unexpected[0]}"
         )
