@@ -365,8 +365,8 @@ def main(argv: list[str]) -> None:
             file.mkdir()
             new = {file / name: page for name, page in pages(measured).items()}
         elif file.name == "README.md":
-            text = with_releases(file.read_text(encoding="utf-8"), measured)
-            new = {file: with_errors(text, measured)}
+            readme = with_releases(file.read_text(encoding="utf-8"), measured)
+            new = {file: with_errors(readme, measured)}
         else:
             new = {file: render_errors() if file.name == "errors.md" else text}
         for path, content in new.items():
