@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterable
 from types import ModuleType
 
-from ..engine import Patch
+from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
 
@@ -39,11 +39,20 @@ def load() -> list[Patch]:
     return sorted(patches, key=lambda patch: patch.name)
 
 
-def groups() -> dict[str, list[str]]:
-    """The names of the patches of each topic, and of each kind."""
-    found = {t: [module.PATCH.name for module in modules] for t, modules in topics().items()}
-    for patch in load():
-        found.setdefault(patch.kind.value, []).append(patch.name)
+def groups(*, asking: bool = False) -> dict[str, list[str]]:
+    """The names of the patches of each topic, of each kind, and of ``speed``.
+
+    Those that round differently are left out of the topics if ``asking``: their kind, ``speed`` and
+    their own names ask for them.
+    """
+    of_topics = {topic: [each.PATCH for each in modules] for topic, modules in topics().items()}
+    found = {
+        topic: [patch.name for patch in patches if not (asking and patch.kind is Kind.FAST)]
+        for topic, patches in of_topics.items()
+    }
+    for kind in Kind:
+        found[kind.value] = [patch.name for patch in load() if patch.kind is kind]
+    found["speed"] = sorted(found["exact"] + found["fast"])
     return found
 
 

@@ -107,6 +107,7 @@ class Load:
         options = self.options()
         trains = self.train and self.adapter_dir is None
         yield "import gemma4_compat"
+        yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
         yield "import torch"
         used = ["PartialState"] * (self.engine is not None) + ["dispatch_model"] * self.dispatches
         if used:
