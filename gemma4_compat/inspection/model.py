@@ -10,7 +10,7 @@ from typing import Any
 from .. import status
 from ..model.hooks import input_device
 from ..model.parts import base_of, is_ours
-from ..patches import groups
+from ..patches import load
 from ..result import Result
 from ..runtime.facts import at_work, how_it_decodes
 from ..text import plural, size, some, table, wrap
@@ -140,7 +140,8 @@ def inspect_model(model: Any) -> ModelInspection:
 
 
 def _fast() -> dict[str, str]:
-    states = {name: status()[name].state.value for name in groups()["fast"]}
+    fast = (patch.name for patch in load() if patch.kind.value == "fast")
+    states = {name: status()[name].state.value for name in fast}
     return {name: state for name, state in states.items() if state in ("applied", "optional")}
 
 
