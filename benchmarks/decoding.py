@@ -204,16 +204,22 @@ def measure_steps(
     """
     import torch
 
-    ways = {"dynamic": "dynamic", "eager static": "eager static", "exact": "captured"}
+    #: each side, and its way to decode
+    sides = {
+        "dynamic": "dynamic",
+        "eager static": "eager static",
+        "exact": "captured",
+        "fast": "captured",
+    }
 
-    def both(name: str) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if name == "fast" else gemma4_compat.disabled("fast")
+    def rounding_of(side: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if side == "fast" else gemma4_compat.disabled("fast")
 
     def compare(name: str, actions: dict[str, Callable[[], list[float]]]) -> None:
         times: dict[str, list[float]] = {side: [] for side in actions}
         for turn in range(rounds):
             for side in sorted(times, reverse=bool(turn % 2)):
-                with both(side):
+                with rounding_of(side):
                     times[side] += actions[side]()
         figures[name] = {side: 1e3 * statistics.median(each) for side, each in times.items()}
         say()
@@ -223,12 +229,11 @@ def measure_steps(
         return timed(model, length, way)
 
     for length in contexts:
-        sides = {**ways, "fast": "captured"}
         actions = {side: partial(steps, length, way) for side, way in sides.items()}
         compare(f"{length}: ms a token", actions)
         busy = {}
         for side, way in sides.items():
-            with both(side):
+            with rounding_of(side):
                 busy[side] = [1e3 * (found := gpu_busy(model, length, way))[0], found[1]]
         figures[f"{length}: GPU ms, operations a token"] = busy
         say()
@@ -270,7 +275,7 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = ("call", "steps", "calls", "equal")
+    parts = ("memory", "steps", "calls", "equal")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
@@ -310,11 +315,12 @@ def main() -> None:
             args.out.write_text(line + "\n")
 
     say()
-    if args.only in (None, "call"):
+    if args.only in (None, "memory"):
         measure(model, figures, say, before)
     if args.only in (None, "steps"):
         gemma4_compat.install("fast")
         measure_steps(model, figures, say, args.contexts, args.rounds)
+        gemma4_compat.uninstall("fast")
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()

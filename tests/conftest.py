@@ -40,6 +40,8 @@ warnings.filterwarnings("ignore", message=".*_check_is_size.*")
 WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
 PATCHES = {patch.name: patch for patch in load()}
 FAST = groups()["fast"]
+#: Whether the last test installed these patches.
+WAS_FAST = pytest.StashKey[bool]()
 
 
 def inside(patch):
@@ -111,10 +113,9 @@ def pytest_runtest_setup(item):
     """Install the patches that round differently for their own tests, and only for these."""
     marked = item.get_closest_marker("regression")
     fast = item.path.stem.removeprefix("test_") in FAST or (marked and marked.args[0] in FAST)
-    states = {each.state for each in gemma4_compat.status() if each.name in FAST}
-    is_off = not states.isdisjoint({gemma4_compat.State.OPTIONAL, gemma4_compat.State.DISABLED})
-    if not WITHOUT and bool(fast) is is_off:
+    if not WITHOUT and (fast or item.config.stash.get(WAS_FAST, False)):
         (gemma4_compat.install if fast else gemma4_compat.uninstall)("fast")
+        item.config.stash[WAS_FAST] = bool(fast)
 
 
 def pytest_runtest_teardown(item):

@@ -45,10 +45,10 @@ class _Record:
     """The engine's data about one patch."""
 
     layer: Layer
+    #: whether it is applied if it can be; a patch that rounds differently has to be asked for
+    asked: bool
     state: State = State.DISABLED
     reason: str = "not installed yet"
-    #: whether it is applied if it can be; a patch that rounds differently has to be asked for
-    asked: bool = True
     #: whether it should have been undone but could not be
     unwanted: bool = False
     #: how many references to the originals other code took before
@@ -85,12 +85,12 @@ class Engine:
         newest: Mapping[str, str] | None = None,
         about: About | None = None,
     ) -> None:
-        self._records = {patch.name: _Record(Layer(patch)) for patch in patches}
+        self._switches = switches
+        self._records = {
+            patch.name: _Record(Layer(patch), asked=self._is_asked(patch)) for patch in patches
+        }
         self._required_first = _required_first(self._records)
         self._stack = Stack(record.layer for record in self._records.values())
-        self._switches = switches
-        for record in self._records.values():
-            record.asked = self._is_asked(record)
         self._logger = logger
         self._floors, self._newest = floors or {}, newest or {}
         self._about = about or About()
@@ -161,7 +161,7 @@ class Engine:
         """Undo the named patches, or all if no name is given; restore the original descriptors."""
         records = self._select(names)
         for record in records:
-            record.outside, record.asked = False, self._is_asked(record)
+            record.outside, record.asked = False, self._is_asked(record.patch)
         return self._uninstall(records)
 
     def _uninstall(self, records: Sequence[_Record]) -> Status:
@@ -469,9 +469,9 @@ class Engine:
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
-    def _is_asked(self, record: _Record) -> bool:
-        """Whether nobody, or a variable, has to ask for the patch."""
-        return record.patch.kind is not Kind.FAST or record.patch.name in self._switches.asked
+    def _is_asked(self, patch: Patch) -> bool:
+        """Whether a variable asks for the patch, or nobody has to."""
+        return patch.kind is not Kind.FAST or patch.name in self._switches.asked
 
     def _select(self, names: Sequence[str]) -> list[_Record]:
         for name in names:

@@ -100,14 +100,15 @@ def read(
     off: dict[str, str] = {}
     own: dict[str, str] = {}  # the values of the patches' own variables
     mistakes: list[str] = []
-    asked: set[str] = set()
+    asks: list[str] = []
     for variable in sorted(environ):
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
-            only = _only(value.removeprefix(_ONLY), f"{prefix}={value}", patches, groups, mistakes)
+            named = [each.strip() for each in value.removeprefix(_ONLY).split(",") if each.strip()]
+            only = _only(named, f"{prefix}={value}", patches, groups, mistakes)
             for mistake in mistakes:
                 logger.warning("%s", mistake)
-            asked |= _only(value.removeprefix(_ONLY), "", patches, asking, [])
+            asks += named
             off |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
         elif variable == prefix:
             everything = _boolean(variable, value, True, logger, extra=(f"{_ONLY}NAME,NAME",))
@@ -117,12 +118,12 @@ def read(
             if not _boolean(variable, value, True, logger):
                 off |= dict.fromkeys(groups[names[variable]], f"{variable}=0")
             elif value in _ON:
-                asked |= _only(names[variable], "", patches, asking, [])
+                asks.append(names[variable])
         elif variable in names:
             if value in (*_OFF, *_ON, _FORCE):
                 own[names[variable]] = value
                 if value not in _OFF:
-                    asked |= _only(names[variable], "", patches, asking, [])
+                    asks.append(names[variable])
             else:
                 _boolean(variable, value, True, logger, extra=(_FORCE,))
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
@@ -132,7 +133,7 @@ def read(
     forced = [name for name, value in own.items() if value == _FORCE]
     known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
     known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
-    seen = _of(prefix, environ)
+    seen, (asked, _) = _of(prefix, environ), _with_required(asks, patches, asking)
     return Switches(prefix, everything, strict, off, asked, forced, mistakes, seen, known)
 
 
@@ -158,31 +159,41 @@ def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:
 
 
 def _only(
-    value: str,
+    names: Sequence[str],
     setting: str,
     patches: Mapping[str, Iterable[str]],
     groups: Mapping[str, Iterable[str]],
     mistakes: list[str],
 ) -> set[str]:
     """The patches that ``only:`` names, and those that they require; adds what is wrong."""
-    found: set[str] = set()
-    unknown: list[str] = []
-    wanted = [name.strip() for name in value.split(",") if name.strip()]
-    while wanted:
-        name = wanted.pop()
-        if name in groups:
-            wanted += groups[name]
-        elif name not in patches:
-            unknown.append(f"no patch is called {name}{suggestion(name, [*patches, *groups])}")
-        elif name not in found:
-            found.add(name)
-            wanted += patches[name]
+    found, strange = _with_required(names, patches, groups)
+    known = [*patches, *groups]
+    unknown = [f"no patch is called {name}{suggestion(name, known)}" for name in strange]
     if not found and not unknown:
         unknown.append(f"no patch is named after {_ONLY}")
     if unknown:
         end = "" if found else ", so all patches are off"
         mistakes.append(f"{setting}: {'; '.join(unknown)}{end}")
     return found
+
+
+def _with_required(
+    names: Iterable[str], patches: Mapping[str, Iterable[str]], groups: Mapping[str, Iterable[str]]
+) -> tuple[set[str], list[str]]:
+    """The named patches and those that they require, and the names that no patch or group has."""
+    found: set[str] = set()
+    strange: list[str] = []
+    wanted = [*names]
+    while wanted:
+        name = wanted.pop()
+        if name in groups:
+            wanted += groups[name]
+        elif name not in patches:
+            strange.append(name)
+        elif name not in found:
+            found.add(name)
+            wanted += patches[name]
+    return found, strange
 
 
 def _boolean(

@@ -140,8 +140,8 @@ def inspect_model(model: Any) -> ModelInspection:
 
 
 def _fast() -> dict[str, str]:
-    fast = (patch.name for patch in load() if patch.kind.value == "fast")
-    states = {name: status()[name].state.value for name in fast}
+    fast = {patch.name for patch in load() if patch.kind.value == "fast"}
+    states = {each.name: each.state.value for each in status() if each.name in fast}
     return {name: state for name, state in states.items() if state in ("applied", "optional")}
 
 

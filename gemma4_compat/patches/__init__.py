@@ -45,15 +45,13 @@ def groups(*, asking: bool = False) -> dict[str, list[str]]:
     Those that round differently are left out of the topics if ``asking``: their kind, ``speed`` and
     their own names ask for them.
     """
-    of_topics = {topic: [each.PATCH for each in modules] for topic, modules in topics().items()}
-    found = {
-        topic: [patch.name for patch in patches if not (asking and patch.kind is Kind.FAST)]
-        for topic, patches in of_topics.items()
-    }
-    for kind in Kind:
-        found[kind.value] = [patch.name for patch in load() if patch.kind is kind]
-    found["speed"] = sorted(found["exact"] + found["fast"])
-    return found
+    found: dict[str, list[str]] = {name: [] for name in (*TOPICS, *(kind.value for kind in Kind))}
+    for topic, modules in topics().items():
+        for patch in (module.PATCH for module in modules):
+            found[patch.kind.value].append(patch.name)
+            if not (asking and patch.kind is Kind.FAST):
+                found[topic].append(patch.name)
+    return {**found, "speed": found["exact"] + found["fast"]}
 
 
 def gate(patch: Patch) -> Evaluation:
