@@ -178,7 +178,8 @@ def install(*names: str) -> Status:
     `uninstall` and `disabled`.
 
     Importing this package does this for all patches but those of the kind ``fast``, whose results
-    differ by rounding.  These have to be named: a topic does not name them.  A patch that an
+    differ by rounding.  These have to be named: a topic does not name them.  A name asks for the
+    patches that it requires, too; `uninstall` of that name leaves these on.  A patch that an
     environment variable switches off stays off.
 
     Raises:

@@ -19,7 +19,6 @@ that the program has replaced, and those of a Python that has no gemma4_compat
 from __future__ import annotations
 
 import argparse
-import os
 
 from .. import launcher
 from ._command import Command
@@ -29,9 +28,7 @@ class _Run(Command):
     """Runs a program, and leaves its output, exceptions and exit code as they are."""
 
     def execute(self, options: argparse.Namespace) -> int:
-        if options.fast:
-            os.environ["GEMMA4_COMPAT_FAST"] = "1"
-        return launcher.run(options.program, as_module=options.module)
+        return launcher.run(options.program, as_module=options.module, fast=options.fast)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

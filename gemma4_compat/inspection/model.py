@@ -192,7 +192,7 @@ def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
     for patch, text in found.at_work.items():
         yield "speed", f"{patch} {text}; GEMMA4_COMPAT_{patch.upper()}=0 turns it off"
     if "applied" in found.fast.values():
-        yield "speed", f"{_FAST} are in use on a GPU; GEMMA4_COMPAT_FAST=0 turns them off"
+        yield "speed", f'{_FAST} are installed, for a GPU; uninstall("fast") turns them off'
     elif found.fast:
         yield "optional", f"{_FAST} are off; set GEMMA4_COMPAT_FAST=1 for a faster model on a GPU"
     if found.decoding is not None:
