@@ -107,7 +107,6 @@ class Load:
         options = self.options()
         trains = self.train and self.adapter_dir is None
         yield "import gemma4_compat"
-        yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
         yield "import torch"
         used = ["PartialState"] * (self.engine is not None) + ["dispatch_model"] * self.dispatches
         if used:
@@ -120,6 +119,7 @@ class Load:
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
+        yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
         yield "device_map = {"
         own = "PartialState().local_process_index" if self.engine else "0"
         for name, to in self.device_map.items():
