@@ -230,6 +230,17 @@ def test_what_rounds_differently_is_asked_for(variables, calls, states):
     assert (result.stdout.strip(), result.stderr) == (states, "")
 
 
+def test_fast_patches_that_are_uninstalled_are_optional_again():
+    import gemma4_compat
+
+    before = gemma4_compat.uninstall("fast")["one_row_4bit"]
+    gemma4_compat.install("fast")
+    status = gemma4_compat.uninstall("fast")
+    assert status["one_row_4bit"] == before
+    assert before.state != "disabled"
+    assert "one_row" not in str(status)
+
+
 def test_patches_are_read_when_a_library_is_imported():
     from gemma4_compat.patches import load
     from gemma4_compat.versions import LIBRARIES

@@ -172,6 +172,8 @@ class Engine:
                 if record.layer.entries:
                     record.unwanted = True
                     self._warn(record, f"not uninstalled: {self._stack.obstacle(record.layer)}")
+                elif not record.asked:
+                    self._arm(record)
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstall()")
             self._block()
