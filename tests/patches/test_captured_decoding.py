@@ -290,6 +290,16 @@ def test_8_bit(model_dir):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("batch", [1, 2])
+def test_8_bit_with_an_outlier_threshold(model_dir, caplog, batch):
+    model = load_model(model_dir, "int8", {"": 0})
+    inputs = prompt(model, batch=batch)
+    assert_same(generated(model, inputs), generated(model, inputs, eager=True))
+    assert captures(model) == 0
+    assert "llm_int8_threshold=0.0" in caplog.text
+
+
+@pytest.mark.cuda
 def test_bfloat16_split(model_dir):
     model = load_model(model_dir, None, PLE_ON_CPU)
     check(model, prompt(model))

@@ -23,11 +23,8 @@ from gemma4_compat.runtime.capture import cache_memory, conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.graph import CaptureFailed
 from gemma4_compat.runtime.capture.snapshot import Snapshot
-from gemma4_compat.runtime.kernels import compiler, int8_outliers
 from gemma4_compat.tiny import text_inputs
 from tests.support import fails, load_model
-
-NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 class Step:
@@ -218,55 +215,6 @@ def test_a_failed_capture(model, monkeypatch, why, calls):
     assert set(said) == {why}
     call(model)
     assert Step.made == calls - 1
-
-
-@pytest.mark.parametrize(
-    ("error", "calls", "why"),
-    [
-        (NO_MEMORY, 2, "OutOfMemoryError: CUDA out of memory"),
-        (compiler.KernelError("out of memory"), 2, "KernelError: out of memory"),
-        (compiler.KernelError("no NVRTC"), 1, conditions.SEARCH.format("their inputs")),
-    ],
-    ids=["PyTorch's memory", "the driver's memory", "no compiler"],
-)
-def test_outlier_kernels_that_fail(model_dir, monkeypatch, request, error, calls, why):
-    """One attempt in each call if memory was short, else only in the first call."""
-    gemma4_compat.install("captured_int8")
-    request.addfinalizer(lambda: gemma4_compat.uninstall("captured_int8"))
-    model = load_model(model_dir, "int8")
-    tried, said = [], []
-
-    def fail(*args):
-        tried.append(args)
-        raise error
-
-    monkeypatch.setattr(conditions, "can_search", lambda device: True)
-    monkeypatch.setattr(int8_outliers, "_obstacle", lambda *args: None)
-    monkeypatch.setattr(int8_outliers, "product", fail)
-    call(model, said)
-    call(model, said)
-    assert len(tried) == calls
-    assert set(said) == {why}
-
-
-def test_a_search_that_does_not_reach_the_gpu(model_dir, monkeypatch):
-    """Without ``captured_int8``, nothing is captured."""
-    model, said = load_model(model_dir, "int8"), []
-    monkeypatch.setattr(conditions, "can_search", lambda device: True)
-    call(model, said)
-    call(model, said)
-    assert set(said) == {conditions.SEARCH.format("their inputs")}
-    assert Step.made == 0
-
-
-def test_compiled_kernels_are_not_forgotten_for_an_error(monkeypatch):
-    def fail(*args):
-        raise compiler.KernelError("out of memory")
-
-    monkeypatch.setattr(compiler, "compiled", fail)
-    for _ in range(2):
-        with pytest.raises(compiler.KernelError):
-            int8_outliers._kernels(torch.device("cuda", 0), torch.bfloat16)
 
 
 # -- other threads, and copies --------------------------------------------------------------------
@@ -547,14 +495,25 @@ def test_a_change_in_place(change):
 # -- what is left alone ---------------------------------------------------------------------------
 
 
-def test_a_look_compiles_no_kernel(monkeypatch):
-    def fail(*args):
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(compiler, "compiled", fail)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert int8_outliers.can_search(torch.device("cuda", 0))
-    assert not int8_outliers.can_search(torch.device("cpu"))
+@pytest.mark.parametrize("batch", [1, 2])
+def test_8_bit_layers_with_an_outlier_threshold(model_dir, monkeypatch, caplog, batch):
+    """They count outliers on the CPU: each step stays eager, and one line says how to change it."""
+    inputs = text_inputs(load_model(model_dir).config, batch=batch)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static"}
+    monkeypatch.setattr(captured_decoding, "_is_eager", lambda *args: True)
+    model = load_model(model_dir, "int8")
+    with gemma4_compat.disabled("captured_decoding"):
+        expected = model.generate(**inputs, **options)
+    with caplog.at_level(logging.WARNING, "gemma4_compat"):
+        for _ in range(2):
+            assert torch.equal(model.generate(**inputs, **options), expected)
+    assert Step.made == 0
+    (line,) = [each.getMessage() for each in caplog.records if "eagerly" in each.getMessage()]
+    assert "its 8-bit layers search their inputs for outliers" in line
+    assert "BitsAndBytesConfig(llm_int8_threshold=0.0) turns the search off" in line
+    model = load_model(model_dir, "int8", llm_int8_threshold=0.0)
+    model.generate(**inputs, **options)
+    assert Step.made == 1
 
 
 def test_the_garbage_collector_stays_off_while_any_gpu_captures():

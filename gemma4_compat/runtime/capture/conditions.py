@@ -8,7 +8,6 @@ from ...model.hooks import execution_device, offload_hook
 from ...model.parts import tower_of
 from ..host.blocks import why_not_streamed
 from ..host.page_locked import in_place_of
-from ..kernels.int8_outliers import can_search, has_threshold
 from .graph import NotCaptured
 from .snapshot import address, own_tensors
 
@@ -27,12 +26,6 @@ _OF_A_PROMPT = frozenset(
         "mm_token_type_ids",
     }
 )  # fmt: skip
-
-#: A reason not to capture a step.
-SEARCH = (
-    "its 8-bit layers search {} for outliers, which needs the CPU in each step "
-    "(BitsAndBytesConfig(llm_int8_threshold=0) turns the search off)"
-)
 
 #: Modules whose forward hooks do nothing in a captured step: this package, and transformers, which
 #: keeps its hooks on a model once a forward has asked for hidden states or attentions.
@@ -122,7 +115,7 @@ def device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | 
     try:
         check_process()
         device = _device_of_a_step(modules)
-        _check_repeatable(model, modules, device)
+        _check_repeatable(model, modules)
     except NotCaptured as why:
         return None, str(why)
     return device, None
@@ -169,12 +162,12 @@ def _with_index(device: Any) -> Any:
     return device
 
 
-def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
+def _check_repeatable(model: Any, modules: dict[str, Any]) -> None:
     """Check that a graph repeats all that the forward does.
 
     Raises:
         NotCaptured: the model is compiled or in training mode, has forward hooks, or has 8-bit
-            layers that cannot search for outliers on this GPU.
+            layers that search for outliers.
     """
     import torch
 
@@ -187,7 +180,16 @@ def _check_repeatable(model: Any, modules: dict[str, Any], device: Any) -> None:
             raise NotCaptured(f"{name} has a forward hook")
         if any(isinstance(each, scripts) for each in (module, *vars(module).values())):
             raise NotCaptured(f"{name} runs TorchScript, whose values may change in each step")
-        if has_threshold(module) and not can_search(device):
-            raise NotCaptured(SEARCH.format("their inputs"))
+        if _searches(module):
+            raise NotCaptured(
+                "its 8-bit layers search their inputs for outliers, which needs the CPU in each "
+                "step (BitsAndBytesConfig(llm_int8_threshold=0.0) turns the search off)"
+            )
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise NotCaptured("the model is compiled")
+
+
+def _searches(module: Any) -> bool:
+    """Whether this is an 8-bit layer with an outlier threshold."""
+    state = getattr(module, "state", None)
+    return type(module).__name__ == "Linear8bitLt" and bool(getattr(state, "threshold", 0))

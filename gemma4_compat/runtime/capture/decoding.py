@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,14 +18,12 @@ from ...model.caches import cache_name
 from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
-from ..kernels.int8_outliers import has_threshold
 from ..kernels.step import in_step, is_short_of_memory
 from ..kernels.watch import is_of_user, uses_of, watched
 from .branches import side_by_side
 from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
     INPUTS,
-    SEARCH,
     check_process,
     device_or_obstacle,
     environment_now,
@@ -273,43 +271,35 @@ class Decoder:
             self.kinds.add(kind)
             if len(self.kinds) > _NEW_KINDS:
                 raise NotCaptured("its steps have inputs of ever new kinds")
-            modules = modules_of_a_step(self.model).values()
-            if len(ids) > 1 and any(map(has_threshold, modules)):
-                raise NotCaptured(SEARCH.format("the inputs of several sequences"))
             if kind not in state.warm:
-                stack.enter_context(self._eager(state, kind, modules))
+                stack.enter_context(self._eager(state, kind))
                 return None
-            step = self._captured(state, kind, modules, cache, memory, leaves, names)
+            step = self._captured(state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
         return step.replay(cache, leaves)
 
     @contextmanager
-    def _eager(self, state: ModelState, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
+    def _eager(self, state: ModelState, kind: Any) -> Iterator[None]:
         """The context of the eager step before a capture, which compiles kernels."""
-        with lock_of(self.model), in_step() as step, no_garbage_collection(), watched() as watch:
+        with lock_of(self.model), no_garbage_collection(), watched() as watch:
             yield
         try:
             state.snapshot.add(uses_of(watch.functions.values()))
-            why, failure = watch.unknown(), step.failure
+            why = watch.unknown()
         except Exception as error:  # the step itself has run
             return self._give_up(error)
-        if why is not None:
-            self.watched += 1
-            if failure is None and self.watched < _WATCHED:
-                return
-            failure = failure or (CaptureFailed if watch.is_complete else NotCaptured)(why)
-        passes = failure is not None and is_short_of_memory(failure)
-        if not passes and not step.searched and any(map(has_threshold, modules)):
-            failure = CaptureFailed(SEARCH.format("their inputs"))
-        if failure is None:
+        if why is None:
             _put(state.warm, kind, True, _KINDS)
-        else:
-            self._give_up(failure)
+            return
+        self.watched += 1
+        if self.watched >= _WATCHED:
+            self._give_up((CaptureFailed if watch.is_complete else NotCaptured)(why))
 
     def _captured(
-        self, state: ModelState, kind: Any, modules: Iterable[Any], cache: Any, memory: Memory,
-        leaves: Any, names: Any,
-    ) -> Step:  # fmt: skip
+        self, state: ModelState, cache: Any, memory: Memory, leaves: Any, names: Any
+    ) -> Step:
+        modules = modules_of_a_step(self.model).values()
+
         def model(**kwargs: Any) -> Any:
             send_ahead()
             with side_by_side(modules, state.device) as forks, in_step(forks):

@@ -1,4 +1,4 @@
-"""The decode step that a thread captures, or runs eagerly before the capture.
+"""The decode step that a thread captures.
 
 In such a step, functions of this package run in place of the forwards of some modules.  Only the
 thread of the step calls them: in other threads the forwards run as usual.
@@ -18,38 +18,24 @@ from ...objects import shadowed
 #: A module, and a function that is called with the module's forward and the arguments of a call.
 Call = tuple[Any, Callable[..., Any]]
 
-_thread = threading.local()  # .step: the step that this thread runs
-
-
-class Running:
-    """A step that a thread runs."""
-
-    def __init__(self) -> None:
-        self.forwards: dict[Any, Callable[..., Any]] = {}  # by module
-        self.searched = False  # for outliers, on the GPU
-        self.failure: Exception | None = None  # of a kernel of this package
-
-
-def running() -> Running | None:
-    """The step that this thread runs."""
-    return getattr(_thread, "step", None)
+_thread = threading.local()  # .forwards: those of the step that this thread runs, by module
 
 
 @contextmanager
-def in_step(calls: Iterable[Call] = ()) -> Iterator[Running]:
+def in_step(calls: Iterable[Call]) -> Iterator[None]:
     """In this context, this thread runs a step, with these functions in place of forwards."""
-    outside, step = running(), Running()
+    outside, forwards = getattr(_thread, "forwards", {}), {}
     with ExitStack() as stack:
-        stack.callback(setattr, _thread, "step", outside)  # which no interrupt can prevent
+        stack.callback(setattr, _thread, "forwards", outside)  # which no interrupt can prevent
         for module, function in calls:
             slot = _slot(module)
             if slot is None:
                 continue
             stand_in = _StandIn(module, slot[1])
             stack.enter_context(shadowed(module, **{slot[0]: stand_in}))
-            step.forwards[module] = partial(function, stand_in.usual)
-        _thread.step = step
-        yield step
+            forwards[module] = partial(function, stand_in.usual)
+        _thread.forwards = forwards
+        yield
 
 
 def has_own_forward(module: Any) -> bool:
@@ -82,9 +68,8 @@ class _StandIn:
         self.usual = type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = running()
-        forward = None if step is None else step.forwards.get(self.module)
-        return (forward or self.usual)(*args, **kwargs)
+        forward = getattr(_thread, "forwards", {}).get(self.module, self.usual)
+        return forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")  # before the copy has attributes
