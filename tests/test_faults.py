@@ -38,7 +38,7 @@ from gemma4_compat import objects
 from gemma4_compat.model.hooks import offload_hooks
 from gemma4_compat.patches import _offload
 from gemma4_compat.patches.offloading import quant_state_offload
-from gemma4_compat.runtime.host import blocks, forward_lock, page_locked, read_ahead
+from gemma4_compat.runtime.host import blocks, forward_lock, page_locked
 from tests import support
 from tests.pretended_gpu import pretend, registered, tensors_in
 
@@ -61,10 +61,7 @@ ERRORS = {
         "from_prequantized CUDAGraph capture_begin capture_end replay graph_pool_handle Stream"
     ),
     MemoryError(): "page_lock page_locked_memory allocate deepcopy cudaHostRegister frombuffer",
-    OSError("Input/output error"): (
-        "open mmap sendfile safe_open getsize from_file read_header CDLL"
-    ),
-    RuntimeError("can't start new thread"): "start",
+    OSError("Input/output error"): "open safe_open from_file read_header CDLL",
 }
 ERROR_OF = {name: error for error, names in ERRORS.items() for name in names.split()}
 NO_LOCK = MemoryError("no lock")
@@ -352,7 +349,6 @@ class Scene:
     again: bool = False  # fail in a later run; one subject then serves for many points
     streamed: bool = True
     in_place: bool = False
-    cached: bool = True  # the files
 
     def subject(self, stage):
         subject = self.start(stage)
@@ -374,7 +370,7 @@ TWICE = {
     "experts in place": Scene(Stage.offloaded, in_place=True),
     "8 bit": Scene(partial(Stage.offloaded, kind="int8")),
     "by accelerate": Scene(Stage.offloaded, streamed=False),
-    "on the disk": Scene(partial(Stage.split, layers="disk"), cached=False),
+    "on the disk": Scene(partial(Stage.split, layers="disk")),
     "split, with an adapter": Scene(Stage.with_adapter),
     "captured": Scene(STREAMED_LAYERS, decoded),
     "training": Scene(Stage.trainable, trained),
@@ -421,9 +417,6 @@ def held_locks():
 
 def levels(subject=None):
     """What must not grow."""
-    for thread in threading.enumerate():
-        if "(read)" in thread.name:  # the disk is being read ahead
-            thread.join()
     model = subject.model if isinstance(subject, SimpleNamespace) else subject
     modules = [] if model is None else list(model.modules())
     weights = (weight for module in modules for weight in module._parameters.values())
@@ -575,9 +568,6 @@ def check(name, stage, sample=None, only=lambda point: True, part=slice(None)):
             pretend(patch, scene.streamed, scene.in_place)
         else:
             place_as(patch, scene.streamed, scene.in_place)
-        if not scene.cached:
-            is_lost = lambda ranges: sys._getframe(1).f_code.co_name == "is_lost"  # noqa: E731
-            patch.setattr(read_ahead, "_is_cached", is_lost)
         gc.unfreeze()
         gc.collect()
         gc.freeze()  # what exists by now need not be looked at again

@@ -1,1 +1,1 @@
-"""Weights in host memory and on the disk: copied, looked up and read ahead."""
+"""Weights in host memory and on the disk: copied and looked up."""
