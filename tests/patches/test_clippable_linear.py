@@ -16,11 +16,12 @@ import pytest
 import torch
 from packaging.version import Version
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 import gemma4_compat
-from gemma4_compat.tiny import BROAD_TARGETS
+from gemma4_compat.tiny import BROAD_TARGETS, image_inputs
 from tests.support import INPUTS, assert_same, load_model, logits
 
 NEWEST_PEFT = Version(peft.__version__) >= Version("0.21")
@@ -86,13 +87,18 @@ def one_thread():
 
 
 def unpatched():
-    return gemma4_compat.disabled("clippable_linear", "clippable_linear_lookups")
+    return gemma4_compat.disabled("clippable_linear")
 
 
 def config_of(kind, targets, **options):
     name = kind.partition("-")[0]
     options = {**OPTIONS.get(name, {}), **VARIANTS.get(kind, {}), **options}
     return PEFT_TYPE_TO_CONFIG_MAPPING[name](target_modules=targets, **options)
+
+
+def with_inner_layers(names):
+    """These targets, and the same for methods that search for their targets themselves."""
+    return [*names, *(f"{name}.linear" for name in names)]
 
 
 def adapted(model, targets, kind="LORA", **options):
@@ -183,8 +189,8 @@ def test_every_method(base, kind, tmp_path):
     options = feedforward(kind)
     if kind == "LOKR-rank":
         options = {"rank_pattern": {r"q_proj(\.linear)?": 2}}
-    if kind == "LILY":  # layers that match the same entry of a list share weights
-        inner = [*BROAD_TARGETS, *(f"{name}.linear" for name in BROAD_TARGETS)]
+    if kind == "LILY":  # layers whose names end in the same entry of a list share weights
+        targets = inner = with_inner_layers(BROAD_TARGETS)
         options = {"exclude_modules": r".*_tower\..*_proj"}
     with unpatched():
         expected = adapted(base, inner, kind, **options)
@@ -237,6 +243,58 @@ def test_quantized(model_dir, kind, quantized):
     assert_same_outcome(live, reference)
     if not isinstance(live, str):
         assert (live["image"] - logits(base, ["image"])["image"]).abs().max() > 1e-2
+
+
+# -- methods that search for their targets themselves -----------------------------------------
+
+
+def test_eva(base):
+    """The names of the inner layers beside those of the wrappers select all layers."""
+    from peft.tuners.lora.eva import get_eva_state_dict
+
+    def eva(targets):
+        config = peft.LoraConfig(
+            target_modules=targets, exclude_modules=r".*audio_tower.*", r=2,
+            init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0, use_label_mask=False),
+        )  # fmt: skip
+        return get_eva_state_dict(
+            base, [image_inputs(base.config)], config, prepare_model_inputs_fn=None,
+            prepare_layer_inputs_fn=lambda layer_input, *_: layer_input[0].flatten(0, -2),
+            show_progress_bar=False,
+        )  # fmt: skip
+
+    with unpatched():
+        expected = eva(r".*language_model.*\.q_proj|.*_tower\..*\.q_proj\.linear")
+    found = eva(with_inner_layers(["q_proj"]))
+    assert in_towers(found)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.skipif(not hasattr(lora, "LoraGAConfig"), reason="this PEFT has no LoRA-GA")
+def test_lora_ga(base):
+    """The names of the inner layers beside those of the wrappers select all layers."""
+
+    def initialised(targets):
+        model = copy.deepcopy(base)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            target_modules=targets, r=2,
+            init_lora_weights="lora_ga", lora_ga_config=lora.LoraGAConfig(),
+        )  # fmt: skip
+        batch = image_inputs(model.config)
+
+        def step():
+            model(**batch, labels=batch["input_ids"]).loss.backward()
+
+        lora.preprocess_loraga(model, config, step)
+        return peft.get_peft_model(model, config).eval()
+
+    with unpatched():
+        expected = initialised(r".*language_model.*\.q_proj|.*_tower\..*\.q_proj\.linear")
+    found = initialised(with_inner_layers(["q_proj"]))
+    assert in_towers(tuned(found))
+    assert_same_state(found, expected)
 
 
 # -- patterns --------------------------------------------------------------------------------

@@ -38,10 +38,7 @@ def resolving(model: Any, config: Any = None) -> Iterator[Wrappers]:
 
 
 def matching_inner(original: Any, config: Any, key: str) -> Any:
-    """Called instead of ``check_target_module_exists`` by each patch that resolves targets.
-
-    Applying it twice is the same as applying it once.
-    """
+    """Called instead of ``check_target_module_exists``."""
     wrapped = searched.get()
     # LN tuning multiplies the output of any module, so it targets the wrapper itself.
     if not wrapped or config.peft_type == "LN_TUNING":
