@@ -39,6 +39,13 @@ class PatchError(RuntimeError):
     """A patch failed or drifted.  Raised instead of a warning in strict mode."""
 
 
+class DeadlockError(RuntimeError):
+    """Two threads run one model with offloaded modules, and seem to wait for each other for ever.
+
+    Raised in a forward of the thread that needs the weights which the other one uses.
+    """
+
+
 def suggestion(name: str, names: Collection[str]) -> str:
     """ " (did you mean NAME?)", or "" if no name is similar."""
     close = get_close_matches(name, names, n=1)

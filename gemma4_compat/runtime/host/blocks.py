@@ -12,9 +12,10 @@ assigned when it is complete, and each function may run again after it was inter
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
@@ -25,6 +26,7 @@ from ...model.parts import layer_of
 from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
 from ..kernels.streams import is_capturing
+from .forward_lock import weights_of
 from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory
 from .parts import ITSELF, NO_ROOM, Content, Part, Piece
@@ -94,20 +96,24 @@ class Blocks(Way):
         return original(View(hook, offload=False), module, output)
 
 
-def _clear(found: Iterable[Dispatch]) -> None:
-    """Release what a forward, or an error or interrupt in an earlier one, left on the device."""
-    for dispatch in list(found):
-        with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
-            dispatch.clear()
+def _clear(found: Iterable[Dispatch], root: Any) -> None:
+    """Release what a forward of this thread, or an error in an earlier one, left on the device."""
+    own = [each for each in list(found) if each.thread == threading.get_ident()]
+    with weights_of(root) if own else nullcontext():
+        for dispatch in own:
+            if dispatch.thread == threading.get_ident():
+                with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
+                    dispatch.clear()
 
 
 def _put_all_back(root: Any) -> None:
     """Give the modules their meta parameters back after a forward of the model that raised."""
     parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
-    for part in parts:
-        if part.placed:
-            part.put_back(part.module)
-    _clear({part.layer.dispatch for part in parts})
+    with weights_of(root):
+        for part in parts:
+            if part.placed:
+                part.put_back(part.module)
+        _clear({part.layer.dispatch for part in parts}, root)
 
 
 def part_of(hook: Any) -> Part | None:
@@ -188,6 +194,7 @@ class Dispatch(NotCopied):
         self.layers: dict[str, OffloadedLayer] = {}
         self.current: OffloadedLayer | None = None
         self.sent: list[OffloadedLayer] = []  # their copies to the device have started
+        self.thread: int | None = None  # which started them
         self.alone = 0  # so many of the next layers are copied without others ahead
 
     def add(self, hook: Any, module: Any) -> None:
@@ -218,6 +225,8 @@ class Dispatch(NotCopied):
         """
         import torch
 
+        if self.thread != threading.get_ident():  # it may use another stream
+            self.clear()
         if layer is self.current and layer.is_sent():
             return
         self.alone = max(self.alone - 1, 0)
@@ -233,7 +242,7 @@ class Dispatch(NotCopied):
         for layer in self.sent:
             if layer not in wanted:
                 layer.release()
-        self.sent = wanted
+        self.sent, self.thread = wanted, threading.get_ident()
         for layer in wanted:
             try:
                 layer.send()

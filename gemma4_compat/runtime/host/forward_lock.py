@@ -1,160 +1,121 @@
-"""One lock for all offloaded modules of a model.
+"""Lets threads that run the same model with offloaded modules take turns.
 
-A thread holds it during the forward of such a module, or of the model that contains them.
+A module has its weights only during its forward, and one thread at a time may use them.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from typing import Any
 
+from ...errors import DeadlockError
 from ...model.hooks import offload_hook
-from ...objects import NotCopied, attached
-
-logger = logging.getLogger(__name__)
+from ...objects import ForkableLock, NotCopied, attached
+from .table import has_known_forward
 
 _LOCK = "_forward_lock"  # an attribute of the hook
 
-#: Seconds between two looks at a lock that another thread holds, and at that thread.
-_POLL = 0.0005
-_LOOK = 0.05
-#: A thread waits for another one if it does not leave a function of these modules for so many
-#: seconds, or any function for ``_STANDS_STILL`` seconds.
-_WAITING = ("threading.py", "selectors.py", "queue.py", "multiprocessing", "concurrent", "asyncio")
-_WAITS = 2.0
-_STANDS_STILL = 60.0
+#: Seconds that a thread waits, before it looks whether the thread with the turn still runs modules.
+_PATIENCE = 1.0
+#: Seconds after which a forward of a user's code, in which a module has its weights, never ends.
+_HOPELESS = 300.0
+
+
+class _Lock(ForkableLock):
+    """A re-entrant lock that tells who holds it: the thread, and the module that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder: tuple[Any, ...] = None, None  # a new tuple at each begin and end
+
+    @contextmanager
+    def held(self, module: Any, attempts: Callable[[], Iterator[float]]) -> Iterator[bool]:
+        """A block that holds the lock; ``False`` after attempts of so many seconds each."""
+        lock = self.now
+        nested = lock._is_owned()
+        try:
+            if nested or lock.acquire(False) or any(lock.acquire(timeout=s) for s in attempts()):
+                with lock:  # no interrupt can leave it held
+                    if not nested:
+                        lock.release()
+                    outer = self.holder if nested else (None, None)
+                    self.holder = threading.get_ident(), module
+                    try:
+                        yield True
+                    finally:
+                        self.holder = (*outer,)
+            else:
+                yield False
+        finally:
+            if not nested and lock._is_owned():
+                lock.release()
 
 
 class ForwardLock(NotCopied):
-    """A re-entrant lock.  The hooks of a deep-copied model share a new one.
+    """The two locks of a model.  The hooks of a deep-copied model share new ones.
 
-    The thread that holds it may wait for another thread that needs it: in a hook, for a worker that
-    runs another layer, or for the lock of another model.  Then the other thread goes on, as if the
-    first one ran its forward.
+    A thread holds ``weights`` while a module has its weights, which may come from a slow disk.
+    Results are right because of this lock alone, so no thread goes on without it.
+
+    A thread holds ``turn`` during a forward of the model.  This saves time: no other thread needs
+    other layers meanwhile.  In a hook, it may wait for a thread that runs the same model.  So when
+    no module has run for a while, that thread goes on without a turn.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._awaited: set[int] = set()  # threads that the owner waits for
-        self._inside: ForwardLock | None = None  # their lock
-        _all.add(self)
-
-    def is_held(self) -> bool:
-        """Whether this thread holds the lock."""
-        return self._owner == threading.get_ident() and self._lock.locked()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which this thread holds the lock."""
-        own = threading.get_ident()
-        if self.is_held():
-            yield
-        elif self._lock.locked() and not self._wait(own):
-            self._awaited.add(own)
-            self._inside = self._inside or ForwardLock()
-            with self._inside.held():
-                yield
-        else:
-            with self._lock:
-                self._owner, self._awaited = own, set()
-                try:
-                    yield
-                finally:
-                    self._owner = None
+        self.turn, self.weights = _Lock(), _Lock()
+        self.thread = threading.local()  # .passed: the holder of the turn that it does not wait for
 
     def __deepcopy__(self, memo: Any) -> ForwardLock:
         return ForwardLock()
 
-    def _wait(self, own: int) -> bool:
-        """Wait until the lock is free; ``False`` if its owner waits for this thread."""
-        if own in self._awaited:
-            return False
-        place, since, look = None, time.monotonic(), 0.0
-        in_circle = False
-        _wanted[own] = self
-        try:
-            while self._lock.locked():
-                time.sleep(_POLL)
-                now = time.monotonic()
-                if now < look:
-                    continue
-                look = now + _LOOK
-                was_in_circle, in_circle = in_circle, _leads_to(self._owner, own)
-                if was_in_circle and in_circle:
-                    return False
-                if _place(self._owner) != place:
-                    place, since = _place(self._owner), now
-                elif now - since > (_WAITS if _is_waiting(self._owner) else _STANDS_STILL):
-                    _say_awaited()
-                    return False
-        finally:
-            _wanted.pop(own, None)
-        return True
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A block for a forward of the model."""
+        if getattr(self.thread, "passed", None) is self.turn.holder:
+            yield
+            return
+        with self.turn.held(None, self._modules_run) as has_turn:
+            self.thread.passed = None if has_turn else self.turn.holder
+            yield
 
-    def _leave_behind(self) -> None:
-        """In the child of a fork, the thread that held the lock may not exist."""
-        if self._owner != threading.get_ident():
-            self._lock, self._owner = threading.Lock(), None
-        self._awaited = set()
+    def using(self, module: Any) -> AbstractContextManager[bool]:
+        """A block in which a module has its weights."""
+        return self.weights.held(module, self._forward_may_end)
 
+    def _modules_run(self) -> Iterator[float]:
+        before: Any = None
+        while self.weights.holder is not before or before[0] == self.turn.holder[0]:
+            before = self.weights.holder
+            yield _PATIENCE
 
-_all: weakref.WeakSet[ForwardLock] = weakref.WeakSet()
-_wanted: dict[int, ForwardLock] = {}  # the lock that a thread waits for
+    def _forward_may_end(self) -> Iterator[float]:
+        before, since = None, 0.0
+        while True:
+            if self.weights.holder is not before:
+                before, since = self.weights.holder, time.monotonic()
+            elif time.monotonic() - since > _HOPELESS and _may_wait(before[1]):
+                raise DeadlockError(
+                    f"the forward of a {type(before[1]).__name__} in another thread has used its "
+                    f"weights for {_HOPELESS:.0f} s, and may wait for this thread, which runs the "
+                    "same model.  Wait outside of that forward, for example in a forward hook.  Or "
+                    "set GEMMA4_COMPAT_OFFLOAD_THREADS=0, if no two threads run the same module."
+                )
+            yield _PATIENCE
 
 
-def _leads_to(thread: int | None, goal: int) -> bool:
-    """Whether a thread waits for a lock that ``goal`` holds, or for one whose owner does so."""
-    passed = set()
-    while thread is not None and thread not in passed:
-        passed.add(thread)
-        lock = _wanted.get(thread)
-        thread = None if lock is None else lock._owner
-        if thread == goal:
-            return True
-    return False
-
-
-def _place(thread: int | None) -> Any:
-    """Where a thread is in its Python code."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    return None if frame is None else (id(frame), frame.f_lasti)
-
-
-def _is_waiting(thread: int | None) -> bool:
-    """Whether a thread is in a function of Python that waits for other threads."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    if frame is None or thread in _wanted:  # which waits for the lock of another model
+def _may_wait(module: Any) -> bool:
+    """Whether a forward that has begun runs code of users, which may wait for other threads."""
+    if module is None or any(
+        weight.is_meta for weight in module._parameters.values() if weight is not None
+    ):
         return False
-    path = frame.f_code.co_filename.replace("\\", "/").split("/")
-    return any(name in path for name in _WAITING)
-
-
-@cache
-def _say_awaited() -> None:
-    logger.warning(
-        "a thread is in a forward of a model with offloaded modules, and waits for another thread "
-        "that runs the same model.  The other thread now goes on inside this forward.  To run such "
-        "threads without this delay, set GEMMA4_COMPAT_OFFLOAD_THREADS=0."
-    )
-
-
-def _after_fork() -> None:
-    _wanted.clear()
-    for lock in list(_all):
-        lock._leave_behind()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    return next(module.children(), None) is not None or not has_known_forward(module)
 
 
 #: The lock of each dispatched model.
@@ -187,13 +148,14 @@ def lock_forward(module: Any) -> None:
         if is_compiling():
             return hooked(*args, **kwargs)
         lock = attached(module._hf_hook, _LOCK, ForwardLock)
-        if lock.is_held():
+        hook = offload_hook(module)
+        if hook is not None and not _loads(hook, module):
             return hooked(*args, **kwargs)
-        with lock.held():
+        with lock.in_turn() if hook is None else lock.using(module):
             try:
                 return hooked(*args, **kwargs)
             except BaseException:
-                if lock.is_held():  # and not a forward inside that of another thread
+                with lock.using(module):
                     _finish(module)
                 raise
 
@@ -217,8 +179,24 @@ def _finish(root: Any) -> None:
             hook.post_forward(module, None)
 
 
-def lock_of(module: Any) -> AbstractContextManager[None]:
-    """The lock that the forward of this module takes; a ``nullcontext`` if it takes none."""
+def _loads(hook: Any, module: Any) -> bool:
+    """Whether a hook has something to load before a forward of the module."""
+    own = any(weight is not None for weight in module._parameters.values())
+    return own or hook.place_submodules or hook.offload_buffers
+
+
+def turn_of(module: Any) -> AbstractContextManager[Any]:
+    """A block in which other threads run no forward of the model, unless this one waits for them."""
+    lock = _lock_on(module)
+    return nullcontext() if lock is None else lock.in_turn()
+
+
+def weights_of(module: Any) -> AbstractContextManager[Any]:
+    """A block in which no other thread uses weights of the model."""
+    lock = _lock_on(module)
+    return nullcontext() if lock is None else lock.using(module)
+
+
+def _lock_on(module: Any) -> ForwardLock | None:
     hook = vars(module).get("_hf_hook")
-    lock: ForwardLock | None = None if hook is None else vars(hook).get(_LOCK)
-    return nullcontext() if lock is None else lock.held()
+    return None if hook is None else vars(hook).get(_LOCK)

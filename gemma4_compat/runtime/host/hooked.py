@@ -118,9 +118,9 @@ class AfterForward:
     """
 
     def __init__(
-        self, raised: Callable[[Any], None], ended: Callable[[], None] | None = None
+        self, raised: Callable[[Any], None], ended: Callable[[Any], None] | None = None
     ) -> None:
-        self.raised, self.ended = raised, ended  # ``raised`` gets the module
+        self.raised, self.ended = raised, ended  # both get the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if output is None:  # torch has no output to pass
@@ -129,7 +129,7 @@ class AfterForward:
             import torch
 
             if not torch.compiler.is_compiling():
-                self.ended()
+                self.ended(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
