@@ -89,9 +89,11 @@ class ForwardLock(NotCopied):
         return self.weights.held(module, self._forward_may_end)
 
     def _modules_run(self) -> Iterator[float]:
-        before: Any = None
-        while self.weights.holder is not before or before[0] == self.turn.holder[0]:
-            before = self.weights.holder
+        before: tuple[Any, ...] | None = None
+        while (now := self.weights.holder) is not before or (
+            now[0] == self.turn.holder[0] and not _may_wait(now[1])
+        ):
+            before = now
             yield _PATIENCE
 
     def _forward_may_end(self) -> Iterator[float]:
@@ -186,7 +188,7 @@ def _loads(hook: Any, module: Any) -> bool:
 
 
 def turn_of(module: Any) -> AbstractContextManager[Any]:
-    """A block in which other threads run no forward of the model, unless this one waits for them."""
+    """A block in which no other thread runs a forward of the model, unless it is waited for."""
     lock = _lock_on(module)
     return nullcontext() if lock is None else lock.in_turn()
 
