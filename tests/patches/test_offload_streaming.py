@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.runtime.host import blocks
+from gemma4_compat.runtime.host import blocks, parts
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
 
@@ -127,6 +127,53 @@ def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
     assert layers_of(model).alone or room == 0
     assert (layers_of(model).layers[FIRST.rstrip(".")].refused is None) == (room > 0)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def failing_to_copy(monkeypatch, error, ahead):
+    empty_like, calls = blocks._empty_like, []
+
+    def fails(host, device):
+        calls.append(host)
+        if (len(calls) > 1) is ahead:
+            raise error
+        return empty_like(host, device)
+
+    monkeypatch.setattr(blocks, "_empty_like", fails)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("text", ["an illegal memory access was encountered", "invalid function"])
+def test_the_errors_of_other_kernels_are_raised(model_dir, monkeypatch, text, ahead):
+    """CUDA reports the error of a kernel at a later call: this is no lack of memory."""
+    expected = logits(load_model(model_dir), ["text"])
+    model = offloaded(load_model(model_dir))
+    with monkeypatch.context() as context:
+        failing_to_copy(context, RuntimeError(f"CUDA error: {text}"), ahead)
+        with pytest.raises(RuntimeError, match=text):
+            logits(model, ["text"])
+    assert_same(logits(model, ["text"]), expected)
+    assert not layers_of(model).alone
+
+
+@pytest.mark.usefixtures("cpu_streams")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_other_errors_are_told_once(model_dir, monkeypatch, caplog, ahead):
+    """Accelerate copies the layer; the next forward tries again."""
+    parts._say.cache_clear()
+    caplog.set_level("INFO", "gemma4_compat")
+    expected = logits(load_model(model_dir), ["text"])
+    model = offloaded(load_model(model_dir))
+    with monkeypatch.context() as context:
+        failing_to_copy(context, KeyError("renamed"), ahead)
+        for _ in range(2):
+            assert_same(logits(model, ["text"]), expected)
+    lines = [each.getMessage() for each in caplog.records if "renamed" in each.getMessage()]
+    assert len(lines) == 1
+    assert "KeyError" in lines[0]
+    assert not layers_of(model).alone
+    assert_same(logits(model, ["text"]), expected)
+    assert layers_of(model).layers[FIRST.rstrip(".")].refused is None
 
 
 @KINDS

@@ -25,11 +25,12 @@ from ...model.hooks import host_tensors, offload_hooks
 from ...model.parts import layer_of
 from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
+from ..kernels.step import is_short_of_memory
 from ..kernels.streams import is_capturing
 from .forward_lock import weights_of
 from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory
-from .parts import ITSELF, NO_ROOM, Content, Part, Piece
+from .parts import ITSELF, Content, Part, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -246,8 +247,9 @@ class Dispatch(NotCopied):
         for layer in wanted:
             try:
                 layer.send()
-            except NO_ROOM:
-                if layer is current or is_capturing(layer.device):
+            except Exception as error:
+                alone = layer is current or is_capturing(layer.device)
+                if alone or not is_short_of_memory(error):
                     raise
                 self.alone = _ALONE
                 return
