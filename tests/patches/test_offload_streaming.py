@@ -321,6 +321,26 @@ def test_memory_goes_with_the_model(model_dir):
 
 
 @pytest.mark.usefixtures("cpu_streams", "pristine")
+def test_uninstalled_during_a_forward(model_dir):
+    """The forward of a module ends as it began."""
+    model = offloaded(load_model(model_dir))
+    expected = logits(model, ["text"])
+    linear = model.get_submodule(f"{FIRST}self_attn.q_proj")
+    forward, hook = linear._old_forward, linear._hf_hook
+
+    def uninstalls(*args, **kwargs):
+        gemma4_compat.uninstall("offload_streaming", "host_embedding", "disk_read_ahead")
+        return forward(*args, **kwargs)
+
+    linear._old_forward = uninstalls
+    assert_same(logits(model, ["text"]), expected)
+    linear._old_forward = forward
+    assert "pre_forward" not in vars(hook)
+    assert not hook._streamed_part.placed
+    assert hook._streamed_part.is_unchanged(hook, linear), "other parameters than before"
+
+
+@pytest.mark.usefixtures("cpu_streams", "pristine")
 def test_uninstalled_between_forwards(model_dir):
     expected = logits(load_model(model_dir, "nf4"))
     model = offloaded(load_model(model_dir, "nf4"))

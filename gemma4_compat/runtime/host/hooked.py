@@ -15,11 +15,18 @@ from typing import Any
 
 from ...model.hooks import offload_hook
 from ...model.parts import MODELS
+from ...objects import NotCopied
 
-#: The ways in use.
-_ways: list[Way] = []
+_BEGUN = "_ways"  # an attribute of a hook during a forward: the ways at its begin
 #: The hooks with methods of their own.
 _hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Ways(NotCopied, tuple["Way", ...]):
+    """The ways in use, in the order of their names."""
+
+
+_ways = Ways()
 
 
 class Way:
@@ -57,18 +64,23 @@ class Way:
 
     def start(self) -> None:
         """Use this way, also for the models that were dispatched before ``stop``."""
-        if self not in _ways:
-            _ways.append(self)
+        _use(*_ways, self)
         for hook in list(_hooks):
             _set_methods(hook)
 
     def stop(self) -> None:
-        """Use this way no longer; without any, the hooks have accelerate's methods again."""
-        if self in _ways:
-            _ways.remove(self)
-        for hook in list(_hooks) if not _ways else ():
-            for name in _METHODS:
-                vars(hook).pop(name, None)
+        """Use this way no longer; without any, the hooks have accelerate's methods again.
+
+        A forward that has begun ends as it began.
+        """
+        _use(*(way for way in _ways if way is not self))
+        for hook in list(_hooks):
+            _clear_methods(hook)
+
+
+def _use(*ways: Way) -> None:
+    global _ways
+    _ways = Ways(sorted(set(ways), key=lambda way: way.name))
 
 
 def at_work(model: Any) -> dict[str, str]:
@@ -84,24 +96,27 @@ def at_work(model: Any) -> dict[str, str]:
 
 
 def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    return _outermost(hook, "pre_forward")(hook, module, *args, **kwargs)
+    ways = vars(hook)[_BEGUN] = _ways
+    return _outermost(ways, hook, "pre_forward")(hook, module, *args, **kwargs)
 
 
 def post_forward(hook: Any, module: Any, output: Any) -> Any:
-    return _outermost(hook, "post_forward")(hook, module, output)
+    ways = vars(hook).pop(_BEGUN, None)  # ``None`` in a copy
+    _clear_methods(hook)
+    return _outermost(_ways if ways is None else ways, hook, "post_forward")(hook, module, output)
 
 
 #: A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
 _METHODS: dict[str, Callable[..., Any]] = {"pre_forward": pre_forward, "post_forward": post_forward}
 
 
-def _outermost(hook: Any, name: str) -> Any:
+def _outermost(ways: Ways, hook: Any, name: str) -> Any:
     import torch
 
     method = getattr(type(hook), name)
     if torch.compiler.is_compiling():
         return method
-    for way in _ways:
+    for way in ways:
         method = partial(getattr(way, name), method)
     return method
 
@@ -109,6 +124,13 @@ def _outermost(hook: Any, name: str) -> Any:
 def _set_methods(hook: Any) -> None:
     for name, function in _METHODS.items():
         setattr(hook, name, MethodType(function, hook))
+
+
+def _clear_methods(hook: Any) -> None:
+    """Give a hook accelerate's methods again, if no way is in use and no forward has begun."""
+    if not _ways and _BEGUN not in vars(hook):
+        for name in _METHODS:
+            vars(hook).pop(name, None)
 
 
 class AfterForward:
