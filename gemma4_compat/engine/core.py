@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -97,12 +97,12 @@ class Engine:
         self._busy = False
         self._stale = False
         self._undecided = False
-        if hasattr(os, "register_at_fork"):
+        if hasattr(os, "register_at_fork") and not _ENGINES:
             # A child must not inherit a lock that no thread of it holds, nor a half-applied patch.
             os.register_at_fork(
-                before=lambda: self._lock.acquire(timeout=_PATIENCE),
-                after_in_parent=self._after_fork,
-                after_in_child=lambda: self._after_fork(child=True),
+                before=lambda: _for_each(lambda each: each._lock.acquire(timeout=_PATIENCE)),
+                after_in_parent=lambda: _for_each(Engine._after_fork),
+                after_in_child=lambda: _for_each(lambda each: each._after_fork(child=True)),
             )
         predecessor = _ENGINES.get(switches.prefix)
         _ENGINES[switches.prefix] = self
@@ -522,6 +522,11 @@ class Engine:
         except RuntimeError:  # acquiring it timed out: another thread holds it
             if child:
                 self._lock, self._busy = threading.RLock(), False
+
+
+def _for_each(step: Callable[[Engine], object]) -> None:
+    for engine in list(_ENGINES.values()):
+        step(engine)
 
 
 def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
