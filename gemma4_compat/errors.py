@@ -40,10 +40,7 @@ class PatchError(RuntimeError):
 
 
 class DeadlockError(RuntimeError):
-    """Two threads run one model with offloaded modules, and seem to wait for each other for ever.
-
-    Raised in a forward of the thread that needs the weights which the other one uses.
-    """
+    """Threads that run one model with offloaded modules seem to wait for each other for ever."""
 
 
 def suggestion(name: str, names: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
 from ..objects import shadowed
-from ..runtime.host.forward_lock import turn_of, weights_of
+from ..runtime.host.forward_lock import lock_of
 
 #: The number of rows of a weight to compare at a time.
 _ROWS = 8192
@@ -62,8 +62,7 @@ def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> 
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(turn_of(module))  # a forward in progress may have onloaded it
-            stack.enter_context(weights_of(module))
+            stack.enter_context(lock_of(module))  # a forward in progress may have onloaded it
             hook = offload_hook(module)
             if hook is not None:
                 stack.callback(offload_once, module, hook, False)  # if the first is interrupted

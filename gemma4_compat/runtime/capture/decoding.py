@@ -17,7 +17,7 @@ from typing import Any
 from ...model.caches import cache_name
 from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
-from ..host.forward_lock import turn_of, weights_of
+from ..host.forward_lock import lock_of
 from ..kernels.int8_outliers import has_threshold
 from ..kernels.step import in_step, is_short_of_memory
 from ..kernels.watch import is_of_user, uses_of, watched
@@ -286,7 +286,8 @@ class Decoder:
     @contextmanager
     def _eager(self, state: ModelState, kind: Any, modules: Iterable[Any]) -> Iterator[None]:
         """The context of the eager step before a capture, which compiles kernels."""
-        with turn_of(self.model), in_step() as step, no_garbage_collection(), watched() as watch:
+        turn = lock_of(self.model, weights=False)  # the hooks of users may wait for threads
+        with turn, in_step() as step, no_garbage_collection(), watched() as watch:
             yield
         try:
             state.snapshot.add(uses_of(watch.functions.values()))
@@ -316,10 +317,7 @@ class Decoder:
                 return self.model(**kwargs)
 
         # Another thread must not send layers meanwhile.
-        with ExitStack() as stack:
-            stack.enter_context(turn_of(self.model))
-            stack.enter_context(weights_of(self.model))
-            send_ahead = stack.enter_context(in_capture(first_layers(modules)))
+        with lock_of(self.model), in_capture(first_layers(modules)) as send_ahead:
             return Step(model, state.device, cache, memory, leaves, names)
 
 

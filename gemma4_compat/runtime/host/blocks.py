@@ -27,7 +27,7 @@ from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
 from ..kernels.step import is_short_of_memory
 from ..kernels.streams import is_capturing
-from .forward_lock import weights_of
+from .forward_lock import lock_of
 from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory
 from .parts import ITSELF, Content, Part, Piece
@@ -100,7 +100,7 @@ class Blocks(Way):
 def _clear(found: Iterable[Dispatch], root: Any) -> None:
     """Release what a forward of this thread, or an error in an earlier one, left on the device."""
     own = [each for each in list(found) if each.thread == threading.get_ident()]
-    with weights_of(root) if own else nullcontext():
+    with lock_of(root, turn=False) if own else nullcontext():
         for dispatch in own:
             if dispatch.thread == threading.get_ident():
                 with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
@@ -110,7 +110,7 @@ def _clear(found: Iterable[Dispatch], root: Any) -> None:
 def _put_all_back(root: Any) -> None:
     """Give the modules their meta parameters back after a forward of the model that raised."""
     parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
-    with weights_of(root):
+    with lock_of(root, turn=False):
         for part in parts:
             if part.placed:
                 part.put_back(part.module)

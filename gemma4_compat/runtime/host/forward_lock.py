@@ -112,11 +112,10 @@ class ForwardLock(NotCopied):
 
 
 def _may_wait(module: Any) -> bool:
-    """Whether a forward that has begun runs code of users, which may wait for other threads."""
-    if module is None or any(
-        weight.is_meta for weight in module._parameters.values() if weight is not None
-    ):
-        return False
+    """Whether the forward of a module runs code of users, which may wait for other threads."""
+    hook = None if module is None else offload_hook(module)
+    if hook is None or any(w.is_meta for w in module.parameters(recurse=hook.place_submodules)):
+        return False  # its weights are read from the disk
     return next(module.children(), None) is not None or not has_known_forward(module)
 
 
@@ -157,7 +156,7 @@ def lock_forward(module: Any) -> None:
             try:
                 return hooked(*args, **kwargs)
             except BaseException:
-                with lock.using(module):
+                with lock.using(None):
                     _finish(module)
                 raise
 
@@ -187,18 +186,14 @@ def _loads(hook: Any, module: Any) -> bool:
     return own or hook.place_submodules or hook.offload_buffers
 
 
-def turn_of(module: Any) -> AbstractContextManager[Any]:
-    """A block in which no other thread runs a forward of the model, unless it is waited for."""
-    lock = _lock_on(module)
-    return nullcontext() if lock is None else lock.in_turn()
+@contextmanager
+def lock_of(module: Any, *, turn: bool = True, weights: bool = True) -> Iterator[None]:
+    """A block in which other threads run no forward of the model, and use no weights of it.
 
-
-def weights_of(module: Any) -> AbstractContextManager[Any]:
-    """A block in which no other thread uses weights of the model."""
-    lock = _lock_on(module)
-    return nullcontext() if lock is None else lock.using(module)
-
-
-def _lock_on(module: Any) -> ForwardLock | None:
+    Without ``weights``, threads may do so that this one waits for.
+    """
     hook = vars(module).get("_hf_hook")
-    return None if hook is None else vars(hook).get(_LOCK)
+    lock = None if hook is None else vars(hook).get(_LOCK)
+    first = lock.in_turn() if lock is not None and turn else nullcontext()
+    with first, lock.using(None) if lock is not None and weights else nullcontext():
+        yield
