@@ -479,7 +479,7 @@ def test_a_slow_disk(model_dir, tmp_path, monkeypatch, seconds, quick):
         thread.join(200)
     assert len(found) == 2
     assert all(torch.equal(each, expected) for each in found)
-    assert most == [1, 1], "two threads load the weights of one module"
+    assert set(most) == {1}, "two threads load the weights of one module"
 
 
 def test_a_wait_for_ever_is_an_error(model_dir, tmp_path, monkeypatch):
