@@ -465,8 +465,9 @@ def reading(model, seconds):
 def test_a_slow_disk(model_dir, tmp_path, monkeypatch, seconds, quick):
     """The other thread waits for one read as long as it takes: it neither goes on nor raises."""
     if quick:
-        for name in ("_PATIENCE", "_HOPELESS", "_LOOK", "_WAITS", "_STANDS_STILL"):
+        for name in ("_PATIENCE", "_LOOK", "_WAITS", "_STANDS_STILL"):
             monkeypatch.setattr(forward_lock, name, 0.05, raising=False)
+        monkeypatch.setattr(forward_lock, "_HOPELESS", 1, raising=False)
     model = layers_on_disk(load_model(model_dir), tmp_path)
     expected, most = text(model), reading(model, seconds)
     found = []
@@ -485,7 +486,7 @@ def test_a_slow_disk(model_dir, tmp_path, monkeypatch, seconds, quick):
 def test_a_wait_for_ever_is_an_error(model_dir, tmp_path, monkeypatch):
     """A user's forward of an offloaded module waits for a thread that runs the same model."""
     monkeypatch.setattr(forward_lock, "_PATIENCE", 0.05)
-    monkeypatch.setattr(forward_lock, "_HOPELESS", 0.3)
+    monkeypatch.setattr(forward_lock, "_HOPELESS", 6)
     model = layers_on_disk(load_model(model_dir), tmp_path)
     expected, linear = text(model), offloaded_linear(model)
     forward, errors = linear._old_forward, []

@@ -182,15 +182,12 @@ def _random_numbers_kept(device: Any) -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Stop the garbage collector, which may free GPU memory; a capture does not allow that.
-
-    A threshold of 0 does so, and leaves ``gc.enable`` and ``gc.disable`` to other threads.
-    """
+    """Stop the garbage collector, which may free GPU memory; a capture does not allow that."""
     pause = object()
     try:
         with _pausing:
             _pauses[pause] = gc.get_threshold()[0] or max(_pauses.values(), default=0)
-            gc.set_threshold(0)
+            gc.set_threshold(0)  # leaves gc.enable and gc.disable to other threads
         yield
     finally:
         try:

@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
@@ -59,7 +59,7 @@ class Blocks(Way):
         parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
         found = weakref.WeakSet(part.layer.dispatch for part in parts)
         if found:
-            AfterForward(_put_all_back, partial(_clear, found)).attach(root)
+            AfterForward(partial(_clear, found), always=True).attach(root)
 
     def add(self, hook: Any, module: Any) -> None:
         """Register a module if its tensors are in host memory."""
@@ -99,22 +99,11 @@ class Blocks(Way):
 
 def _clear(found: Iterable[Dispatch], root: Any) -> None:
     """Release what a forward of this thread, or an error in an earlier one, left on the device."""
-    own = [each for each in list(found) if each.thread == threading.get_ident()]
-    with lock_of(root, turn=False) if own else nullcontext():
-        for dispatch in own:
-            if dispatch.thread == threading.get_ident():
-                with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
-                    dispatch.clear()
-
-
-def _put_all_back(root: Any) -> None:
-    """Give the modules their meta parameters back after a forward of the model that raised."""
-    parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
-    with lock_of(root, turn=False):
-        for part in parts:
-            if part.placed:
-                part.put_back(part.module)
-        _clear({part.layer.dispatch for part in parts}, root)
+    for dispatch in list(found):
+        if dispatch.thread == threading.get_ident():
+            # An error comes from a capture that failed; ``in_capture`` clears it.
+            with suppress(RuntimeError), lock_of(root, turn=0):
+                dispatch.clear()
 
 
 def part_of(hook: Any) -> Part | None:

@@ -13,20 +13,13 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from ...model.hooks import offload_hook
+from ...model.hooks import offload_hook, offload_hooks
 from ...model.parts import MODELS
-from ...objects import NotCopied
 
-_BEGUN = "_ways"  # an attribute of a hook during a forward: the ways at its begin
-#: The hooks with methods of their own.
-_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class Ways(NotCopied, tuple["Way", ...]):
-    """The ways in use, in the order of their names."""
-
-
-_ways = Ways()
+#: The ways in use, in the order of their names.
+_ways: tuple[Way, ...] = ()
+#: Hook -> the ways that were in use when the forward of its module began.
+_begun: weakref.WeakKeyDictionary[Any, tuple[Way, ...]] = weakref.WeakKeyDictionary()
 
 
 class Way:
@@ -59,28 +52,18 @@ class Way:
             hook = offload_hook(module)
             if hook is not None:
                 self.add(hook, module)
-                _hooks.add(hook)
-                _set_methods(hook)
+                for function in (pre_forward, post_forward):
+                    setattr(hook, function.__name__, MethodType(function, hook))
 
     def start(self) -> None:
         """Use this way, also for the models that were dispatched before ``stop``."""
-        _use(*_ways, self)
-        for hook in list(_hooks):
-            _set_methods(hook)
+        global _ways
+        _ways = tuple(sorted({*_ways, self}, key=lambda way: way.name))
 
     def stop(self) -> None:
-        """Use this way no longer; without any, the hooks have accelerate's methods again.
-
-        A forward that has begun ends as it began.
-        """
-        _use(*(way for way in _ways if way is not self))
-        for hook in list(_hooks):
-            _clear_methods(hook)
-
-
-def _use(*ways: Way) -> None:
-    global _ways
-    _ways = Ways(sorted(set(ways), key=lambda way: way.name))
+        """Use this way no longer.  A forward that has begun ends as it began."""
+        global _ways
+        _ways = tuple(way for way in _ways if way is not self)
 
 
 def at_work(model: Any) -> dict[str, str]:
@@ -89,28 +72,23 @@ def at_work(model: Any) -> dict[str, str]:
     Args:
         model: a ``torch.nn.Module``; nothing is moved or loaded.
     """
-    found = (offload_hook(module) for module in model.modules())
-    hooks = [hook for hook in found if hook is not None and hook in _hooks]
+    hooks = list(offload_hooks(model.modules()))
     texts = {way.name: way.at_work(hooks) for way in _ways}
     return {name: text for name, text in texts.items() if text is not None}
 
 
+# A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
 def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    ways = vars(hook)[_BEGUN] = _ways
+    ways = _begun[hook] = _ways
     return _outermost(ways, hook, "pre_forward")(hook, module, *args, **kwargs)
 
 
 def post_forward(hook: Any, module: Any, output: Any) -> Any:
-    ways = vars(hook).pop(_BEGUN, None)  # ``None`` in a copy
-    _clear_methods(hook)
-    return _outermost(_ways if ways is None else ways, hook, "post_forward")(hook, module, output)
+    ways = _begun.pop(hook, _ways)
+    return _outermost(ways, hook, "post_forward")(hook, module, output)
 
 
-#: A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
-_METHODS: dict[str, Callable[..., Any]] = {"pre_forward": pre_forward, "post_forward": post_forward}
-
-
-def _outermost(ways: Ways, hook: Any, name: str) -> Any:
+def _outermost(ways: tuple[Way, ...], hook: Any, name: str) -> Any:
     import torch
 
     method = getattr(type(hook), name)
@@ -121,48 +99,29 @@ def _outermost(ways: Ways, hook: Any, name: str) -> Any:
     return method
 
 
-def _set_methods(hook: Any) -> None:
-    for name, function in _METHODS.items():
-        setattr(hook, name, MethodType(function, hook))
-
-
-def _clear_methods(hook: Any) -> None:
-    """Give a hook accelerate's methods again, if no way is in use and no forward has begun."""
-    if not _ways and _BEGUN not in vars(hook):
-        for name in _METHODS:
-            vars(hook).pop(name, None)
-
-
 class AfterForward:
-    """A forward hook that also runs after errors, for which accelerate calls no ``post_forward``.
+    """A forward hook that runs after errors, for which accelerate calls no ``post_forward``.
 
-    It is pickled as a hook that does nothing.
+    With ``always``, it runs after every forward.  A copy and a pickle do nothing.
     """
 
-    def __init__(
-        self, raised: Callable[[Any], None], ended: Callable[[Any], None] | None = None
-    ) -> None:
-        self.raised, self.ended = raised, ended  # both get the module
+    def __init__(self, function: Callable[[Any], None], always: bool = False) -> None:
+        self.function, self.always = function, always  # ``function`` gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if output is None:  # torch has no output to pass
-            self.raised(module)
-        elif self.ended is not None:
-            import torch
+        import torch
 
-            if not torch.compiler.is_compiling():
-                self.ended(module)
+        failed = output is None  # torch has no output to pass
+        if (self.always or failed) and not torch.compiler.is_compiling():
+            self.function(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
 
-    def __deepcopy__(self, memo: Any) -> AfterForward:
-        return AfterForward(self.raised)
-
     def attach(self, module: Any) -> None:
-        """Register this hook with a module, once."""
+        """Register this hook with a module, in place of an earlier one."""
         for key, hook in module._forward_hooks.items():
-            if getattr(hook, "raised", None) == self.raised:
+            if isinstance(hook, AfterForward):
                 module._forward_hooks[key] = self
                 return
         module.register_forward_hook(self, always_call=True)

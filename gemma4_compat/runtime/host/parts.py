@@ -120,7 +120,7 @@ class Part(NotCopied):
             self.layer.enter()
         except Exception as error:  # single tensors may still fit
             if not is_short_of_memory(error):
-                if "CUDA error" in str(error):  # which may come from any earlier kernel
+                if " error: " in str(error):  # of CUDA or HIP; any earlier kernel may cause it
                     raise
                 _say(reason(error))
             self.layer.refused = self

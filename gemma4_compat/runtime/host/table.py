@@ -125,7 +125,7 @@ def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
         or getattr(embedding, "max_norm", None) is not None  # a lookup changes the weight
         or hook.execution_device is None
         or torch.compiler.is_compiling()
-        or not has_known_forward(embedding)
+        or not _has_known_forward(embedding)
     ):
         return None
     table = _table(hook.weights_map, name)
@@ -135,7 +135,7 @@ def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
     return None if hook.execution_device in tied else table
 
 
-def has_known_forward(embedding: Any) -> bool:
+def _has_known_forward(embedding: Any) -> bool:
     """Whether the forward is that of PyTorch or transformers.  A user's needs a true parameter."""
     owner = next(each for each in type(embedding).__mro__ if "forward" in vars(each))
     return has_own_forward(embedding) and owner.__module__.startswith(("torch.", "transformers."))
