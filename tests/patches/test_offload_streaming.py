@@ -107,6 +107,18 @@ def test_other_layers(model_dir, kind):
     assert on_device(model) == left_over(model)
 
 
+def before_blocks(monkeypatch, call):
+    """Call this before each allocation of a block on the device."""
+    empty_like = torch.empty_like
+
+    def empty(tensor, **options):
+        if tensor.dtype == torch.uint8 and list(options) == ["device"]:
+            call()
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty)
+
+
 @pytest.mark.parametrize("kind", [None, "nf4-nested", "int8"])
 @pytest.mark.parametrize("room", [2, 1, 0], ids="room for {} layers".format)
 @pytest.mark.usefixtures("cpu_streams")
@@ -114,14 +126,12 @@ def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
     """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
     expected = logits(load_model(model_dir, kind))
     model = offloaded(load_model(model_dir, kind))
-    empty_like = blocks._empty_like
 
-    def limited(host, device):
+    def limited():
         if sum(bool(layer.on_device) for layer in layers_of(model).layers.values()) >= room:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return empty_like(host, device)
 
-    monkeypatch.setattr(blocks, "_empty_like", limited)
+    before_blocks(monkeypatch, limited)
     for _ in range(2):
         assert_same(logits(model), expected)
     assert layers_of(model).alone or room == 0
@@ -130,15 +140,14 @@ def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
 
 
 def failing_to_copy(monkeypatch, error, ahead):
-    empty_like, calls = blocks._empty_like, []
+    calls = []
 
-    def fails(host, device):
-        calls.append(host)
+    def fails():
+        calls.append(None)
         if (len(calls) > 1) is ahead:
             raise error
-        return empty_like(host, device)
 
-    monkeypatch.setattr(blocks, "_empty_like", fails)
+    before_blocks(monkeypatch, fails)
 
 
 @pytest.mark.usefixtures("cpu_streams")

@@ -216,6 +216,30 @@ def test_an_error_gives_the_lock_back(model_dir, tmp_path):
     assert all(torch.equal(each, expected) for each in found)
 
 
+def test_an_error_inside_the_forward_of_an_offloaded_module(model_dir, tmp_path, monkeypatch):
+    """It calls the model, which fails.  Then it still has its own weights."""
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
+    model = all_on_cpu(load_model(model_dir), tmp_path)
+    expected, linear, errors = text(model), offloaded_linear(model), []
+    forward, first = linear._old_forward, model.model.language_model.layers[0].mlp.down_proj
+
+    def fails(*args, **kwargs):
+        raise KeyError("users")
+
+    def calls(*args, **kwargs):
+        if not errors:
+            before, first._old_forward = first._old_forward, fails
+            errors.append(True)
+            with pytest.raises(KeyError):
+                text(model)
+            first._old_forward = before
+        return forward(*args, **kwargs)
+
+    linear._old_forward = calls
+    assert torch.equal(text(model), expected)
+    assert errors
+
+
 def test_a_hook_that_calls_the_model(model_dir, tmp_path):
     """The hook runs inside the model's forward, in the same thread."""
     model = layers_on_disk(load_model(model_dir), tmp_path)
@@ -337,8 +361,12 @@ def test_models_that_call_each_other(model_dir, tmp_path):
     assert all(torch.equal(each, expected) for each in [*found, *inner.values()])
 
 
-def test_a_merge_during_a_forward(model_dir, tmp_path):
-    """It waits: the weights on the device are a copy that the end of the forward discards."""
+@pytest.mark.parametrize("place", ["module", "hook"])
+def test_a_merge_during_a_forward(model_dir, tmp_path, monkeypatch, place):
+    """It waits: the weights on the device are a copy that the end of the forward discards.
+
+    Between two modules it waits, too: one forward does not add an adapter that is merged.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = layers_on_disk(load_model(model_dir).float(), tmp_path)
@@ -348,20 +376,28 @@ def test_a_merge_during_a_forward(model_dir, tmp_path):
     )
     expected, inside, goes_on, found = text(adapted), threading.Event(), threading.Event(), []
     forward = layer._old_forward
+    monkeypatch.setattr(forward_lock, "_PATIENCE", 0.05, raising=False)
 
     def waits(*args, **kwargs):
         inside.set()
         goes_on.wait(60)
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs) if place == "module" else None
 
-    layer._old_forward = waits
+    if place == "module":
+        layer._old_forward = waits
+    else:
+        hook = layer.register_forward_pre_hook(waits)
     runs = threading.Thread(target=lambda: found.append(text(adapted)), daemon=True)
     runs.start()
     assert inside.wait(60)
-    layer._old_forward = forward
+    if place == "module":
+        layer._old_forward = forward
+    else:
+        hook.remove()
     merges = threading.Thread(target=adapted.merge_adapter, daemon=True)
     merges.start()
     merges.join(0.5)
+    assert merges.is_alive()
     goes_on.set()
     for thread in (runs, merges):
         thread.join(60)

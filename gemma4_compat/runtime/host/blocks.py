@@ -59,7 +59,7 @@ class Blocks(Way):
         parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
         found = weakref.WeakSet(part.layer.dispatch for part in parts)
         if found:
-            AfterForward(partial(_clear, found), always=True).attach(root)
+            AfterForward(partial(_clear, found)).attach(root)
 
     def add(self, hook: Any, module: Any) -> None:
         """Register a module if its tensors are in host memory."""
@@ -148,11 +148,8 @@ def streamed_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
 
 def first_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
     """The first streamed layer of each dispatch in these modules."""
-    first: dict[Dispatch, OffloadedLayer] = {}
-    copied = (layer for layer in streamed_layers(modules) if not isinstance(layer, Experts))
-    for layer in copied:
-        first.setdefault(layer.dispatch, layer)
-    return list(first.values())
+    copied = [layer for layer in streamed_layers(modules) if not isinstance(layer, Experts)]
+    return list({layer.dispatch: layer for layer in reversed(copied)}.values())
 
 
 @contextmanager
@@ -401,7 +398,7 @@ class OffloadedLayer(NotCopied):
         captured = is_capturing(self.device)
         # A block that was copied ahead in inference mode may be used by a forward with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
-            block = _empty_like(layout.host, self.device)
+            block = torch.empty_like(layout.host, device=self.device)
             self.pending = set(layout.contents)
             if self.device.type == "cuda":
                 # A capture has its own stream, because another thread may copy at the same time.
@@ -518,12 +515,6 @@ def _warn_pageable() -> None:
         "it or the limit is reached.  Their copies to the GPU are slower, and decode steps are not "
         "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
-
-
-def _empty_like(host: Any, device: Any) -> Any:
-    import torch
-
-    return torch.empty_like(host, device=device)
 
 
 @cache

@@ -114,13 +114,10 @@ _locks: weakref.WeakKeyDictionary[Any, ForwardLock] = weakref.WeakKeyDictionary(
 def share_lock(root: Any) -> None:
     """Make the forwards of ``root`` and of the offloaded modules in it use the same lock."""
     offloaded = [module for module in root.modules() if offload_hook(module) is not None]
-    if not offloaded:
-        return
-    # A thread may hold it while the model is dispatched again.
-    lock = _locks.setdefault(root, ForwardLock())
-    for module in (root, *offloaded):
+    for module in (root, *offloaded) if offloaded else ():
         if vars(module).get("_hf_hook") is not None:
-            setattr(module._hf_hook, _LOCK, lock)
+            # A thread may hold the lock while the model is dispatched again.
+            setattr(module._hf_hook, _LOCK, _locks.setdefault(root, ForwardLock()))
             lock_forward(module)
 
 
@@ -172,8 +169,7 @@ def lock_of(module: Any, *, turn: int = 1, weights: bool = True) -> Iterator[Non
     It begins without a turn after so many attempts.  Without ``weights``, threads may use them that
     this one waits for.
     """
-    hook = vars(module).get("_hf_hook")
-    lock = None if hook is None else vars(hook).get(_LOCK)
+    lock = getattr(vars(module).get("_hf_hook"), _LOCK, None)
     first = lock.in_turn(turn) if lock is not None and turn else nullcontext()
     with first, lock.using(lock) if lock is not None and weights else nullcontext():
         yield

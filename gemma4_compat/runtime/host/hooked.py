@@ -79,40 +79,40 @@ def at_work(model: Any) -> dict[str, str]:
 
 # A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
 def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    ways = _begun[hook] = _ways
-    return _outermost(ways, hook, "pre_forward")(hook, module, *args, **kwargs)
+    return _outermost(hook, "pre_forward")(hook, module, *args, **kwargs)
 
 
 def post_forward(hook: Any, module: Any, output: Any) -> Any:
-    ways = _begun.pop(hook, _ways)
-    return _outermost(ways, hook, "post_forward")(hook, module, output)
+    return _outermost(hook, "post_forward")(hook, module, output)
 
 
-def _outermost(ways: tuple[Way, ...], hook: Any, name: str) -> Any:
+def _outermost(hook: Any, name: str) -> Any:
     import torch
 
     method = getattr(type(hook), name)
     if torch.compiler.is_compiling():
         return method
+    ways = _begun.pop(hook, _ways)
+    if name == "pre_forward":
+        ways = _begun[hook] = _ways
     for way in ways:
         method = partial(getattr(way, name), method)
     return method
 
 
 class AfterForward:
-    """A forward hook that runs after errors, for which accelerate calls no ``post_forward``.
+    """A forward hook that also runs after errors, for which accelerate calls no ``post_forward``.
 
-    With ``always``, it runs after every forward.  A copy and a pickle do nothing.
+    A copy and a pickle do nothing.
     """
 
-    def __init__(self, function: Callable[[Any], None], always: bool = False) -> None:
-        self.function, self.always = function, always  # ``function`` gets the module
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function = function  # gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         import torch
 
-        failed = output is None  # torch has no output to pass
-        if (self.always or failed) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self.function(module)
 
     def __reduce__(self) -> Any:

@@ -15,7 +15,7 @@ from ..experts.packed import IN_HOST_MEMORY
 from ..kernels.step import is_short_of_memory
 from .int8_state import clear_state
 
-logger = logging.getLogger(__name__)
+_say = cache(logging.getLogger(__name__).info)
 
 #: Keys of the tensors of a parameter: its own, and those of its quant state.
 ITSELF = ""
@@ -122,7 +122,7 @@ class Part(NotCopied):
             if not is_short_of_memory(error):
                 if " error: " in str(error):  # of CUDA or HIP; any earlier kernel may cause it
                     raise
-                _say(reason(error))
+                _say("copying a layer in a block raised %s; accelerate copies it", reason(error))
             self.layer.refused = self
             self.left_out = self.content is not None
             self.layer.dispatch.clear()
@@ -181,11 +181,6 @@ class Part(NotCopied):
             ):
                 own.update(content.meta)
             self.left_out = False
-
-
-@cache
-def _say(why: str) -> None:
-    logger.info("accelerate copies a layer, because copying it in a block raised %s", why)
 
 
 def _tensors(quant_state: Any) -> dict[str, Any]:
