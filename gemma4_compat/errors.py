@@ -39,6 +39,10 @@ class PatchError(RuntimeError):
     """A patch failed or drifted.  Raised instead of a warning in strict mode."""
 
 
+class DeadlockError(RuntimeError):
+    """Threads that run one model with offloaded modules seem to wait for each other for ever."""
+
+
 def suggestion(name: str, names: Collection[str]) -> str:
     """ " (did you mean NAME?)", or "" if no name is similar."""
     close = get_close_matches(name, names, n=1)

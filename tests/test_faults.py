@@ -38,7 +38,7 @@ from gemma4_compat import objects
 from gemma4_compat.model.hooks import offload_hooks
 from gemma4_compat.patches import _offload
 from gemma4_compat.patches.offloading import quant_state_offload
-from gemma4_compat.runtime.host import blocks, forward_lock, page_locked
+from gemma4_compat.runtime.host import blocks, page_locked
 from tests import support
 from tests.pretended_gpu import pretend, registered, tensors_in
 
@@ -406,7 +406,6 @@ def allocated():
 def held_locks():
     """The names of the locks that are held; this thread runs no forward."""
     held = [f"lock {id(lock)}" for lock in objects._locks if lock.now._is_owned()]
-    held += [f"forward lock {id(lock)}" for lock in forward_lock._all if lock._lock.locked()]
     for name, module in list(sys.modules.items()):
         for key, value in vars(module).items() if name.startswith("gemma4_compat.runtime") else ():
             if hasattr(value, "acquire"):

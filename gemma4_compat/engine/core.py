@@ -103,12 +103,12 @@ class Engine:
         self._busy = False
         self._stale = False
         self._undecided = False
-        if hasattr(os, "register_at_fork"):
+        if hasattr(os, "register_at_fork") and not _ENGINES:
             # A child must not inherit a lock that no thread of it holds, nor a half-applied patch.
             os.register_at_fork(
-                before=lambda: self._lock.acquire(timeout=_PATIENCE),
-                after_in_parent=self._after_fork,
-                after_in_child=lambda: self._after_fork(child=True),
+                before=lambda: [e._lock.acquire(timeout=_PATIENCE) for e in [*_ENGINES.values()]],
+                after_in_parent=_after_fork,
+                after_in_child=lambda: _after_fork(child=True),
             )
         predecessor = _ENGINES.get(switches.prefix)
         _ENGINES[switches.prefix] = self
@@ -538,12 +538,14 @@ class Engine:
             status.advice += (self._switches.undo(status.off),)
         return status
 
-    def _after_fork(self, child: bool = False) -> None:
+
+def _after_fork(child: bool = False) -> None:
+    for engine in [*_ENGINES.values()]:
         try:
-            self._lock.release()
+            engine._lock.release()
         except RuntimeError:  # acquiring it timed out: another thread holds it
             if child:
-                self._lock, self._busy = threading.RLock(), False
+                engine._lock, engine._busy = threading.RLock(), False
 
 
 def _required_first(records: Mapping[str, _Record]) -> list[_Record]:

@@ -62,7 +62,8 @@ def onloaded(*modules: Any, keep_changes: bool | Callable[[], bool] = False) -> 
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(lock_of(module))  # a forward in progress may have onloaded it
+            # A forward in progress may have onloaded it.
+            stack.enter_context(lock_of(module, turn=60))
             hook = offload_hook(module)
             if hook is not None:
                 stack.callback(offload_once, module, hook, False)  # if the first is interrupted

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gemma4_compat.engine import broken
+from gemma4_compat.engine import broken, core
 from gemma4_compat.engine.status import State
 
 from .conftest import snapshot
@@ -229,6 +229,32 @@ def test_fork_while_another_thread_applies(lib, make):
     thread.join(PATIENCE)
     assert engine.status()["p"].state is State.APPLIED
     assert sys.modules[m.__name__].f() == "p>f"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_fork_does_not_wait_for_replaced_engines(lib, make):
+    old = make(lib.patch("p", "m:f"), prefix="REPLACED")
+    make(lib.patch("q", "m:f"), prefix="REPLACED")
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with old._lock:
+            held.set()
+            done.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE)
+    begin = time.monotonic()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    took = time.monotonic() - begin
+    done.set()
+    thread.join()
+    os.waitpid(child, 0)
+    assert took < core._PATIENCE / 2
 
 
 def test_target_that_needs_a_library_that_is_not_installed(lib, make):

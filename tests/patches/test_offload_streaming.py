@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.runtime.host import blocks
+from gemma4_compat.runtime.host import blocks, parts
 from gemma4_compat.tiny import text_inputs
 from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
 
@@ -107,6 +107,18 @@ def test_other_layers(model_dir, kind):
     assert on_device(model) == left_over(model)
 
 
+def before_blocks(monkeypatch, call):
+    """Call this before each allocation of a block on the device."""
+    empty_like = torch.empty_like
+
+    def empty(tensor, **options):
+        if tensor.dtype == torch.uint8 and list(options) == ["device"]:
+            call()
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty)
+
+
 @pytest.mark.parametrize("kind", [None, "nf4-nested", "int8"])
 @pytest.mark.parametrize("room", [2, 1, 0], ids="room for {} layers".format)
 @pytest.mark.usefixtures("cpu_streams")
@@ -114,19 +126,63 @@ def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
     """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
     expected = logits(load_model(model_dir, kind))
     model = offloaded(load_model(model_dir, kind))
-    empty_like = blocks._empty_like
 
-    def limited(host, device):
+    def limited():
         if sum(bool(layer.on_device) for layer in layers_of(model).layers.values()) >= room:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return empty_like(host, device)
 
-    monkeypatch.setattr(blocks, "_empty_like", limited)
+    before_blocks(monkeypatch, limited)
     for _ in range(2):
         assert_same(logits(model), expected)
     assert layers_of(model).alone or room == 0
     assert (layers_of(model).layers[FIRST.rstrip(".")].refused is None) == (room > 0)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def failing_to_copy(monkeypatch, error, ahead):
+    calls = []
+
+    def fails():
+        calls.append(None)
+        if (len(calls) > 1) is ahead:
+            raise error
+
+    before_blocks(monkeypatch, fails)
+
+
+@pytest.mark.usefixtures("cpu_streams")
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("text", ["an illegal memory access was encountered", "invalid function"])
+def test_the_errors_of_other_kernels_are_raised(model_dir, monkeypatch, text, ahead):
+    """CUDA reports the error of a kernel at a later call: this is no lack of memory."""
+    expected = logits(load_model(model_dir), ["text"])
+    model = offloaded(load_model(model_dir))
+    with monkeypatch.context() as context:
+        failing_to_copy(context, RuntimeError(f"CUDA error: {text}"), ahead)
+        with pytest.raises(RuntimeError, match=text):
+            logits(model, ["text"])
+    assert_same(logits(model, ["text"]), expected)
+    assert not layers_of(model).alone
+
+
+@pytest.mark.usefixtures("cpu_streams")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_other_errors_are_told_once(model_dir, monkeypatch, caplog, ahead):
+    """Accelerate copies the layer; the next forward tries again."""
+    parts._say.cache_clear()
+    caplog.set_level("INFO", "gemma4_compat")
+    expected = logits(load_model(model_dir), ["text"])
+    model = offloaded(load_model(model_dir))
+    with monkeypatch.context() as context:
+        failing_to_copy(context, KeyError("renamed"), ahead)
+        for _ in range(2):
+            assert_same(logits(model, ["text"]), expected)
+    lines = [each.getMessage() for each in caplog.records if "renamed" in each.getMessage()]
+    assert len(lines) == 1
+    assert "KeyError" in lines[0]
+    assert not layers_of(model).alone
+    assert_same(logits(model, ["text"]), expected)
+    assert layers_of(model).layers[FIRST.rstrip(".")].refused is None
 
 
 @KINDS
@@ -271,6 +327,25 @@ def test_memory_goes_with_the_model(model_dir):
     del model
     assert dispatches() == before
     assert block() is None
+
+
+@pytest.mark.usefixtures("cpu_streams", "pristine")
+def test_uninstalled_during_a_forward(model_dir):
+    """The forward of a module ends as it began."""
+    model = offloaded(load_model(model_dir))
+    expected = logits(model, ["text"])
+    linear = model.get_submodule(f"{FIRST}self_attn.q_proj")
+    forward, hook = linear._old_forward, linear._hf_hook
+
+    def uninstalls(*args, **kwargs):
+        gemma4_compat.uninstall("offload_streaming", "host_embedding", "disk_read_ahead")
+        return forward(*args, **kwargs)
+
+    linear._old_forward = uninstalls
+    assert_same(logits(model, ["text"]), expected)
+    linear._old_forward = forward
+    assert not hook._streamed_part.placed
+    assert hook._streamed_part.is_unchanged(hook, linear), "other parameters than before"
 
 
 @pytest.mark.usefixtures("cpu_streams", "pristine")

@@ -18,6 +18,8 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
+import gemma4_compat
+from gemma4_compat.runtime.host import blocks, forward_lock
 from tests.conftest import WITHOUT
 from tests.support import load_model, logits, split
 
@@ -214,6 +216,30 @@ def test_an_error_gives_the_lock_back(model_dir, tmp_path):
     assert all(torch.equal(each, expected) for each in found)
 
 
+def test_an_error_inside_the_forward_of_an_offloaded_module(model_dir, tmp_path, monkeypatch):
+    """It calls the model, which fails.  Then it still has its own weights."""
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
+    model = all_on_cpu(load_model(model_dir), tmp_path)
+    expected, linear, errors = text(model), offloaded_linear(model), []
+    forward, first = linear._old_forward, model.model.language_model.layers[0].mlp.down_proj
+
+    def fails(*args, **kwargs):
+        raise KeyError("users")
+
+    def calls(*args, **kwargs):
+        if not errors:
+            before, first._old_forward = first._old_forward, fails
+            errors.append(True)
+            with pytest.raises(KeyError):
+                text(model)
+            first._old_forward = before
+        return forward(*args, **kwargs)
+
+    linear._old_forward = calls
+    assert torch.equal(text(model), expected)
+    assert errors
+
+
 def test_a_hook_that_calls_the_model(model_dir, tmp_path):
     """The hook runs inside the model's forward, in the same thread."""
     model = layers_on_disk(load_model(model_dir), tmp_path)
@@ -335,8 +361,12 @@ def test_models_that_call_each_other(model_dir, tmp_path):
     assert all(torch.equal(each, expected) for each in [*found, *inner.values()])
 
 
-def test_a_merge_during_a_forward(model_dir, tmp_path):
-    """It waits: the weights on the device are a copy that the end of the forward discards."""
+@pytest.mark.parametrize("place", ["module", "hook"])
+def test_a_merge_during_a_forward(model_dir, tmp_path, monkeypatch, place):
+    """It waits: the weights on the device are a copy that the end of the forward discards.
+
+    Between two modules it waits, too: one forward does not add an adapter that is merged.
+    """
     from peft import LoraConfig, get_peft_model
 
     model = layers_on_disk(load_model(model_dir).float(), tmp_path)
@@ -346,20 +376,28 @@ def test_a_merge_during_a_forward(model_dir, tmp_path):
     )
     expected, inside, goes_on, found = text(adapted), threading.Event(), threading.Event(), []
     forward = layer._old_forward
+    monkeypatch.setattr(forward_lock, "_PATIENCE", 0.05, raising=False)
 
     def waits(*args, **kwargs):
         inside.set()
         goes_on.wait(60)
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs) if place == "module" else None
 
-    layer._old_forward = waits
+    if place == "module":
+        layer._old_forward = waits
+    else:
+        hook = layer.register_forward_pre_hook(waits)
     runs = threading.Thread(target=lambda: found.append(text(adapted)), daemon=True)
     runs.start()
     assert inside.wait(60)
-    layer._old_forward = forward
+    if place == "module":
+        layer._old_forward = forward
+    else:
+        hook.remove()
     merges = threading.Thread(target=adapted.merge_adapter, daemon=True)
     merges.start()
     merges.join(0.5)
+    assert merges.is_alive()
     goes_on.set()
     for thread in (runs, merges):
         thread.join(60)
@@ -435,9 +473,149 @@ def test_an_interrupt_leaves_no_lock(model_dir, tmp_path):
         finally:
             sys.settrace(None)
         lock = model._hf_hook._forward_lock
-        assert not lock._lock.locked(), f"line {wanted} leaves a lock"
+        for each in (lock.turn, lock.weights):
+            assert not each.now._is_owned(), f"line {wanted} leaves a lock"
         assert torch.equal(text(model), expected)
     assert lines >= 29
+
+
+def reading(model, seconds):
+    """The model's down_proj reads from a slow disk; returns how many threads read, at each read."""
+    hook, inside, most = offloaded_linear(model)._hf_hook, [], []
+
+    class Slow(type(hook.weights_map)):
+        def __getitem__(self, name):
+            inside.append(name)
+            most.append(len(inside))
+            time.sleep(seconds)
+            inside.remove(name)
+            return super().__getitem__(name)
+
+    hook.weights_map.__class__ = Slow
+    return most
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quick"), [(1, True), pytest.param(65, False, marks=pytest.mark.slow)]
+)
+def test_a_slow_disk(model_dir, tmp_path, monkeypatch, seconds, quick):
+    """The other thread waits for one read as long as it takes: it neither goes on nor raises."""
+    if quick:
+        for name in ("_PATIENCE", "_LOOK", "_WAITS", "_STANDS_STILL"):
+            monkeypatch.setattr(forward_lock, name, 0.05, raising=False)
+        monkeypatch.setattr(forward_lock, "_HOPELESS", 1, raising=False)
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected, most = text(model), reading(model, seconds)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(text(model)), daemon=True) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    assert len(found) == 2
+    assert all(torch.equal(each, expected) for each in found)
+    assert set(most) == {1}, "two threads load the weights of one module"
+
+
+def test_a_wait_for_ever_is_an_error(model_dir, tmp_path, monkeypatch):
+    """A user's forward of an offloaded module waits for a thread that runs the same model."""
+    monkeypatch.setattr(forward_lock, "_PATIENCE", 0.05)
+    monkeypatch.setattr(forward_lock, "_HOPELESS", 6)
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected, linear = text(model), offloaded_linear(model)
+    forward, errors = linear._old_forward, []
+
+    def waits(*args, **kwargs):
+        if not errors:
+            with ThreadPoolExecutor(1) as pool:
+                errors.append(pool.submit(text, model).exception(timeout=60))
+        return forward(*args, **kwargs)
+
+    linear._old_forward = waits
+    assert torch.equal(text(model), expected)
+    assert type(errors[0]) is gemma4_compat.DeadlockError
+    for word in ("Linear", "may wait for this thread", "GEMMA4_COMPAT_OFFLOAD_THREADS=0"):
+        assert word in str(errors[0])
+    assert torch.equal(text(model), expected)
+
+
+def test_a_hook_that_waits_for_the_whole_model(model_dir, tmp_path, monkeypatch):
+    """Threads that call the model go on without a turn, and do not wait again for the same hook."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    expected, inner, took = text(model), [], []
+
+    def hook(module, args, output):
+        if not took:
+            took.append(-time.monotonic())
+            with ThreadPoolExecutor(2) as pool:
+                inner.extend(pool.map(lambda number: text(model), range(6)))
+            took[0] += time.monotonic()
+
+    handle = model.model.language_model.layers[1].mlp.register_forward_hook(hook)
+    found = text(model)
+    handle.remove()
+    assert all(torch.equal(each, expected) for each in (found, *inner))
+    assert took[0] < 3 * 2.5, "each call waits for the turn"
+
+
+def test_the_next_thread_starts_at_once(model_dir, tmp_path):
+    """It does not poll: it runs as soon as the lock is free."""
+    model = layers_on_disk(load_model(model_dir), tmp_path)
+    lock = model._hf_hook._forward_lock
+    took = []
+
+    def waits():
+        with lock.in_turn():
+            took.append(time.monotonic())
+
+    for _ in range(20):
+        thread = threading.Thread(target=waits)
+        with lock.in_turn():
+            thread.start()
+            time.sleep(0.02)
+            took.append(-time.monotonic())
+        thread.join()
+    assert min(map(sum, zip(took[::2], took[1::2], strict=True))) < 0.0003
+
+
+@pytest.mark.parametrize("end", ["returns", "raises"])
+def test_the_end_of_a_forward_leaves_the_layers_of_other_threads(
+    model_dir, tmp_path, monkeypatch, end
+):
+    """It comes after the lock: another thread may be about to read its copy of a layer."""
+    monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
+    model = all_on_cpu(load_model(model_dir), tmp_path)
+    expected = text(model)
+    view, begun, ended = blocks.OffloadedLayer.view, threading.Event(), threading.Event()
+    found, last = [], model.model.language_model.layers[5].mlp.down_proj
+
+    def waits(layer, piece):
+        if threading.current_thread() is other and not begun.is_set():
+            begun.set()
+            ended.wait(1)
+        return view(layer, piece)
+
+    def start(*_):
+        if other.ident is None:
+            other.start()
+
+    def after(*_):  # before the hook of the package
+        if threading.current_thread() is not other:
+            assert begun.wait(60)
+            if end == "raises":
+                raise KeyError("users")
+
+    other = threading.Thread(target=lambda: found.append(text(model)), daemon=True)
+    monkeypatch.setattr(blocks.OffloadedLayer, "view", waits)
+    last.register_forward_hook(start)
+    model.register_forward_hook(after, prepend=True)
+    with pytest.raises(KeyError) if end == "raises" else nullcontext():
+        text(model)
+    ended.set()
+    other.join(60)
+    assert torch.equal(found[0], expected)
 
 
 def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):

@@ -525,14 +525,51 @@ def test_the_garbage_collector_stays_off_while_any_gpu_captures():
             leave.wait(60)
 
     thread = threading.Thread(target=other)
-    assert gc.isenabled()
+    before = gc.get_threshold()
     with graph.no_garbage_collection():
         thread.start()
         assert inside.wait(60)
-    assert not gc.isenabled()
+    assert not collects()
     leave.set()
     thread.join()
-    assert gc.isenabled()
+    assert collects()
+    assert gc.get_threshold() == before
+
+
+def collects():
+    """Whether the collector runs by itself while objects are made."""
+    before = sum(each["collections"] for each in gc.get_stats())
+    made = [[] for _ in range(10 * 700)]
+    return bool(made) and sum(each["collections"] for each in gc.get_stats()) > before
+
+
+def test_other_threads_may_switch_the_garbage_collector():
+    """What they want is true after the capture, and lets nothing into it."""
+    try:
+        with graph.no_garbage_collection():
+            gc.disable()
+        assert not gc.isenabled()
+        with graph.no_garbage_collection():
+            gc.enable()
+            assert not collects()
+        assert gc.isenabled()
+        assert collects()
+    finally:
+        gc.enable()
+
+
+def test_other_threads_may_set_the_threshold_of_the_garbage_collector():
+    before = gc.get_threshold()
+    try:
+        with graph.no_garbage_collection():
+            gc.set_threshold(321)
+        assert gc.get_threshold() == (321, *before[1:])
+        gc.set_threshold(0)
+        with graph.no_garbage_collection():
+            pass
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_gpus_do_not_wait_for_each_other():

@@ -11,10 +11,10 @@ After a forward that raised, the weights of the module stay on the device.  If o
 address that a tied weight had when the model was dispatched, the next forward uses the tied weight
 instead, without an error.
 
-The fix uses one lock for each dispatched model with offloaded modules.  A thread holds it during a
-forward of the model or of an offloaded module in it, and may take it again inside.  Threads that
-generate take turns, one forward each.  Models without offloaded modules have no lock.  After an
-exception, the hooks remove the weights as after any forward.
+The fix uses two locks for each dispatched model with offloaded modules.  A thread holds one while a
+module has its weights, and the other, which only saves time, during a forward of the model.
+Threads that generate take turns, one forward each.  Models without offloaded modules have no lock.
+After an exception, the hooks remove the weights as after any forward.
 """
 
 from __future__ import annotations

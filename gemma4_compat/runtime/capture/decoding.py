@@ -281,7 +281,8 @@ class Decoder:
     @contextmanager
     def _eager(self, state: ModelState, kind: Any) -> Iterator[None]:
         """The context of the eager step before a capture, which compiles kernels."""
-        with lock_of(self.model), no_garbage_collection(), watched() as watch:
+        turn = lock_of(self.model, weights=False)  # the hooks of users may wait for threads
+        with turn, no_garbage_collection(), watched() as watch:
             yield
         try:
             state.snapshot.add(uses_of(watch.functions.values()))

@@ -20,7 +20,7 @@ _replays: _Locks = {}
 _last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
 _short: set[Any] = set()  # devices whose memory was short in the latest capture
 _pausing = threading.Lock()
-_pauses: dict[object, bool] = {}  # of the garbage collector: whether to enable it after the last
+_pauses: dict[object, int] = {}  # of the garbage collector: its threshold before the first
 
 
 class NotCaptured(Exception):
@@ -186,8 +186,8 @@ def no_garbage_collection() -> Iterator[None]:
     pause = object()
     try:
         with _pausing:
-            _pauses[pause] = gc.isenabled() or any(_pauses.values())
-            gc.disable()
+            _pauses[pause] = gc.get_threshold()[0] or max(_pauses.values(), default=0)
+            gc.set_threshold(0)  # leaves gc.enable and gc.disable to other threads
         yield
     finally:
         try:
@@ -199,8 +199,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 def _end(pause: object) -> None:
     with _pausing:
-        if _pauses.get(pause) and len(_pauses) == 1:
-            gc.enable()
+        if len(_pauses) == 1 and not gc.get_threshold()[0]:  # nobody else has set it
+            gc.set_threshold(_pauses.get(pause, 0))
         _pauses.pop(pause, None)
 
 

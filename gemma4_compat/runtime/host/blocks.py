@@ -12,6 +12,7 @@ assigned when it is complete, and each function may run again after it was inter
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,10 +25,12 @@ from ...model.hooks import host_tensors, offload_hooks
 from ...model.parts import layer_of
 from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
+from ..kernels.step import is_short_of_memory
 from ..kernels.streams import is_capturing
+from .forward_lock import lock_of
 from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory
-from .parts import ITSELF, NO_ROOM, Content, Part, Piece
+from .parts import ITSELF, Content, Part, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Blocks(Way):
         parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
         found = weakref.WeakSet(part.layer.dispatch for part in parts)
         if found:
-            AfterForward(_put_all_back, partial(_clear, found)).attach(root)
+            AfterForward(partial(_clear, found)).attach(root)
 
     def add(self, hook: Any, module: Any) -> None:
         """Register a module if its tensors are in host memory."""
@@ -94,20 +97,13 @@ class Blocks(Way):
         return original(View(hook, offload=False), module, output)
 
 
-def _clear(found: Iterable[Dispatch]) -> None:
-    """Release what a forward, or an error or interrupt in an earlier one, left on the device."""
+def _clear(found: Iterable[Dispatch], root: Any) -> None:
+    """Release what a forward of this thread, or an error in an earlier one, left on the device."""
     for dispatch in list(found):
-        with suppress(RuntimeError):  # in a capture that failed; ``in_capture`` clears it
-            dispatch.clear()
-
-
-def _put_all_back(root: Any) -> None:
-    """Give the modules their meta parameters back after a forward of the model that raised."""
-    parts = [part for part in map(part_of, offload_hooks(root.modules())) if part is not None]
-    for part in parts:
-        if part.placed:
-            part.put_back(part.module)
-    _clear({part.layer.dispatch for part in parts})
+        if dispatch.thread == threading.get_ident():
+            # An error comes from a capture that failed; ``in_capture`` clears it.
+            with suppress(RuntimeError), lock_of(root, turn=0):
+                dispatch.clear()
 
 
 def part_of(hook: Any) -> Part | None:
@@ -152,11 +148,8 @@ def streamed_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
 
 def first_layers(modules: Iterable[Any]) -> list[OffloadedLayer]:
     """The first streamed layer of each dispatch in these modules."""
-    first: dict[Dispatch, OffloadedLayer] = {}
-    copied = (layer for layer in streamed_layers(modules) if not isinstance(layer, Experts))
-    for layer in copied:
-        first.setdefault(layer.dispatch, layer)
-    return list(first.values())
+    copied = [layer for layer in streamed_layers(modules) if not isinstance(layer, Experts)]
+    return list({layer.dispatch: layer for layer in reversed(copied)}.values())
 
 
 @contextmanager
@@ -188,6 +181,7 @@ class Dispatch(NotCopied):
         self.layers: dict[str, OffloadedLayer] = {}
         self.current: OffloadedLayer | None = None
         self.sent: list[OffloadedLayer] = []  # their copies to the device have started
+        self.thread: int | None = None  # which started them
         self.alone = 0  # so many of the next layers are copied without others ahead
 
     def add(self, hook: Any, module: Any) -> None:
@@ -218,6 +212,8 @@ class Dispatch(NotCopied):
         """
         import torch
 
+        if self.thread != threading.get_ident():  # it may use another stream
+            self.clear()
         if layer is self.current and layer.is_sent():
             return
         self.alone = max(self.alone - 1, 0)
@@ -233,12 +229,13 @@ class Dispatch(NotCopied):
         for layer in self.sent:
             if layer not in wanted:
                 layer.release()
-        self.sent = wanted
+        self.sent, self.thread = wanted, threading.get_ident()
         for layer in wanted:
             try:
                 layer.send()
-            except NO_ROOM:
-                if layer is current or is_capturing(layer.device):
+            except Exception as error:
+                alone = layer is current or is_capturing(layer.device)
+                if alone or not is_short_of_memory(error):
                     raise
                 self.alone = _ALONE
                 return
@@ -401,7 +398,7 @@ class OffloadedLayer(NotCopied):
         captured = is_capturing(self.device)
         # A block that was copied ahead in inference mode may be used by a forward with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
-            block = _empty_like(layout.host, self.device)
+            block = torch.empty_like(layout.host, device=self.device)
             self.pending = set(layout.contents)
             if self.device.type == "cuda":
                 # A capture has its own stream, because another thread may copy at the same time.
@@ -518,12 +515,6 @@ def _warn_pageable() -> None:
         "it or the limit is reached.  Their copies to the GPU are slower, and decode steps are not "
         "captured as CUDA graphs.  gemma4_compat.limit_page_locked(nbytes) sets the limit."
     )
-
-
-def _empty_like(host: Any, device: Any) -> Any:
-    import torch
-
-    return torch.empty_like(host, device=device)
 
 
 @cache

@@ -1,160 +1,110 @@
-"""One lock for all offloaded modules of a model.
+"""Lets threads that run the same model with offloaded modules take turns.
 
-A thread holds it during the forward of such a module, or of the model that contains them.
+A module has its weights only during its forward, and one thread at a time may use them.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, update_wrapper, wraps
+from contextlib import contextmanager, nullcontext
+from functools import partial, update_wrapper, wraps
+from itertools import takewhile
 from typing import Any
 
+from ...errors import DeadlockError
 from ...model.hooks import offload_hook
-from ...objects import NotCopied, attached
-
-logger = logging.getLogger(__name__)
+from ...objects import ForkableLock, NotCopied, attached
 
 _LOCK = "_forward_lock"  # an attribute of the hook
 
-#: Seconds between two looks at a lock that another thread holds, and at that thread.
-_POLL = 0.0005
-_LOOK = 0.05
-#: A thread waits for another one if it does not leave a function of these modules for so many
-#: seconds, or any function for ``_STANDS_STILL`` seconds.
-_WAITING = ("threading.py", "selectors.py", "queue.py", "multiprocessing", "concurrent", "asyncio")
-_WAITS = 2.0
-_STANDS_STILL = 60.0
+#: Seconds that a thread waits, before it looks what the other one does.
+_PATIENCE = 1.0
+#: So many times it may find the same forward, in which a module has its weights.
+_HOPELESS = 300
 
 
 class ForwardLock(NotCopied):
-    """A re-entrant lock.  The hooks of a deep-copied model share a new one.
+    """The two locks of a model.  The hooks of a deep-copied model share new ones.
 
-    The thread that holds it may wait for another thread that needs it: in a hook, for a worker that
-    runs another layer, or for the lock of another model.  Then the other thread goes on, as if the
-    first one ran its forward.
+    A thread holds ``weights`` while a module has its weights, which may come from a slow disk.
+    Results are right because of this lock alone, so no thread goes on without it.
+
+    A thread holds ``turn`` during a forward of the model.  This saves time: no other thread needs
+    other layers meanwhile.  In a hook, it may wait for threads that run the same model.  So they go
+    on without a turn when no module has run for a while.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._awaited: set[int] = set()  # threads that the owner waits for
-        self._inside: ForwardLock | None = None  # their lock
-        _all.add(self)
-
-    def is_held(self) -> bool:
-        """Whether this thread holds the lock."""
-        return self._owner == threading.get_ident() and self._lock.locked()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """A block in which this thread holds the lock."""
-        own = threading.get_ident()
-        if self.is_held():
-            yield
-        elif self._lock.locked() and not self._wait(own):
-            self._awaited.add(own)
-            self._inside = self._inside or ForwardLock()
-            with self._inside.held():
-                yield
-        else:
-            with self._lock:
-                self._owner, self._awaited = own, set()
-                try:
-                    yield
-                finally:
-                    self._owner = None
+        self.turn, self.weights = ForkableLock(), ForkableLock()
+        self.module: Any = None  # which has its weights; the lock itself in ``lock_of``
+        self.count = 0  # of the forwards in which modules had them
+        self.passed = False  # the thread with the turn seems to wait for others
 
     def __deepcopy__(self, memo: Any) -> ForwardLock:
         return ForwardLock()
 
-    def _wait(self, own: int) -> bool:
-        """Wait until the lock is free; ``False`` if its owner waits for this thread."""
-        if own in self._awaited:
-            return False
-        place, since, look = None, time.monotonic(), 0.0
-        in_circle = False
-        _wanted[own] = self
-        try:
-            while self._lock.locked():
-                time.sleep(_POLL)
-                now = time.monotonic()
-                if now < look:
-                    continue
-                look = now + _LOOK
-                was_in_circle, in_circle = in_circle, _leads_to(self._owner, own)
-                if was_in_circle and in_circle:
-                    return False
-                if _place(self._owner) != place:
-                    place, since = _place(self._owner), now
-                elif now - since > (_WAITS if _is_waiting(self._owner) else _STANDS_STILL):
-                    _say_awaited()
-                    return False
-        finally:
-            _wanted.pop(own, None)
-        return True
+    @contextmanager
+    def in_turn(self, most: int = 1) -> Iterator[None]:
+        """A block for a forward of the model; without a turn after so many attempts."""
+        attempts = takewhile(lambda _: most > 1 or not self.passed, self._attempts(most))
+        with _held(self.turn.now, attempts) as has_turn:
+            self.passed = not has_turn
+            yield
 
-    def _leave_behind(self) -> None:
-        """In the child of a fork, the thread that held the lock may not exist."""
-        if self._owner != threading.get_ident():
-            self._lock, self._owner = threading.Lock(), None
-        self._awaited = set()
+    @contextmanager
+    def using(self, module: Any) -> Iterator[None]:
+        """A block in which a module has its weights."""
+        outer = self.module if self.weights.now._is_owned() else None
+        with _held(self.weights.now, self._attempts_or_error()):
+            self.module, self.count = module, self.count + 1
+            try:
+                yield
+            finally:
+                self.module = outer
 
+    def _attempts(self, most: int) -> Iterator[float]:
+        """Attempts to get a lock: so many in which nothing changes that other threads do."""
+        before, same = -1, 0
+        while same < most:
+            yield _PATIENCE
+            same = same + 1 if before == self.count and not _cannot_wait(self.module) else 0
+            before = self.count
 
-_all: weakref.WeakSet[ForwardLock] = weakref.WeakSet()
-_wanted: dict[int, ForwardLock] = {}  # the lock that a thread waits for
-
-
-def _leads_to(thread: int | None, goal: int) -> bool:
-    """Whether a thread waits for a lock that ``goal`` holds, or for one whose owner does so."""
-    passed = set()
-    while thread is not None and thread not in passed:
-        passed.add(thread)
-        lock = _wanted.get(thread)
-        thread = None if lock is None else lock._owner
-        if thread == goal:
-            return True
-    return False
+    def _attempts_or_error(self) -> Iterator[float]:
+        yield from self._attempts(_HOPELESS)
+        raise DeadlockError(
+            f"the forward of a {type(self.module).__name__} in another thread has used its weights "
+            f"for {_HOPELESS * _PATIENCE:.0f} s, and may wait for this thread, which runs the same "
+            "model.  Wait outside of that forward, for example in a forward hook.  Or set "
+            "GEMMA4_COMPAT_OFFLOAD_THREADS=0, if no two threads run the same module."
+        )
 
 
-def _place(thread: int | None) -> Any:
-    """Where a thread is in its Python code."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    return None if frame is None else (id(frame), frame.f_lasti)
+@contextmanager
+def _held(lock: Any, attempts: Iterator[float]) -> Iterator[bool]:
+    """A block that holds an ``RLock``; ``False`` after attempts of so many seconds each."""
+    nested = lock._is_owned()
+    try:
+        if nested:
+            yield True
+        elif lock.acquire(False) or any(lock.acquire(timeout=each) for each in attempts):
+            with lock:  # no interrupt can leave it held
+                lock.release()
+                yield True
+        else:
+            yield False
+    finally:
+        if not nested and lock._is_owned():
+            lock.release()
 
 
-def _is_waiting(thread: int | None) -> bool:
-    """Whether a thread is in a function of Python that waits for other threads."""
-    frame = None if thread is None else sys._current_frames().get(thread)
-    if frame is None or thread in _wanted:  # which waits for the lock of another model
-        return False
-    path = frame.f_code.co_filename.replace("\\", "/").split("/")
-    return any(name in path for name in _WAITING)
-
-
-@cache
-def _say_awaited() -> None:
-    logger.warning(
-        "a thread is in a forward of a model with offloaded modules, and waits for another thread "
-        "that runs the same model.  The other thread now goes on inside this forward.  To run such "
-        "threads without this delay, set GEMMA4_COMPAT_OFFLOAD_THREADS=0."
-    )
-
-
-def _after_fork() -> None:
-    _wanted.clear()
-    for lock in list(_all):
-        lock._leave_behind()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+def _cannot_wait(module: Any) -> bool:
+    """Whether weights are loaded, or used by code of this package: neither needs a thread."""
+    if module is None or isinstance(module, ForwardLock):
+        return module is not None
+    hook = offload_hook(module)
+    return hook is not None and any(weight.is_meta for weight in _weights(hook, module))
 
 
 #: The lock of each dispatched model.
@@ -164,13 +114,10 @@ _locks: weakref.WeakKeyDictionary[Any, ForwardLock] = weakref.WeakKeyDictionary(
 def share_lock(root: Any) -> None:
     """Make the forwards of ``root`` and of the offloaded modules in it use the same lock."""
     offloaded = [module for module in root.modules() if offload_hook(module) is not None]
-    if not offloaded:
-        return
-    # A thread may hold it while the model is dispatched again.
-    lock = _locks.setdefault(root, ForwardLock())
-    for module in (root, *offloaded):
+    for module in (root, *offloaded) if offloaded else ():
         if vars(module).get("_hf_hook") is not None:
-            setattr(module._hf_hook, _LOCK, lock)
+            # A thread may hold the lock while the model is dispatched again.
+            setattr(module._hf_hook, _LOCK, _locks.setdefault(root, ForwardLock()))
             lock_forward(module)
 
 
@@ -186,39 +133,43 @@ def lock_forward(module: Any) -> None:
     def new_forward(module: Any, hooked: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return hooked(*args, **kwargs)
-        lock = attached(module._hf_hook, _LOCK, ForwardLock)
-        if lock.is_held():
-            return hooked(*args, **kwargs)
-        with lock.held():
+        lock, hook = attached(module._hf_hook, _LOCK, ForwardLock), offload_hook(module)
+        if hook is None or not _loads(hook, module):
+            with lock.in_turn():
+                return hooked(*args, **kwargs)
+        with lock.using(module):
             try:
                 return hooked(*args, **kwargs)
             except BaseException:
-                if lock.is_held():  # and not a forward inside that of another thread
-                    _finish(module)
+                # A weight that stays may have the address that a tied weight had when the model was
+                # dispatched.  Then accelerate uses it instead in the next forward.
+                if not all(weight.is_meta for weight in _weights(hook, module)):
+                    hook.post_forward(module, None)
                 raise
 
     new_forward._is_locked = True  # type: ignore[attr-defined]
     module.forward = update_wrapper(partial(new_forward, module, hooked), module._old_forward)
 
 
-def _finish(root: Any) -> None:
-    """After a forward that raised, let accelerate's hooks take the weights away.
+def _loads(hook: Any, module: Any) -> bool:
+    """Whether a hook has something to load before a forward of the module."""
+    own = any(weight is not None for weight in module._parameters.values())
+    return own or hook.place_submodules or hook.offload_buffers
 
-    Otherwise the next forward may get the copy of a tied weight instead: accelerate looks copies up
-    by the address that the weight had when the model was dispatched, and a weight that is still on
-    the device may have this address now.
+
+def _weights(hook: Any, module: Any) -> Iterator[Any]:
+    """The parameters that a hook loads before a forward of the module."""
+    return module.parameters(recurse=hook.place_submodules)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def lock_of(module: Any, *, turn: int = 1, weights: bool = True) -> Iterator[None]:
+    """A block in which other threads run no forward of the model, and use no weights of it.
+
+    It begins without a turn after so many attempts.  Without ``weights``, threads may use them that
+    this one waits for.
     """
-    for module in root.modules():
-        hook = offload_hook(module)
-        if hook is None or not hasattr(hook, "tied_pointers_to_remove"):  # no forward has begun
-            continue
-        weights = module._parameters.values()
-        if any(weight is not None and not weight.is_meta for weight in weights):
-            hook.post_forward(module, None)
-
-
-def lock_of(module: Any) -> AbstractContextManager[None]:
-    """The lock that the forward of this module takes; a ``nullcontext`` if it takes none."""
-    hook = vars(module).get("_hf_hook")
-    lock: ForwardLock | None = None if hook is None else vars(hook).get(_LOCK)
-    return nullcontext() if lock is None else lock.held()
+    lock = getattr(vars(module).get("_hf_hook"), _LOCK, None)
+    first = lock.in_turn(turn) if lock is not None and turn else nullcontext()
+    with first, lock.using(lock) if lock is not None and weights else nullcontext():
+        yield

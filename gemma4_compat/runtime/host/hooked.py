@@ -13,13 +13,13 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from ...model.hooks import offload_hook
+from ...model.hooks import offload_hook, offload_hooks
 from ...model.parts import MODELS
 
-#: The ways in use.
-_ways: list[Way] = []
-#: The hooks with methods of their own.
-_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+#: The ways in use, in the order of their names.
+_ways: tuple[Way, ...] = ()
+#: Hook -> the ways that were in use when the forward of its module began.
+_begun: weakref.WeakKeyDictionary[Any, tuple[Way, ...]] = weakref.WeakKeyDictionary()
 
 
 class Way:
@@ -52,23 +52,18 @@ class Way:
             hook = offload_hook(module)
             if hook is not None:
                 self.add(hook, module)
-                _hooks.add(hook)
-                _set_methods(hook)
+                for function in (pre_forward, post_forward):
+                    setattr(hook, function.__name__, MethodType(function, hook))
 
     def start(self) -> None:
         """Use this way, also for the models that were dispatched before ``stop``."""
-        if self not in _ways:
-            _ways.append(self)
-        for hook in list(_hooks):
-            _set_methods(hook)
+        global _ways
+        _ways = tuple(sorted({*_ways, self}, key=lambda way: way.name))
 
     def stop(self) -> None:
-        """Use this way no longer; without any, the hooks have accelerate's methods again."""
-        if self in _ways:
-            _ways.remove(self)
-        for hook in list(_hooks) if not _ways else ():
-            for name in _METHODS:
-                vars(hook).pop(name, None)
+        """Use this way no longer.  A forward that has begun ends as it began."""
+        global _ways
+        _ways = tuple(way for way in _ways if way is not self)
 
 
 def at_work(model: Any) -> dict[str, str]:
@@ -77,12 +72,12 @@ def at_work(model: Any) -> dict[str, str]:
     Args:
         model: a ``torch.nn.Module``; nothing is moved or loaded.
     """
-    found = (offload_hook(module) for module in model.modules())
-    hooks = [hook for hook in found if hook is not None and hook in _hooks]
+    hooks = list(offload_hooks(model.modules()))
     texts = {way.name: way.at_work(hooks) for way in _ways}
     return {name: text for name, text in texts.items() if text is not None}
 
 
+# A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
 def pre_forward(hook: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     return _outermost(hook, "pre_forward")(hook, module, *args, **kwargs)
 
@@ -91,56 +86,42 @@ def post_forward(hook: Any, module: Any, output: Any) -> Any:
     return _outermost(hook, "post_forward")(hook, module, output)
 
 
-#: A pickle of a bound method has its name, and so becomes accelerate's own method when it is read.
-_METHODS: dict[str, Callable[..., Any]] = {"pre_forward": pre_forward, "post_forward": post_forward}
-
-
 def _outermost(hook: Any, name: str) -> Any:
     import torch
 
     method = getattr(type(hook), name)
     if torch.compiler.is_compiling():
         return method
-    for way in _ways:
+    ways = _begun.pop(hook, _ways)
+    if name == "pre_forward":
+        ways = _begun[hook] = _ways
+    for way in ways:
         method = partial(getattr(way, name), method)
     return method
-
-
-def _set_methods(hook: Any) -> None:
-    for name, function in _METHODS.items():
-        setattr(hook, name, MethodType(function, hook))
 
 
 class AfterForward:
     """A forward hook that also runs after errors, for which accelerate calls no ``post_forward``.
 
-    It is pickled as a hook that does nothing.
+    A copy and a pickle do nothing.
     """
 
-    def __init__(
-        self, raised: Callable[[Any], None], ended: Callable[[], None] | None = None
-    ) -> None:
-        self.raised, self.ended = raised, ended  # ``raised`` gets the module
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self.function = function  # gets the module
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if output is None:  # torch has no output to pass
-            self.raised(module)
-        elif self.ended is not None:
-            import torch
+        import torch
 
-            if not torch.compiler.is_compiling():
-                self.ended()
+        if not torch.compiler.is_compiling():
+            self.function(module)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
 
-    def __deepcopy__(self, memo: Any) -> AfterForward:
-        return AfterForward(self.raised)
-
     def attach(self, module: Any) -> None:
-        """Register this hook with a module, once."""
+        """Register this hook with a module, in place of an earlier one."""
         for key, hook in module._forward_hooks.items():
-            if getattr(hook, "raised", None) == self.raised:
+            if isinstance(hook, AfterForward):
                 module._forward_hooks[key] = self
                 return
         module.register_forward_hook(self, always_call=True)

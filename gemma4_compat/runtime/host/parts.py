@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from ...errors import reason
 from ...objects import NotCopied
 from ..experts.packed import IN_HOST_MEMORY
+from ..kernels.step import is_short_of_memory
 from .int8_state import clear_state
+
+_say = cache(logging.getLogger(__name__).info)
 
 #: Keys of the tensors of a parameter: its own, and those of its quant state.
 ITSELF = ""
 SCALES = "SCB"  # the row scales of an 8-bit weight
-
-#: What a failed allocation raises, of host memory or of the device's.
-NO_ROOM = (MemoryError, RuntimeError)
 
 
 @dataclass(eq=False)
@@ -115,7 +118,11 @@ class Part(NotCopied):
             if self.left_out:
                 return False
             self.layer.enter()
-        except NO_ROOM:  # single tensors may still fit
+        except Exception as error:  # single tensors may still fit
+            if not is_short_of_memory(error):
+                if " error: " in str(error):  # of CUDA or HIP; any earlier kernel may cause it
+                    raise
+                _say("copying a layer in a block raised %s; accelerate copies it", reason(error))
             self.layer.refused = self
             self.left_out = self.content is not None
             self.layer.dispatch.clear()

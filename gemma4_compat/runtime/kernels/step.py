@@ -57,7 +57,8 @@ def without_stand_ins(own: dict[str, Any]) -> dict[str, Any]:
 def is_short_of_memory(error: BaseException) -> bool:
     """Whether memory was short, which may pass."""
     text = f"{type(error).__name__}: {error}"
-    return re.search("out of memory|MemoryError|can't allocate memory", text) is not None
+    short = "out of memory|MemoryError|can't allocate memory|not enough memory|STATUS_ALLOC_FAILED"
+    return re.search(short, text) is not None
 
 
 class _StandIn:
