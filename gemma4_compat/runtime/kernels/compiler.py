@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
 def launcher(
     kernel: Kernel,
     passed: int,
-    numbers: Sequence[float],
+    numbers: Sequence[Any],
     block: tuple[int, int],
     *,
     rows: int = 1,
@@ -55,8 +55,9 @@ def launcher(
     """
     function, (x, y), pointer = kernel.function, block, ctypes.c_void_p
     shared = kernel.shared if shared is None else shared
-    kinds = {True: ctypes.c_float, False: ctypes.c_int}
-    constants = [kinds[isinstance(number, float)](number) for number in numbers]
+    constants: list[Any] = [
+        ctypes.c_float(each) if isinstance(each, float) else ctypes.c_int(each) for each in numbers
+    ]
     free: list[Any] = []
     launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
 

@@ -87,7 +87,7 @@ class Family:
             raise KernelError(str(made))
         return made
 
-    def failed(self, kind: Any, device: Any, error: Exception, key: Any = _UNKNOWN) -> None:
+    def failed(self, kind: Any, device: Any, error: Exception, key: Any = _UNKNOWN) -> Any:
         """Let the original compute inputs of a kind, and say so, unless the reason may pass.
 
         ``key`` is one of ``checked``, if its kernel is not launched for other kinds either.
@@ -120,14 +120,15 @@ def without() -> list[str]:
     return [line for family in _families for line in list(family.told.values())]
 
 
-def reset() -> None:
-    """Forget what was compiled, compared and told, as in a new process."""
+def reset(compiled: bool = True) -> None:
+    """Forget what was compared and told, and what was ``compiled``, as in a new process."""
     from . import compiler
 
     for family in _families:
         for table in (family.kinds, family.told, family._checked):
             table.clear()
-    compiler.compiled.cache_clear()
+    if compiled:
+        compiler.compiled.cache_clear()
 
 
 def keep(table: dict[Any, Any], key: Any, value: Any, most: int) -> None:

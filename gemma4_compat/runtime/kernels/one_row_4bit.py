@@ -239,7 +239,7 @@ def _compare(original: Any, state: Any, dtype: Any, shape: Any, launch: Any, las
     options = {"blocksize": state.blocksize, "quant_type": state.quant_type, "dtype": dtype}
     plain = QuantState(absmax=maxima, shape=torch.Size(shape), code=code, **options)
     theirs = original(row, packed.view(-1, 1).t(), plain)
-    own = torch.empty_like(theirs)
+    own = torch.full_like(theirs, float("nan"))
     pointers = [each.data_ptr() for each in (own, row, packed, tensors[0], code, *tensors[1:])]
     launch(raw_stream()(row.get_device()), *pointers, *(8 - len(pointers)) * [0], *last)
     exact = values_of(packed, code, maxima.view(outputs, -1)) * row.double()

@@ -281,7 +281,7 @@ def _compare(device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool) -
     x, result = (pattern((1, n), dtype, device, n) for n in (inputs, outputs))
     a, b = (pattern(shape, adapter, device, 1) for shape in ((rank, inputs), (outputs, rank)))
     a = a / inputs**0.5
-    own = torch.empty_like(result)
+    own = torch.full_like(result, float("nan"))
     launch = _launching(device, dtype, adapter, rank, is_small, inputs, outputs, scaling, 1)
     launch(x, *(each.data_ptr() for each in (own, result, x, a, b)))
 

@@ -122,7 +122,7 @@ def _plan(
 ) -> _Plan:
     """With so many keys of a block."""
     device, dtype, size, per_block, masked, _ = kind
-    batch, heads, key_heads, length = *query.shape[:2], *key.shape[1:3]
+    (batch, heads, _, _), (_, key_heads, length, _) = query.shape, key.shape
     groups, splits = heads // per_block, -(-length // keys)
     strides = [0, 0, 0]
     if mask is not None:
@@ -162,13 +162,14 @@ def _compare(*kind: Any) -> None:
     length, heads, scale = 77, 2 * per_block, 4 * size**-0.5
     shapes = enumerate(((2, heads, 1, size), (2, 2, length, size), (2, 2, length, size)))
     inputs = [pattern(shape, dtype, device, seed) for seed, shape in shapes]
-    mask = pattern((2, heads, 1, length), dtype, device, 7) if masked else None
+    mask: Any = pattern((2, heads, 1, length), dtype, device, 7) if masked else None
     if masked == 1:
         mask = mask > -0.5
-    plan = _plan(kind, 48 if in_splits else 80, scale, *inputs, mask)
+    query, key, value = inputs
+    plan = _plan(kind, 48 if in_splits else 80, scale, query, key, value, mask)
     own = _launched(plan, device.index, *inputs, *([] if mask is None else [mask]))
-    repeated = [each.repeat_interleave(per_block, 1) for each in inputs[1:]]
-    theirs = scaled_dot_product_attention(inputs[0], *repeated, attn_mask=mask, scale=scale)
+    key, value = (each.repeat_interleave(per_block, 1) for each in (key, value))
+    theirs = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     query, key, value = (each.double().view(2, 2, -1, size) for each in inputs)
     scores = query @ key.transpose(2, 3) * scale
     if masked:

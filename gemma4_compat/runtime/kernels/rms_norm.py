@@ -136,7 +136,7 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
         return _Kind(kernel, count, size, module.eps)
 
     def compare(trial: Any, halving: bool) -> None:
-        count, out = len(trial), torch.empty_like(trial)
+        count, out = len(trial), torch.full_like(trial, float("nan"))
         kind = kind_of(count, trial.dtype, halving)
         pointers = out.data_ptr(), trial.data_ptr(), weights, count
         kind.launch(-(-count // kind.rows_in_block), stream, *pointers)
