@@ -229,7 +229,7 @@ def _launchers(shape: _Shape, tokens: int) -> list[Any]:
 
 
 def _compare(shape: _Shape, code: Any) -> None:
-    """Compare each kernel with PyTorch's for two tokens, two experts and some of their rows.
+    """Compare each kernel with PyTorch's for some tokens, two experts and some of their rows.
 
     Raises:
         KernelError: A kernel failed.
@@ -238,7 +238,7 @@ def _compare(shape: _Shape, code: Any) -> None:
     from torch.nn.functional import gelu, linear
 
     device, dtype = shape.device, torch.bfloat16 if shape.bfloat16 else torch.float16
-    tokens, top_k, experts = 2, shape.top_k, min(2, shape.experts)
+    tokens, top_k, experts = TOKENS, shape.top_k, min(2, shape.experts)
     chosen = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % experts
     inputs = pattern((tokens, shape.hidden), dtype, device) * 4 / shape.hidden**0.5
     routing = pattern((tokens, top_k), dtype, device, 1)
@@ -265,12 +265,12 @@ def _compare(shape: _Shape, code: Any) -> None:
         return (outputs.gather(2, places)[:, :, 0] * routing[..., None].to(inner.dtype)).sum(1)
 
     first, second = _launchers(shape, tokens)
-    read = torch.arange(shape.inner - 1, -1, -(-shape.inner // 16), device=device)
+    read = torch.arange(shape.inner - 1, -1, -(shape.inner // 32), device=device)
     tensors, exact = weight(0, 2 * shape.inner, shape.hidden, torch.cat([read, read + shape.inner]))
     inner = inputs.new_full((tokens, top_k, shape.inner), float("nan"))
     first(inner, inputs, chosen, *tensors)
     require_near(inner[..., read], gated(inputs, exact.to(dtype)), gated(inputs.double(), exact))
-    read = torch.arange(shape.hidden - 1, -1, -(-shape.hidden // 16), device=device)
+    read = torch.arange(shape.hidden - 1, -1, -(shape.hidden // 32), device=device)
     tensors, exact = weight(1, shape.hidden, shape.inner, read)
     out = torch.full_like(inputs, float("nan"))
     second(out, inner, chosen, routing.float(), *tensors)
