@@ -256,16 +256,6 @@ def test_a_search_that_does_not_reach_the_gpu(model_dir, monkeypatch):
     assert Step.made == 0
 
 
-def test_compiled_kernels_are_not_forgotten_for_an_error(monkeypatch):
-    def fail(*args):
-        raise compiler.KernelError("out of memory")
-
-    monkeypatch.setattr(compiler, "compiled", fail)
-    for _ in range(2):
-        with pytest.raises(compiler.KernelError):
-            int8_outliers._kernels(torch.device("cuda", 0), torch.bfloat16)
-
-
 # -- other threads, and copies --------------------------------------------------------------------
 
 
