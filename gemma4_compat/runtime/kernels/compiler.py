@@ -121,14 +121,6 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-@cache
-def exponents() -> dict[Any, int]:
-    """The bits of the exponent of each dtype that kernels compute, for their constant EXPONENT."""
-    import torch
-
-    return {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
-
-
 def _ptx(source: str, options: list[str]) -> bytes:
     nvrtc = _nvrtc()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()

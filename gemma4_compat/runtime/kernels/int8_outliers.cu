@@ -3,15 +3,15 @@
 // separate: copies the row in float16 without its outliers, and lists their columns in order.
 // add: adds the products of the outliers and their columns of the weight to an output.
 //
-// Constants from the compiler's command line: BITS and EXPONENT of the dtype of inputs and outputs.
+// Constants from the compiler's command line: INPUT, the dtype of inputs and outputs.
 
-#include "bits.cuh"
+#include "values.cuh"
 
 constexpr int WARPS = 32;
 
 // One block.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) separate(
-    unsigned short* rest, int* columns, int* count, const Bits* row, float threshold, int size
+    unsigned short* rest, int* columns, int* count, const Input* row, float threshold, int size
 ) {
     __shared__ int counts[WARPS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) separate(
 
 // A thread for each output.  The weight is rounded as bitsandbytes rounds it.
 extern "C" __global__ void __launch_bounds__(256) add(
-    Bits* out, const Bits* row, const int* columns, const int* count, const signed char* weight,
+    Input* out, const Input* row, const int* columns, const int* count, const signed char* weight,
     const float* scales, int outputs, int size
 ) {
     const int output = blockIdx.x * 256 + threadIdx.x, outliers = *count;

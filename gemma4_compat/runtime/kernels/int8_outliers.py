@@ -13,7 +13,7 @@ from typing import Any
 
 from . import compiler
 from .launch import Family
-from .replacing import raw_stream
+from .replacing import dtypes, raw_stream
 from .step import running
 from .streams import is_capturing
 from .trials import pattern, require_equal, require_near
@@ -71,7 +71,7 @@ def _obstacle(inputs: Any, state: Any) -> str | None:
     weight = state.CB
     if state.has_fp16_weights or weight is None or not weight.is_contiguous() or state.SCB is None:
         return "the weight of an 8-bit layer is not in 8 bits"
-    if inputs.device.type != "cuda" or inputs.dtype not in compiler.exponents():
+    if inputs.device.type != "cuda" or inputs.dtype not in dtypes():
         return f"an 8-bit layer has {inputs.dtype} inputs"
     return None
 
@@ -125,7 +125,7 @@ def _compared(original: Any, kind: type, device: Any, dtype: Any) -> tuple[Any, 
     """
     import torch
 
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": compiler.exponents()[dtype]}
+    constants = {"INPUT": dtypes()[dtype]}
     separate, add = (
         compiler.compiled(_FILE, name, device, **constants) for name in ("separate", "add")
     )

@@ -21,7 +21,7 @@ from typing import Any
 from ...model.parts import is_ours
 from . import compiler
 from .launch import Family
-from .replacing import current_device, raw_stream
+from .replacing import current_device, dtypes, raw_stream
 from .trials import maxima_of, pattern, require_near, values_of
 
 FAMILY = Family("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
@@ -194,7 +194,7 @@ def _plan(
     chunks = dtype.itemsize * _VECTOR // 16 * ((vectors + 5) // 8 * 8 + 2)
     shared = 4096 + 1024 * nested + 8 * (most // _LANES) * rows + 16 * chunks
     if (
-        dtype not in compiler.exponents()
+        dtype not in dtypes()
         or blocksize != _VECTOR << max(shift, 0)
         or size % blocksize
         or threads > most
@@ -202,8 +202,8 @@ def _plan(
         or outputs * vectors >= 1 << 31
     ):
         return None
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": compiler.exponents()[dtype]}
-    constants |= {"NESTED": int(nested), "ROWS": rows, "VECTORS": each, "THREADS": most}
+    constants = {"INPUT": dtypes()[dtype], "NESTED": int(nested), "ROWS": rows}
+    constants |= {"VECTORS": each, "THREADS": most}
     device, limit = torch.device("cuda", index), next(n for n in _SHARED if shared <= n)
 
     def last(outputs: int) -> tuple[int, int]:  # 32 bits each

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import compiler
 from .launch import Family
-from .replacing import raw_stream
+from .replacing import dtypes, raw_stream
 from .trials import pattern, require_near
 
 FAMILY = Family("token_loss", "PyTorch computes the loss of tokens in its own kernels")
@@ -26,7 +26,7 @@ def can_compute(device: Any, dtype: Any, size: int) -> bool:
 
     On meta, where sizes are counted, the answer is that of a GPU.
     """
-    if dtype not in compiler.exponents() or device.type not in ("cuda", "meta"):
+    if dtype not in dtypes() or device.type not in ("cuda", "meta"):
         return False
     kind = device, dtype, _values(dtype, size)
     if device.type == "meta":
@@ -85,8 +85,8 @@ def _compared(device: Any, dtype: Any, values: int) -> compiler.Kernel:
     """
     import torch
 
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": compiler.exponents()[dtype]}
-    kernel = compiler.compiled(_FILE, "token_loss", device, VALUES=values, **constants)
+    constants = {"INPUT": dtypes()[dtype], "VALUES": values}
+    kernel = compiler.compiled(_FILE, "token_loss", device, **constants)
     size = (_THREADS + 37) * values
     logits = 8 * pattern((4, size), dtype, device)
     target = torch.tensor([5, -100, size - 1, size // 2], device=device)
