@@ -164,11 +164,7 @@ def _are_nested(gate_up: Any, down: Any) -> tuple[bool, bool]:
 
 
 def _launcher(shape: _Shape, tokens: int, code: Any) -> Any:
-    """A function that launches the kernels for this number of tokens.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """A function that launches the kernels for this number of tokens."""
     FAMILY.checked(shape, shape.device, _compare, shape, code)
     first, second = _launchers(shape, tokens)
 
@@ -183,11 +179,7 @@ def _launcher(shape: _Shape, tokens: int, code: Any) -> Any:
 
 
 def _launchers(shape: _Shape, tokens: int) -> list[Any]:
-    """Functions that launch the two kernels; each gets the tensors of its parameters.
-
-    Raises:
-        KernelError: This machine has no compiler for them, an older GPU, or no memory.
-    """
+    """Functions that launch the two kernels; each gets the tensors of its parameters."""
     import torch
 
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
@@ -229,11 +221,7 @@ def _launchers(shape: _Shape, tokens: int) -> list[Any]:
 
 
 def _compare(shape: _Shape, code: Any) -> None:
-    """Compare each kernel with PyTorch's for some tokens, two experts and some of their rows.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """Compare each kernel with PyTorch's for some tokens, two experts and some of their rows."""
     import torch
     from torch.nn.functional import gelu, linear
 

@@ -118,11 +118,7 @@ def _product(kernels: tuple[Any, Any], inputs: Any, state: Any, bias: Any) -> An
 
 
 def _compared(original: Any, kind: type, device: Any, dtype: Any) -> tuple[Any, Any]:
-    """The compiled ``separate`` and ``add``.  One outlier: equal bits.  Several: as exact.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """The compiled ``separate`` and ``add``.  One outlier: equal bits.  Several: as exact."""
     import torch
 
     constants = {"INPUT": dtypes()[dtype]}

@@ -172,11 +172,7 @@ def _plan(
     original: Any, state: Any, index: int, dtype: Any, outputs: int, size: int, nested: bool,
     blocksize: int,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """The launcher for weights of this shape, its blocks, and its last two arguments.
-
-    Raises:
-        KernelError: The kernel failed.
-    """
+    """The launcher for weights of this shape, its blocks, and its last two arguments."""
     import torch
 
     vectors, shift = size // _VECTOR, (blocksize // _VECTOR).bit_length() - 1
@@ -222,11 +218,7 @@ def _plan(
 
 
 def _compare(original: Any, state: Any, dtype: Any, shape: Any, launch: Any, last: Any) -> None:
-    """Compare the kernel with bitsandbytes' on a small weight, with codes like those of a state.
-
-    Raises:
-        KernelError: The kernel's error is larger.
-    """
+    """Compare the kernel with bitsandbytes' on a small weight, with codes like those of a state."""
     import torch
     from bitsandbytes.functional import QuantState
 

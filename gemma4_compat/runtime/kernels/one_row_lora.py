@@ -215,11 +215,7 @@ def _is_unobserved(own: dict[str, Any]) -> bool:
 def _launch(
     device: Any, dtype: Any, adapter: Any, inputs: int, rank: int, outputs: int, scaling: float
 ) -> Any:
-    """A function that launches the kernels for these shapes; ``None`` if there are none.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """A function that launches the kernels for these shapes; ``None`` if there are none."""
     import torch
 
     if (
@@ -268,11 +264,7 @@ def _launching(
 
 
 def _compare(device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool) -> None:
-    """Compare the kernels with PEFT's computation, for few inputs and outputs.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """Compare the kernels with PEFT's computation, for few inputs and outputs."""
     import torch
     from torch.nn.functional import linear
 

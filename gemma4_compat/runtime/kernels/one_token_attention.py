@@ -97,11 +97,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
-    """How to compute these inputs; ``None`` if the kernel cannot.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """How to compute these inputs; ``None`` if the kernel cannot."""
     import torch
 
     if not _fits(query, key, value, mask):
@@ -151,11 +147,7 @@ def _plan(
 
 
 def _compare(*kind: Any) -> None:
-    """Compare the kernels with PyTorch's for two rows, two heads of keys, and few keys.
-
-    Raises:
-        KernelError: A kernel failed.
-    """
+    """Compare the kernels with PyTorch's for two rows, two heads of keys, and few keys."""
     from torch.nn.functional import scaled_dot_product_attention
 
     device, dtype, size, per_block, masked, in_splits = kind

@@ -78,11 +78,7 @@ def _values(dtype: Any, size: int) -> int:
 
 
 def _compared(device: Any, dtype: Any, values: int) -> compiler.Kernel:
-    """The compiled kernel.
-
-    Raises:
-        KernelError: The kernel failed.
-    """
+    """The compiled kernel."""
     import torch
 
     constants = {"INPUT": dtypes()[dtype], "VALUES": values}
