@@ -31,7 +31,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def anew():
     launch.reset()
+    gemma4_compat.install("fast")
     yield
+    gemma4_compat.uninstall("fast")
     launch.reset()
 
 
