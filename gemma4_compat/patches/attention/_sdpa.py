@@ -2,7 +2,8 @@
 
 A model's attention layer looks its function up in ``ALL_ATTENTION_FUNCTIONS``, which all models
 share.  Only during a forward of the family's layer, in its thread, does the lookup give another
-function.
+function.  ``AttentionInterface.register`` does not serve: another name would show in the config and
+its file, and the name ``sdpa`` would change the function of all models.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -19,6 +20,8 @@ from .._code import code_at, mentions
 from .._families import Family
 
 _SDPA = "transformers.integrations.sdpa_attention"
+#: .inside: the layer whose forward this thread is in, and what computes its attention, or ``None``
+_thread = threading.local()
 
 
 def replace(
@@ -37,7 +40,6 @@ def replace(
         attention: Gets ``sdpa_attention_forward``, then what that would get.
     """
     module, layer = family.module, f"{family.prefix}TextAttention"
-    thread = threading.local()  # .inside: whether this thread is in a forward that it applies to
 
     @patch.probe
     def layer_looks_the_function_up() -> Finding:
@@ -53,19 +55,33 @@ def replace(
         compiling = torch.compiler.is_compiling()  # torch.compile warns of functions with a cache
         if compiling or not plain()(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
-        before = getattr(thread, "inside", False)
+        before = getattr(_thread, "inside", None)
         try:
-            thread.inside = True
+            _thread.inside = self, attention
             return original(self, hidden_states, *args, **kwargs)
         finally:
-            thread.inside = before
+            _thread.inside = before
 
-    @patch.around("transformers.modeling_utils", "AttentionInterface.__getitem__")
-    def getitem(original: Any, self: Any, key: Any) -> Any:
-        import torch
+    patch.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__")(_lookup)
 
-        function = original(self, key)
-        if torch.compiler.is_compiling() or not getattr(thread, "inside", False):
+
+def _lookup(original: Any) -> Any:
+    """The lookup for all patches and families.  Other models pay one Python call for it."""
+
+    def getitem(self: Any, key: Any) -> Any:
+        function, inside = usual(self, key), getattr(_thread, "inside", None)
+        if inside is None or function is not vars(sys.modules[_SDPA]).get("sdpa_attention_forward"):
             return function
-        usual = sys.modules[_SDPA].sdpa_attention_forward
-        return partial(attention, function) if function is usual else function
+        layer, attention = inside
+
+        def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is layer:
+                return attention(function, module, *args, **kwargs)
+            return function(module, *args, **kwargs)  # a hook of the layer runs another model
+
+        return chosen
+
+    usual = original
+    while usual.__code__ is getitem.__code__:  # the lookup of another patch
+        usual = usual.__wrapped__
+    return wraps(original)(getitem)
