@@ -1,27 +1,28 @@
 """Computes the attention of some forwards in another way than ``attn_implementation="sdpa"`` does.
 
-A model's attention layer looks its function up in ``ALL_ATTENTION_FUNCTIONS``, which all models
-share.  Only during a forward of the family's layer, in its thread, does the lookup give another
-function.  ``AttentionInterface.register`` does not serve: another name would show in the config and
-its file, and the name ``sdpa`` would change the function of all models.
+Only for such a forward, the layer's code reads another config, which says ``eager``.  So it calls
+the ``eager_attention_forward`` of its own module, and other models notice nothing.
+``AttentionInterface.register`` does not serve: another name would show in the config and its file,
+and the name ``sdpa`` would change the function of all models.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...objects import View
 from ...runtime.kernels.replacing import plain
 from .._code import code_at, mentions
 from .._families import Family
 
-_SDPA = "transformers.integrations.sdpa_attention"
-#: .inside: the layer whose forward this thread is in, and what computes its attention, or ``None``
-_thread = threading.local()
+_SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
+#: The functions that stand for ``eager_attention_forward``.
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def replace(
@@ -43,7 +44,8 @@ def replace(
 
     @patch.probe
     def layer_looks_the_function_up() -> Finding:
-        if "ALL_ATTENTION_FUNCTIONS" not in code_at(module, f"{layer}.forward").co_names:
+        names = code_at(module, f"{layer}.forward").co_names
+        if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation", _EAGER} <= {*names}:
             return drifted(f"{layer} does not look up its attention function")
         chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "decod")
         return fixed_if(chosen, "transformers computes decode steps in another way")
@@ -55,33 +57,30 @@ def replace(
         compiling = torch.compiler.is_compiling()  # torch.compile warns of functions with a cache
         if compiling or not plain()(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
-        before = getattr(_thread, "inside", None)
-        try:
-            _thread.inside = self, attention
-            return original(self, hidden_states, *args, **kwargs)
-        finally:
-            _thread.inside = before
+        if _is_usual(self.config, vars(sys.modules[module])):
+            config = View(self.config, _attn_implementation="eager")
+            self = View(self, config=config, _attention=attention)
+        return original(self, hidden_states, *args, **kwargs)
 
-    patch.replaces("transformers.modeling_utils", "AttentionInterface.__getitem__")(_lookup)
+    patch.replaces(module, _EAGER)(_eager)
 
 
-def _lookup(original: Any) -> Any:
-    """The lookup for all patches and families.  Other models pay one Python call for it."""
+def _is_usual(config: Any, names: dict[str, Any]) -> bool:
+    """Whether the layer calls transformers' function for ``sdpa``, and would call ours instead."""
+    if config._attn_implementation != "sdpa":
+        return False
+    table = names["ALL_ATTENTION_FUNCTIONS"]
+    usual = vars(sys.modules[_SDPA]).get("sdpa_attention_forward")
+    return table["sdpa"] is usual and table.get("eager", names[_EAGER]) in _ours
 
-    def getitem(self: Any, key: Any) -> Any:
-        function, inside = usual(self, key), getattr(_thread, "inside", None)
-        if inside is None or function is not vars(sys.modules[_SDPA]).get("sdpa_attention_forward"):
-            return function
-        layer, attention = inside
 
-        def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module is layer:
-                return attention(function, module, *args, **kwargs)
-            return function(module, *args, **kwargs)  # a hook of the layer runs another model
+def _eager(original: Any) -> Any:
+    @wraps(original)
+    def eager_attention_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        attention = vars(module).get("_attention") if type(module) is View else None
+        if attention is None:
+            return original(module, *args, **kwargs)
+        return attention(sys.modules[_SDPA].sdpa_attention_forward, module._module, *args, **kwargs)
 
-        return chosen
-
-    usual = original
-    while usual.__code__ is getitem.__code__:  # the lookup of another patch
-        usual = usual.__wrapped__
-    return wraps(original)(getitem)
+    _ours.add(eager_attention_forward)
+    return eager_attention_forward
