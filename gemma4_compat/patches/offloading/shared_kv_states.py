@@ -74,9 +74,9 @@ def layer_call(original: Any) -> Any:
 
     @wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # from transformers 5.9 it is a UserDict
-        if isinstance(kwargs.get("shared_kv_states"), (dict, UserDict)):
-            kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
+        states = kwargs.get("shared_kv_states")
+        if states is not None and isinstance(states, (dict, UserDict)):  # that from 5.9
+            kwargs["shared_kv_states"] = _Shared(states)
         return original(self, *args, **kwargs)
 
     return __call__
