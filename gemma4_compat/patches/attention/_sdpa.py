@@ -9,9 +9,7 @@ and the name ``sdpa`` would change the function of all models.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -21,8 +19,6 @@ from .._code import code_at, mentions
 from .._families import Family
 
 _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
-#: The functions that stand for ``eager_attention_forward``.
-_ours: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def replace(
@@ -62,7 +58,7 @@ def replace(
             self = View(self, config=config, _attention=attention)
         return original(self, hidden_states, *args, **kwargs)
 
-    patch.replaces(module, _EAGER)(_eager)
+    patch.around(module, _EAGER)(_eager)
 
 
 def _is_usual(config: Any, names: dict[str, Any]) -> bool:
@@ -71,16 +67,17 @@ def _is_usual(config: Any, names: dict[str, Any]) -> bool:
         return False
     table = names["ALL_ATTENTION_FUNCTIONS"]
     usual = vars(sys.modules[_SDPA]).get("sdpa_attention_forward")
-    return table["sdpa"] is usual and table.get("eager", names[_EAGER]) in _ours
+    code = getattr(table.get("eager", names[_EAGER]), "__code__", None)
+    is_ours = getattr(code, "co_filename", None) == _eager.__code__.co_filename
+    return is_ours and table["sdpa"] is usual
 
 
-def _eager(original: Any) -> Any:
-    @wraps(original)
-    def eager_attention_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        attention = vars(module).get("_attention") if type(module) is View else None
-        if attention is None:
-            return original(module, *args, **kwargs)
-        return attention(sys.modules[_SDPA].sdpa_attention_forward, module._module, *args, **kwargs)
-
-    _ours.add(eager_attention_forward)
-    return eager_attention_forward
+def _eager(
+    original: Any, module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
+    *args: Any, **options: Any,
+) -> Any:  # fmt: skip
+    attention = vars(module).get("_attention") if type(module) is View else None
+    if attention is None:
+        return original(module, query, key, value, attention_mask, *args, **options)
+    sdpa = sys.modules[_SDPA].sdpa_attention_forward
+    return attention(sdpa, module._module, query, key, value, attention_mask, *args, **options)

@@ -46,10 +46,10 @@ def few_calls(original: Any) -> Any:
     """All models call it, in each layer."""
 
     @wraps(original)
-    def use_gqa_in_sdpa(attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> bool:
+    def use_gqa_in_sdpa(attention_mask: Any, key: Any) -> bool:
         # On meta the same code estimates the memory of a GPU.
         if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
             return False
-        return bool(original(attention_mask, key, *args, **kwargs))
+        return bool(original(attention_mask, key))
 
     return use_gqa_in_sdpa
