@@ -241,6 +241,17 @@ def test_a_function_of_the_user(seen, monkeypatch, first, table):
     assert torch.equal(expected, steps(model))
 
 
+def test_an_eager_function_of_the_user(seen, monkeypatch):
+    """Ours must not be called in its place, nor it in place of ours: sdpa runs as without us."""
+    model = make().eval()
+    expected = steps(model)
+    names, mine = vars(sys.modules[type(model).__module__]), lambda *_, **__: pytest.fail("eager")
+    monkeypatch.setitem(names, "eager_attention_forward", mine)
+    seen.clear()
+    assert torch.equal(steps(model), expected)
+    assert not seen
+
+
 def test_options_that_the_kernel_does_not_know(seen):
     query, key = torch.ones(1, 4, 1, 32), torch.ones(1, 1, 3, 32)
     calls = []
@@ -283,8 +294,10 @@ def test_another_model_in_the_meantime(seen):
         thread.start()
         thread.join()
         found.append(steps(other))
+        assert layer.config._attn_implementation == "sdpa"
 
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(in_a_thread)
+    layer = model.model.layers[0].self_attn
+    layer.q_proj.register_forward_hook(in_a_thread)
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]]))
     assert found[0] is sdpa_attention_forward
