@@ -135,8 +135,8 @@ def inference(model):
 def adapted(model):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=_TRAINED))
     torch.manual_seed(2)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=_TRAINED))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.01)
