@@ -35,7 +35,11 @@ def save(folder):
     config = Gemma4Config(text_config=_TEXT, vision_config=_VISION, **special)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        Gemma4ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+        model = Gemma4ForConditionalGeneration(config)
+    for name, weight in model.named_parameters():
+        if "language_model" in name and name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.data.fill_(0.25)  # with 1, a layer attends to one token, and rounding decides it
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def load(folder):
