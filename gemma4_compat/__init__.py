@@ -74,7 +74,6 @@ def _start() -> Engine:
             _first_import.leave()
             from . import patches
             from .engine import core, status, switches
-            from .machine import torch_build
 
             logger = logging.getLogger(__name__)
             found = patches.load()
@@ -82,12 +81,19 @@ def _start() -> Engine:
             groups, asking = patches.groups(), patches.groups(asking=True)
             read = switches.read("GEMMA4_COMPAT", names, logger, None, groups, asking)
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
-            about = status.About(title, _HINTS, torch_build.notes, older, _versions.REQUIRED)
+            about = status.About(title, _HINTS, _notes, older, _versions.REQUIRED)
             newest = {"torch": _versions.NEWEST_TORCH, **_versions.NEWEST}
             oldest = {"torch": _versions.OLDEST_TORCH, **_versions.FLOORS}
             _started = core.Engine(found, read, logger, oldest, newest, about)
             _started.start()
     return _started
+
+
+def _notes() -> tuple[str, ...]:
+    from .machine import torch_build
+
+    launch = sys.modules.get(f"{__name__}.runtime.kernels.launch")
+    return (*torch_build.notes(), *(launch.without() if launch else ()))
 
 
 class _FirstImport:

@@ -11,6 +11,7 @@ from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 import gemma4_compat
 from gemma4_compat.patches.attention import _cudnn
+from gemma4_compat.runtime.capture.conditions import environment_now
 from tests.support import load_model
 
 #: the lengths at which cuDNN is wrong, and others
@@ -191,6 +192,33 @@ def test_the_choice_of_kernels_is_restored(before):
             assert not cudnn_sdp_enabled()
             raise KeyboardInterrupt
         assert cudnn_sdp_enabled() == before
+    finally:
+        enable_cudnn_sdp(was)
+
+
+def test_captured_steps_of_another_thread_stay():
+    """A forward without cuDNN is no change of the user's settings; the user's own change is."""
+    was, before = cudnn_sdp_enabled(), environment_now()
+    found, meanwhile = [], threading.Event()
+
+    def other():
+        with _cudnn._without_cudnn():
+            found.append(cudnn_sdp_enabled())
+            meanwhile.set()
+            leave.wait()
+
+    leave, thread = threading.Event(), threading.Thread(target=other)
+    thread.start()
+    meanwhile.wait()
+    try:
+        found.append(environment_now() == before)
+    finally:
+        leave.set()
+        thread.join()
+    assert found == [False, True]
+    try:
+        enable_cudnn_sdp(not was)
+        assert environment_now() != before
     finally:
         enable_cudnn_sdp(was)
 

@@ -1271,20 +1271,3 @@ def deterministic():
     import bitsandbytes
 
     return Version(bitsandbytes.__version__) >= Version("0.50")
-
-
-@pytest.mark.parametrize(("why", "tries"), [("CUDA out of memory", 2), ("no compiler", 1)])
-def test_kernels_that_cannot_be_compiled(monkeypatch, why, tries):
-    """They are tried again if memory was short."""
-    from gemma4_compat.runtime.kernels.compiler import KernelError
-
-    tried = []
-
-    def fail(shape):
-        tried.append(shape)
-        raise KernelError(why)
-
-    monkeypatch.setattr(experts_kernel, "_compiled", fail)
-    monkeypatch.setattr(experts_kernel, "_without", set())
-    assert [experts_kernel._kernels("a shape") for _ in range(2)] == [None, None]
-    assert len(tried) == tries

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.kernels import rms_norm, watch
+from gemma4_compat.runtime.kernels import launch, rms_norm, watch
 
 PATCHES = {
     "gemma4": "norm_kernels",
@@ -163,6 +163,7 @@ def test_torch_compile():
 @pytest.mark.cuda
 def test_a_captured_step(monkeypatch):
     """All its norms use kernels that the eager step before it has compared."""
+    launch.reset(compiled=False)
     model, ids = make(), torch.randint(5, 96, (1, 9), device="cuda")
     model.hf_device_map = {"": 0, "a tower": "cpu"}  # transformers does not compile such a model
     used, tried, compare = [], [], rms_norm._equal_kind

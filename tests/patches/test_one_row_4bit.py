@@ -12,6 +12,7 @@ from torch import nn
 
 import gemma4_compat
 from gemma4_compat.patches.generation import one_row_4bit as patch
+from gemma4_compat.runtime.kernels import compiler, launch
 from gemma4_compat.runtime.kernels import one_row_4bit as kernel
 from gemma4_compat.runtime.kernels.compiler import KernelError
 from tests import support
@@ -80,7 +81,7 @@ def products(row, weight, state):
     import bitsandbytes
 
     with torch.no_grad():
-        own = kernel.product(kernel._Launch(), row, weight, state)
+        own = kernel.product(bitsandbytes.matmul_4bit, row, weight, state)
         assert own is not None
         return own, bitsandbytes.matmul_4bit(row, weight.t(), quant_state=state)
 
@@ -121,7 +122,7 @@ def assert_not_by_bitsandbytes(model, monkeypatch):
     """With a kernel for the CPU, which returns zeros: bitsandbytes multiplies no row."""
     from torch.profiler import ProfilerActivity, profile
 
-    def product(launch, inputs, weight, state):
+    def product(original, inputs, weight, state):
         return inputs.new_zeros(*inputs.shape[:-1], state.shape[0])
 
     monkeypatch.setattr(kernel, "product", product)
@@ -189,7 +190,7 @@ def test_blocks_and_float32(blocksize):
         pytest.skip("this bitsandbytes has no blocks of 32 values on a GPU")
     weight, state = packed(130, 2048, "fp4", True, blocksize, dtype=torch.float32)
     row = torch.randn(1, 2048, device="cuda")
-    own = kernel.product(kernel._Launch(), row, weight, state)
+    own, _ = products(row, weight, state)
     true = row.double() @ values(weight, state).T
     assert (own - true).abs().max() <= 4e-7 * true.abs().max() * 8
 
@@ -246,53 +247,38 @@ def test_layouts(storage):
     row = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     data, state = functional.quantize_4bit(weight, quant_type="nf4", quant_storage=storage)
     plain, plain_state = functional.quantize_4bit(weight, quant_type="nf4")
-    launch = kernel._Launch()
-    expected = kernel.product(launch, row, plain, plain_state)
+    expected, _ = products(row, plain, plain_state)
     assert expected.shape == (96,)
     for each in (data, data.t()):
-        assert torch.equal(kernel.product(launch, row.view(1, 1, -1), each, state)[0, 0], expected)
+        found = kernel.product(None, row.view(1, 1, -1), each, state)
+        assert torch.equal(found[0, 0], expected)
 
 
 @pytest.mark.cuda
 def test_what_the_kernel_leaves_to_bitsandbytes():
     weight, state = packed(96, 512)
-    launch = kernel._Launch()
     row = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
-    assert kernel.product(launch, row, weight, state) is not None
-    assert kernel.product(launch, row.repeat(2, 1), weight, state) is None
-    assert kernel.product(launch, row.clone().requires_grad_(), weight, state) is None
-    assert kernel.product(launch, row.double(), weight, state) is None
-    assert kernel.product(launch, row[:, :448], weight, state) is None
+    products(row, weight, state)
+    assert kernel.product(None, row.repeat(2, 1), weight, state) is None
+    assert kernel.product(None, row.clone().requires_grad_(), weight, state) is None
+    assert kernel.product(None, row.double(), weight, state) is None
+    assert kernel.product(None, row[:, :448], weight, state) is None
     shifted = torch.empty(513, device="cuda", dtype=torch.bfloat16)[1:]
-    assert kernel.product(launch, shifted, weight, state) is None
-    assert kernel.product(launch, nn.Parameter(row, False), weight, state) is None
-    assert kernel.product(launch, row.cpu(), weight, state) is None
+    assert kernel.product(None, shifted, weight, state) is None
+    assert kernel.product(None, nn.Parameter(row, False), weight, state) is None
+    assert kernel.product(None, row.cpu(), weight, state) is None
 
 
 @pytest.mark.cuda
-def test_a_gpu_without_the_kernel(monkeypatch, caplog):
-    """Only being out of memory may pass."""
+def test_memory_is_short_for_a_while(monkeypatch):
     weight, state = packed(96, 576)
     row = torch.randn(1, 576, device="cuda", dtype=torch.bfloat16)
-    errors = ["out of memory", "no such architecture"]
-
-    def fail(*args):
-        raise KernelError(errors[0])
-
-    monkeypatch.setattr(kernel, "_plans", {})
-    with caplog.at_level("INFO", kernel.logger.name):
-        with monkeypatch.context() as patched:
-            patched.setattr(kernel, "_kernel", fail)
-            assert kernel.product(kernel._Launch(), row, weight, state) is None
-            assert not kernel._plans
-        assert kernel.product(kernel._Launch(), row, weight, state) is not None
-        kernel._plans.clear()
-        del errors[0]
-        with monkeypatch.context() as patched:
-            patched.setattr(kernel, "_kernel", fail)
-            assert kernel.product(kernel._Launch(), row, weight, state) is None
-        assert kernel.product(kernel._Launch(), row, weight, state) is None
-    assert caplog.text.count("no such architecture") == 1
+    launch.reset()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "compiled", support.fails(KernelError("out of memory")))
+        assert kernel.product(None, row, weight, state) is None
+    products(row, weight, state)
+    assert not launch.without()
 
 
 # -- captured steps -------------------------------------------------------------------------------
@@ -340,7 +326,7 @@ def calls(monkeypatch):
     """The threads whose products are computed in the kernel; here such a product is of zeros."""
     threads = []
 
-    def product(launch, inputs, weight, state):
+    def product(original, inputs, weight, state):
         threads.append(threading.get_ident())
         return inputs.new_zeros(*inputs.shape[:-1], state.shape[0])
 
@@ -367,7 +353,7 @@ def test_only_forwards_of_one_token(model, calls):
         model(input_ids=ids[:, :1])
     assert calls
     assert set(calls) == {threading.get_ident()}
-    assert kernel._thread.launch is None
+    assert kernel.patch_of_forward() is None
 
 
 @torch.no_grad()
@@ -382,7 +368,7 @@ def test_only_in_the_forward_of_this_thread(model, calls):
         found.append(layer(row))
 
     def in_another_thread(*_):
-        assert kernel._thread.launch is not None
+        assert kernel.patch_of_forward() is not None
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
@@ -403,7 +389,7 @@ def test_an_exception_ends_the_forward(model, calls):
     with pytest.raises(RuntimeError, match="the user's"):
         one_token(model)
     handle.remove()
-    assert kernel._thread.launch is None
+    assert kernel.patch_of_forward() is None
     assert calls
 
 
@@ -412,15 +398,15 @@ def test_a_forward_inside_another(model, calls):
 
     def again(*_):
         if not inner:
-            inner.append(kernel._thread.launch)
+            inner.append(kernel.patch_of_forward())
             one_token(model)
-            assert kernel._thread.launch is inner[0]
+            assert kernel.patch_of_forward() is inner[0]
 
     handle = model.model.language_model.layers[2].register_forward_pre_hook(again)
     one_token(model)
     handle.remove()
     assert inner[0] is not None
-    assert kernel._thread.launch is None
+    assert kernel.patch_of_forward() is None
 
 
 def test_other_models(calls):
@@ -435,13 +421,12 @@ def test_other_models(calls):
     assert not calls
 
 
-def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls, monkeypatch):
+def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls):
     import bitsandbytes
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401
 
     layer = support.linear4bit(bias=True).to("cpu")
-    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(patch.PATCH), raising=False)
-    with torch.no_grad():
+    with torch.no_grad(), kernel.one_token(patch.PATCH):
         layer(torch.randn(1, 256, dtype=torch.bfloat16))
         assert not calls
         row, state = torch.randn(1, 256, dtype=torch.bfloat16), layer.weight.quant_state
@@ -450,13 +435,13 @@ def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls, monkeypatch):
 
 
 @torch.no_grad()
-def test_compiled_layers(calls, monkeypatch):
+def test_compiled_layers(calls):
     layer = support.linear4bit().to("cpu")
     row = torch.randn(1, 256, dtype=torch.bfloat16)
     expected = layer(row)
-    monkeypatch.setattr(kernel._thread, "launch", kernel._Launch(patch.PATCH), raising=False)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    assert torch.equal(compiled(row), expected)
+    with kernel.one_token(patch.PATCH):
+        assert torch.equal(compiled(row), expected)
     assert not calls
 
 

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 import gemma4_compat
 from gemma4_compat.patches.adapters import one_row_lora as patch
-from gemma4_compat.runtime.kernels import one_row_4bit
+from gemma4_compat.runtime.kernels import compiler, launch, one_row_4bit
 from gemma4_compat.runtime.kernels import one_row_lora as kernel
 from gemma4_compat.runtime.kernels.compiler import KernelError
 from tests import support
@@ -84,7 +84,7 @@ def update_of(layer, row):
 @torch.no_grad()
 def sums(layer, row, result):
     """The kernels', and PEFT's."""
-    added, by_peft = update_of(layer, row)
+    _, added, by_peft = update_of(layer, row)
     own = added(result)
     assert own is not None
     return own, by_peft(result)
@@ -110,7 +110,7 @@ def calls(monkeypatch):
 
     def update_of(layer, row, *adapter):
         layers.append(layer)
-        return torch.clone, None
+        return None, torch.clone, None
 
     monkeypatch.setattr(kernel, "plain", lambda: lambda row: True)
     monkeypatch.setattr(kernel, "update_of", update_of)
@@ -166,7 +166,7 @@ def test_errors(dtype, adapter):
 @pytest.mark.parametrize("rank", RANKS)
 def test_ranks(rank, small, monkeypatch):
     monkeypatch.setattr(kernel, "_SMALL", small)
-    monkeypatch.setattr(kernel, "_launches", kernel.Compared())
+    launch.reset(compiled=False)
     for adapter in FLOATS:
         layer, errors, scale = layer_of(300, 576, rank, adapter), [], 0.0
         for seed in range(20):
@@ -225,7 +225,7 @@ def test_what_the_kernels_leave_to_peft(monkeypatch):
     layer = layer_of()
     row, result = inputs_of(layer)
     layer.set_scale("default", 0.5)
-    added, by_peft = update_of(layer, row)
+    _, added, by_peft = update_of(layer, row)
     torch.testing.assert_close(added(result), by_peft(result), rtol=0.02, atol=0.02)
     assert added(result[..., ::2]) is None
     assert added(result.float()) is None
@@ -241,25 +241,15 @@ def test_what_the_kernels_leave_to_peft(monkeypatch):
 
 @pytest.mark.cuda
 @torch.no_grad()
-def test_a_gpu_without_the_kernels(monkeypatch):
-    """Only being out of memory may pass."""
+def test_memory_is_short_for_a_while(monkeypatch):
     layer = layer_of()
     row, _ = inputs_of(layer)
-    error = KernelError("out of memory")
-
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(kernel, "_launches", kernel.Compared())
+    launch.reset()
     with monkeypatch.context() as patched:
-        patched.setattr(kernel, "kernel_of", fail)
+        patched.setattr(compiler, "compiled", support.fails(KernelError("out of memory")))
         assert update_of(layer, row) is None
     assert update_of(layer, row) is not None
-    kernel._launches.kinds.clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(kernel, "kernel_of", lambda *args: None)
-        assert update_of(layer, row) is None
-    assert update_of(layer, row) is None
+    assert not launch.without()
 
 
 # -- captured steps -------------------------------------------------------------------------------
@@ -331,7 +321,7 @@ def test_offloaded_adapters(model_dir, monkeypatch, is_launched):
             update = second(first(dropout(layer._cast_input_dtype(row, first.weight.dtype))))
             return result + (update * scaling).to(result.dtype)
 
-        return by_peft if is_launched else lambda result: None, by_peft
+        return None, by_peft if is_launched else lambda result: None, by_peft
 
     monkeypatch.setattr(kernel, "plain", lambda: lambda row: True)
     monkeypatch.setattr(kernel, "update_of", update_of)
@@ -384,7 +374,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
 
     monkeypatch.setattr(kernel, "plain", lambda: lambda row: row.device == device)
     monkeypatch.setattr(kernel, "current_device", lambda: lambda: -1)
-    monkeypatch.setattr(kernel, "_launches", kernel.Compared())
+    launch.reset()
     monkeypatch.setattr(kernel, "_launch", lambda *_: fail)
     monkeypatch.setattr(kernel, "_ALIGNMENT", 1)
     layers = adapters_of(model)
@@ -436,11 +426,10 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
     assert not is_left_to_peft()
 
 
-def test_a_subclass_and_arguments_are_left_to_peft(calls, monkeypatch):
+def test_a_subclass_and_arguments_are_left_to_peft(calls):
     layer = layer_of(device="cpu")
-    monkeypatch.setattr(one_row_4bit._thread, "launch", one_row_4bit._Launch(), raising=False)
     row = torch.randn(1, 512, dtype=torch.bfloat16)
-    with torch.no_grad():
+    with torch.no_grad(), one_row_4bit.one_token("a patch"):
         layer(row, adapter_names=["default"])
         layer.__class__ = type("Own", (type(layer),), {})
         layer(row)
@@ -448,12 +437,12 @@ def test_a_subclass_and_arguments_are_left_to_peft(calls, monkeypatch):
 
 
 @torch.no_grad()
-def test_compiled_layers(calls, monkeypatch):
+def test_compiled_layers(calls):
     layer, row = layer_of(device="cpu"), torch.randn(1, 512, dtype=torch.bfloat16)
     expected = layer(row)
-    monkeypatch.setattr(one_row_4bit._thread, "launch", one_row_4bit._Launch(), raising=False)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    assert torch.equal(compiled(row), expected)
+    with one_row_4bit.one_token("a patch"):
+        assert torch.equal(compiled(row), expected)
     assert not calls
 
 

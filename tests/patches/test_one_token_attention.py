@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -23,6 +25,12 @@ from tests.patches.test_captured_decoding import (
 from tests.patches.test_cudnn_attention import make
 
 SDPA = "aten::scaled_dot_product_attention"
+#: All that replace the lookup of the attention function.
+PATCHES = [
+    f"{family}{what}"
+    for family in ("", "gemma3n_", "unified_")
+    for what in ("one_token_attention", "sliding_prompt_attention")
+]
 
 
 def calls_of_sdpa(model, tokens, **options):
@@ -58,6 +66,7 @@ def assert_no_sdpa(model):
     with torch.no_grad():
         calls, output = calls_of_sdpa(model, 20, use_cache=True)
         assert calls == 2, "the layers of a prompt"
+        calls_of_sdpa(model, 1, past_key_values=output.past_key_values)  # compares the kernels
         calls, _ = calls_of_sdpa(model, 1, past_key_values=output.past_key_values)
     assert not calls, f"{SDPA} computes one token: {calls} calls"
 
@@ -210,8 +219,10 @@ def test_the_result_is_used(seen, monkeypatch):
     assert not torch.equal(steps(model)[1:], expected[1:])
 
 
-def test_a_function_of_the_user(seen, monkeypatch):
-    """Another function under the name ``sdpa``, and another name."""
+@pytest.mark.parametrize("table", ["_local_mapping", "_global_mapping"])
+@pytest.mark.parametrize("first", [True, False], ids=["before our import", "after it"])
+def test_a_function_of_the_user(seen, monkeypatch, first, table):
+    """Another function under the name ``sdpa``, for one table or registered for all."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -222,12 +233,24 @@ def test_a_function_of_the_user(seen, monkeypatch):
         return sdpa_attention_forward(*args, **kwargs)
 
     model = make().eval()
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", mine)
+    with gemma4_compat.disabled(*PATCHES) if first else nullcontext():
+        monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, table), "sdpa", mine)
     expected = steps(model)
     assert len(calls) == 6
     monkeypatch.undo()
     assert not seen
     assert torch.equal(expected, steps(model))
+
+
+def test_an_eager_function_of_the_user(seen, monkeypatch):
+    """Ours must not be called in its place, nor it in place of ours: sdpa runs as without us."""
+    model = make().eval()
+    expected = steps(model)
+    names, mine = vars(sys.modules[type(model).__module__]), lambda *_, **__: pytest.fail("eager")
+    monkeypatch.setitem(names, "eager_attention_forward", mine)
+    seen.clear()
+    assert torch.equal(steps(model), expected)
+    assert not seen
 
 
 def test_options_that_the_kernel_does_not_know(seen):
@@ -246,34 +269,95 @@ def test_options_that_the_kernel_does_not_know(seen):
     assert seen
 
 
-def test_another_model_in_the_meantime(seen):
-    """During a forward of ours, other models and other threads look up the usual function."""
+def llama(layers=1):
     from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    llama = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=layers,
             num_attention_heads=2, num_key_value_heads=1,
         )
     ).eval()  # fmt: skip
-    steps(llama)
+
+
+def test_another_model_in_the_meantime(seen):
+    """During a forward of ours, other models and other threads use the usual function."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    other = llama()
+    expected = steps(other)
     assert not seen
     model, found = make().eval(), []
 
-    def look_up(*_):
-        found.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
-
     def in_a_thread(*_):
-        thread = threading.Thread(target=look_up)
+        thread = threading.Thread(target=lambda: found.append(ALL_ATTENTION_FUNCTIONS["sdpa"]))
         thread.start()
         thread.join()
+        found.append(steps(other))
+        assert layer.config._attn_implementation == "sdpa"
 
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(in_a_thread)
+    layer = model.model.layers[0].self_attn
+    layer.q_proj.register_forward_hook(in_a_thread)
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]]))
-    assert found == [sdpa_attention_forward]
+    assert found[0] is sdpa_attention_forward
+    assert torch.equal(found[1], expected)
+    assert len(seen) == 2, "the layers of Gemma 4"
+
+
+def calls_a_layer():
+    """How many Python functions a layer of another model calls."""
+    counts = []
+    for layers in (2, 4):
+        model, events = llama(layers), []
+        with torch.no_grad():
+            for note in (None, lambda frame, event, _, events=events: events.append(event)):
+                sys.setprofile(note)
+                try:
+                    model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
+                finally:
+                    sys.setprofile(None)
+        counts.append(events.count("call"))
+    return (counts[1] - counts[0]) / 2
+
+
+def test_other_models_pay_little():
+    for kind in ("gemma4", "gemma3n"):
+        make(kind)
+    with suppress(pytest.skip.Exception):
+        make("unified")
+    found = calls_a_layer()
+    with gemma4_compat.disabled():
+        assert found <= calls_a_layer() + 2
+
+
+def test_a_compiled_forward_of_another_model():
+    layer, states = llama().model.layers[0].self_attn, torch.randn(1, 3, 16)
+    compiled = torch.compile(layer.forward, backend="eager", fullgraph=True)
+    angles = (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))
+    options = {"position_embeddings": angles, "attention_mask": None}
+    with torch.no_grad():
+        expected = layer(states, **options)[0]
+        assert torch.equal(compiled(states, **options)[0], expected)
+
+
+def test_a_subclass_of_the_layer(seen):
+    model = make().eval()
+    layer = model.model.layers[0].self_attn
+
+    class Mine(type(layer)):
+        def forward(self, hidden_states, *args, **kwargs):
+            self.tokens = hidden_states.shape[1]
+            return super().forward(hidden_states, *args, **kwargs)
+
+    expected = steps(model)
+    usual = list(seen)
+    seen.clear()
+    layer.__class__ = Mine
+    assert torch.equal(steps(model), expected)
+    assert seen == usual
+    assert layer.tokens == 1
 
 
 def test_after_a_forward_that_raised(seen):

@@ -299,7 +299,21 @@ def test_memory_is_dropped_if_its_holders_cannot_be_counted(model, monkeypatch):
             gc.collect()
         assert steps.decoding_of(model).memories == []
     cache_memory.can_count_holders.cache_clear()
-    assert cache_memory.can_count_holders()
+    assert cache_memory.can_count_holders(torch.device("cpu"))
+    # A device that PyTorch counts in another way: tensors on meta stand for it.
+    with monkeypatch.context() as patch:
+        more = {"meta": 1, "cpu": 0}
+        patch.setattr(
+            cache_memory, "_holders", lambda tensor: original(tensor) + more[tensor.device.type]
+        )
+        assert not cache_memory.can_count_holders(torch.device("meta"))
+        assert cache_memory.can_count_holders(torch.device("cpu"))
+    cache_memory.can_count_holders.cache_clear()
+
+
+@pytest.mark.cuda
+def test_the_holders_on_a_gpu_are_counted():
+    assert cache_memory.can_count_holders(torch.device("cuda", 0))
 
 
 def test_inputs_of_ever_new_kinds(model):

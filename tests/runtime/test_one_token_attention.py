@@ -7,8 +7,10 @@ import statistics
 import pytest
 import torch
 
-from gemma4_compat.runtime.kernels import one_token_attention
+from gemma4_compat.runtime.kernels import compiler, launch
+from gemma4_compat.runtime.kernels.compiler import KernelError
 from gemma4_compat.runtime.kernels.one_token_attention import attention
+from tests import support
 
 pytestmark = pytest.mark.cuda
 
@@ -181,15 +183,10 @@ def test_what_the_kernel_does_not_compute():
 
 
 def test_memory_is_short_for_a_while(monkeypatch):
-    from gemma4_compat.runtime.kernels.compiler import KernelError
-
-    def fails(*args):
-        raise KernelError("out of memory")
-
     each = inputs((8, 1, 64), 300, torch.float16, 0)
-    one_token_attention._kernels.clear()
-    one_token_attention._plans.clear()
+    launch.reset()
     with monkeypatch.context() as patch:
-        patch.setattr(one_token_attention, "compiled", fails)
+        patch.setattr(compiler, "compiled", support.fails(KernelError("out of memory")))
         assert attention(*each, 1.0) is None
     assert attention(*each, 1.0) is not None
+    assert not launch.without()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gemma4_compat.runtime.kernels import compiler, replacing, rms_norm
+from gemma4_compat.runtime.kernels import compiler, launch, rms_norm
 from gemma4_compat.runtime.kernels.rms_norm import in_one_kernel
 from tests import support
 
@@ -61,9 +61,10 @@ def used(monkeypatch):
             kind.launch = launching
         return kind
 
+    launch.reset(compiled=False)
     monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
-    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
-    return seen
+    yield seen
+    launch.reset(compiled=False)
 
 
 def check(module, inputs):
@@ -265,8 +266,8 @@ def test_norms_of_users(used):
 
 
 @pytest.mark.cuda
-def test_a_capture_compares_nothing(monkeypatch):
-    monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
+def test_a_capture_compares_nothing():
+    launch.reset()
     module, inputs = norm_of(1536), torch.randn(1, 1536, device="cuda")
     for kernels in (9, 1):
         graph = torch.cuda.CUDAGraph()
@@ -321,68 +322,22 @@ def test_threads_and_streams(used):
     assert len(used) == 4 * 200 * 3
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
-    """All tensors count as plain ones on a GPU; the number of comparisons."""
-    tried = []
+def test_comparisons_that_fail(monkeypatch):
+    """The norm stays as it is, here of tensors that count as those of a GPU."""
     monkeypatch.setattr(rms_norm, "plain", lambda: lambda tensor: True)
     monkeypatch.setattr(rms_norm, "current_device", lambda: lambda: -1)
     monkeypatch.setattr(rms_norm, "raw_stream", lambda: lambda index: 0)
-
-    def comparing(*args):
-        tried.append(args)
-        return compare(*args)
-
-    compare = rms_norm._equal_kind
-    monkeypatch.setattr(rms_norm, "_equal_kind", comparing)
     monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
-    return tried
-
-
-@pytest.mark.parametrize(
-    ("error", "tries"),
-    [
-        (NO_MEMORY, 3),
-        (compiler.KernelError("out of memory"), 3),
-        (RuntimeError("operation not permitted when stream is capturing"), 3),
-        (compiler.KernelError("invalid device context"), 3),
-        (compiler.KernelError("no NVRTC"), 1),
-        (ValueError(), 1),
-    ],
-    ids=str,
-)
-def test_comparisons_that_fail(without_gpu, monkeypatch, error, tries):
-    """The norm stays as it is, and is compared again only if the reason may pass."""
-    monkeypatch.setattr(rms_norm, "kernel_of", support.fails(error))
-    monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
+    launch.reset()
+    tried, fail = [], support.fails(compiler.KernelError("no NVRTC"))
+    monkeypatch.setattr(compiler, "compiled", lambda *args, **options: tried.append(args) or fail())
     module, inputs = norm_of(256, device="cpu"), torch.randn(2, 256)
     for _ in range(3):
         check(module, inputs)
-    assert len(without_gpu) == tries
-
-
-def test_a_machine_without_a_compiler(monkeypatch, caplog):
-    """It is asked once for each kernel."""
-    tried = []
-
-    def fail(*args):
-        tried.append(args)
-        raise compiler.KernelError("no NVRTC")
-
-    monkeypatch.setattr(compiler, "compiled", fail)
-    device, constants = torch.device("cuda:7"), (("INPUT", 1),)
-    with caplog.at_level("INFO"):
-        for _ in range(3):
-            assert replacing.kernel_of(rms_norm._FILE, constants, device, 512) is None
-    assert len(tried) == len(caplog.records) == 1
-
-
-def test_the_number_of_kinds_is_limited(without_gpu, monkeypatch):
-    monkeypatch.setattr(replacing, "_KINDS", 3)
-    monkeypatch.setattr(rms_norm, "_equal_kind", lambda *args: without_gpu.append(args))
-    for size in (128, 256, 384, 512, 640, 128):
-        check(norm_of(size, device="cpu"), torch.randn(1, size))
-    assert len(without_gpu) == 6
+    assert len(tried) == 2, "once for each order of additions"
+    assert len(launch.without()) == 1
+    monkeypatch.undo()
+    launch.reset()
 
 
 @pytest.mark.parametrize("size", [128, 256, 640, 1536, 7680])
@@ -426,7 +381,7 @@ def test_launches_reuse_their_memory(monkeypatch):
         def cuLaunchKernel(self, function, blocks, *rest):
             if blocks == 1 and not inside:
                 inside.append(1)
-                assert launch(2, 1 << 40, 5, 6)
+                run(2, 1 << 40, 5, 6)
             assert rest[:6] == (1, 1, 32, 4, 1, 0)
             assert rest[6].value == 1 << 40
             pointers = rest[7]
@@ -436,10 +391,14 @@ def test_launches_reuse_their_memory(monkeypatch):
             launched.append((*values, number, ctypes.c_float.from_address(pointers[3]).value))
             return 0 if blocks < 3 else 1
 
+        def cuGetErrorString(self, result, text):
+            return 0
+
     monkeypatch.setattr(compiler, "driver", Driver)
-    kernel = compiler.Kernel(None, None, 64, 0)
-    launch = compiler.launcher(kernel, 2, (7, 0.5), (32, 4))
-    assert launch(1, 1 << 40, 1 << 41, 3)
-    assert not launch(3, 1 << 40, 8, 9)
+    kernel = compiler.Kernel(None, None, 0)
+    run = compiler.launcher(kernel, 2, (7, 0.5), (32, 4))
+    run(1, 1 << 40, 1 << 41, 3)
+    with pytest.raises(compiler.KernelError, match="unknown CUDA error"):
+        run(3, 1 << 40, 8, 9)
     assert launched == [(5, 6, 7, 0.5), (1 << 41, 3, 7, 0.5), (8, 9, 7, 0.5)]
     assert len(places) == 2

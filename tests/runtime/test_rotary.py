@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gemma4_compat.runtime.kernels import rotary
+from gemma4_compat.runtime.kernels import launch, rotary
 from gemma4_compat.runtime.kernels.rotary import in_one_kernel
 
 modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
@@ -29,18 +29,18 @@ def used(monkeypatch):
     seen, make = [], rotary._equal_launch
 
     def making(*args):
-        launch = make(*args)
+        function = make(*args)
 
         def launching(*arguments):
             seen.append(arguments)
-            return launch(*arguments)
+            return function(*arguments)
 
-        return None if launch is None else launching
+        return None if function is None else launching
 
+    launch.reset(compiled=False)
     monkeypatch.setattr(rotary, "_equal_launch", making)
-    global turned
-    turned = in_one_kernel(held.original)
-    return seen
+    yield seen
+    launch.reset(compiled=False)
 
 
 def inputs_of(shape, dtype, device="cuda", angles=None):
@@ -132,8 +132,9 @@ def test_torch_compile(device):
 
 
 @pytest.mark.cuda
-def test_a_capture(monkeypatch):
+def test_a_capture():
     """It compares nothing: before the first comparison the original is captured."""
+    launch.reset()
     own, inputs = in_one_kernel(held.original), inputs_of((1, 1, 8, 256), torch.bfloat16)
     expected = held.original(*inputs, unsqueeze_dim=2)
     for _ in range(2):

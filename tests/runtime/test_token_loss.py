@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from gemma4_compat.runtime.kernels import token_loss
+from gemma4_compat.runtime.kernels import compiler, launch, token_loss
+from tests import support
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GPU = torch.device("cuda", 0)
@@ -95,8 +96,25 @@ def test_where_pytorch_computes_the_loss(monkeypatch):
     assert not token_loss.can_compute(torch.device("meta"), torch.float64, 512)
     assert token_loss.can_compute(torch.device("meta"), torch.bfloat16, 512)
 
-    def fail(*args, **kwargs):
-        raise token_loss.KernelError("out of memory")
-
-    monkeypatch.setattr(token_loss, "_kernel", fail)
+    launch.reset()
+    monkeypatch.setattr(compiler, "compiled", support.fails(compiler.KernelError("out of memory")))
     assert not token_loss.can_compute(GPU, torch.float32, 512)
+    monkeypatch.undo()
+    launch.reset()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_a_launch_that_the_driver_refuses(monkeypatch, cap):
+    """PyTorch computes losses and gradients, this time and from then on."""
+    logits, target = example(torch.bfloat16)
+    expected = whole(logits, target, cap)
+    assert token_loss.can_compute(GPU, logits.dtype, logits.shape[-1])
+    refused = support.fails(compiler.KernelError("too many resources"))
+    monkeypatch.setattr(compiler, "launcher", lambda *args: refused)
+    losses = token_loss.losses_(logits, target, cap, IGNORED)
+    assert torch.equal(losses, expected[0])
+    assert torch.equal(logits, expected[1])
+    assert not token_loss.can_compute(GPU, logits.dtype, logits.shape[-1])
+    monkeypatch.undo()
+    launch.reset()

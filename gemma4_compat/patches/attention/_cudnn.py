@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from ...objects import ForkableLock
+from ...runtime.capture.cudnn import is_allowed, without_cudnn
 from .._code import code_at, mentions
 from .._families import GEMMA4, Family
 
@@ -21,10 +19,6 @@ _DECODES_WRONG = 91900
 _wrong: dict[tuple[Any, Any, int], bool] = {}
 #: device -> whether it decodes wrong values
 _decoding: dict[Any, bool] = {}
-_lock = ForkableLock()
-#: The forwards that do not use cuDNN now, and what PyTorch's flag was before the first.
-_inside: list[object] = []
-_before = True
 
 
 def patch_of(family: Family, name: str, symptom: str, note: str, links: tuple[str, ...]) -> Patch:
@@ -93,7 +87,7 @@ def _may_be_wrong(module: Any, hidden_states: Any) -> bool:
 
     if torch.compiler.is_compiling():
         return True
-    if not torch.backends.cuda.cudnn_sdp_enabled():
+    if not is_allowed():
         return False
     if torch.cuda.is_current_stream_capturing():
         return True
@@ -148,30 +142,8 @@ def _without_cudnn() -> Any:
     import torch
 
     if not torch.compiler.is_compiling():
-        return _disabled()
+        return without_cudnn()
     from torch.nn.attention import SDPBackend as Kernel
     from torch.nn.attention import sdpa_kernel
 
     return sdpa_kernel([Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH])
-
-
-@contextmanager
-def _disabled() -> Iterator[None]:
-    """PyTorch's flag belongs to the process, and threads may leave in any order."""
-    import torch
-
-    global _before
-    forward = object()
-    try:
-        with _lock.now:
-            if not _inside:
-                _before = torch.backends.cuda.cudnn_sdp_enabled()
-            _inside.append(forward)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        yield
-    finally:
-        with _lock.now:
-            if forward in _inside:
-                _inside.remove(forward)
-                if not _inside:
-                    torch.backends.cuda.enable_cudnn_sdp(_before)

@@ -1,24 +1,24 @@
 """Computes the attention of some forwards in another way than ``attn_implementation="sdpa"`` does.
 
-A model's attention layer looks its function up in ``ALL_ATTENTION_FUNCTIONS``, which all models
-share.  Only during a forward of the family's layer, in its thread, does the lookup give another
-function.
+Only for such a forward, the layer's code reads another config, which says ``eager``.  So it calls
+the ``eager_attention_forward`` of its own module, and other models notice nothing.
+``AttentionInterface.register`` does not serve: another name would show in the config and its file,
+and the name ``sdpa`` would change the function of all models.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...objects import View
 from ...runtime.kernels.replacing import plain
 from .._code import code_at, mentions
 from .._families import Family
 
-_SDPA = "transformers.integrations.sdpa_attention"
+_SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
 
 
 def replace(
@@ -37,11 +37,11 @@ def replace(
         attention: Gets ``sdpa_attention_forward``, then what that would get.
     """
     module, layer = family.module, f"{family.prefix}TextAttention"
-    thread = threading.local()  # .inside: whether this thread is in a forward that it applies to
 
     @patch.probe
     def layer_looks_the_function_up() -> Finding:
-        if "ALL_ATTENTION_FUNCTIONS" not in code_at(module, f"{layer}.forward").co_names:
+        names = code_at(module, f"{layer}.forward").co_names
+        if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation", _EAGER} <= {*names}:
             return drifted(f"{layer} does not look up its attention function")
         chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "decod")
         return fixed_if(chosen, "transformers computes decode steps in another way")
@@ -53,19 +53,31 @@ def replace(
         compiling = torch.compiler.is_compiling()  # torch.compile warns of functions with a cache
         if compiling or not plain()(hidden_states) or not applies(self, hidden_states):
             return original(self, hidden_states, *args, **kwargs)
-        before = getattr(thread, "inside", False)
-        try:
-            thread.inside = True
-            return original(self, hidden_states, *args, **kwargs)
-        finally:
-            thread.inside = before
+        if _is_usual(self.config, vars(sys.modules[module])):
+            config = View(self.config, _attn_implementation="eager")
+            self = View(self, config=config, _attention=attention)
+        return original(self, hidden_states, *args, **kwargs)
 
-    @patch.around("transformers.modeling_utils", "AttentionInterface.__getitem__")
-    def getitem(original: Any, self: Any, key: Any) -> Any:
-        import torch
+    patch.around(module, _EAGER)(_eager)
 
-        function = original(self, key)
-        if torch.compiler.is_compiling() or not getattr(thread, "inside", False):
-            return function
-        usual = sys.modules[_SDPA].sdpa_attention_forward
-        return partial(attention, function) if function is usual else function
+
+def _is_usual(config: Any, names: dict[str, Any]) -> bool:
+    """Whether the layer calls transformers' function for ``sdpa``, and would call ours instead."""
+    if config._attn_implementation != "sdpa":
+        return False
+    table = names["ALL_ATTENTION_FUNCTIONS"]
+    usual = vars(sys.modules[_SDPA]).get("sdpa_attention_forward")
+    code = getattr(table.get("eager", names[_EAGER]), "__code__", None)
+    is_ours = getattr(code, "co_filename", None) == _eager.__code__.co_filename
+    return is_ours and table["sdpa"] is usual
+
+
+def _eager(
+    original: Any, module: Any, query: Any, key: Any, value: Any, attention_mask: Any,
+    *args: Any, **options: Any,
+) -> Any:  # fmt: skip
+    attention = vars(module).get("_attention") if type(module) is View else None
+    if attention is None:
+        return original(module, query, key, value, attention_mask, *args, **options)
+    sdpa = sys.modules[_SDPA].sdpa_attention_forward
+    return attention(sdpa, module._module, query, key, value, attention_mask, *args, **options)

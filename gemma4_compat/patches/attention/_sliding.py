@@ -7,7 +7,9 @@ import weakref
 from typing import Any
 
 from ...engine import Kind, Patch
+from ...runtime.kernels.launch import Family as Compared
 from ...runtime.kernels.streams import is_capturing
+from ...runtime.kernels.trials import pattern, require_equal
 from .._families import Family
 from ._sdpa import replace
 
@@ -15,6 +17,9 @@ from ._sdpa import replace
 _PART, _LEAST = 1024, 4096
 _ALIGNED = 64  # keys at which a range begins and ends, for PyTorch's fast kernels
 _WORTH = 0.6  # of the scores, at most
+_LARGEST_HEAD = 256  # with larger ones, and in float32, the result differs by rounding
+
+_COMPARED = Compared("of sliding windows", "PyTorch computes all scores of long prompts")
 
 _thread = threading.local()  # .last: a reference to a mask, its version, and its ranges
 
@@ -23,13 +28,13 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
     """The patch for a family's attention class."""
     patch = Patch(
         name=name,
-        kind=Kind.FAST,
+        kind=Kind.EXACT,
         symptom=symptom,
         affects=(family.requirement,),
         changes=(
             f"On a GPU, sliding layers of {family.name} compute a prompt of 4,096 tokens or more "
-            "in parts, each with the keys of its windows, if attn_implementation is sdpa.  The "
-            "result differs by rounding."
+            "in parts, each with the keys of its windows, if attn_implementation is sdpa, in "
+            "bfloat16 or float16.  The first prompt shows whether the GPU gives the same bits."
         ),
         unreported="PyTorch's scaled_dot_product_attention has no argument for a window.",
     )
@@ -48,13 +53,20 @@ def _is_long_and_sliding(layer: Any, hidden_states: Any) -> bool:
 def _attention(
     sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
 ) -> Any:
+    parts = None
+    unusual = options.get("position_bias") is not None or options.get("cache") is not None
+    if not (unusual or options.get("dropout")):
+        parts = _parts(mask, query.shape[2], key.shape[2])
+    if parts is None or not _has_same_bits(sdpa, layer, query, options.get("scaling")):
+        return sdpa(layer, query, key, value, mask, **options)
+    return _in_parts(sdpa, layer, parts, query, key, value, mask, **options), None
+
+
+def _in_parts(
+    sdpa: Any, layer: Any, parts: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
     import torch
 
-    parts = None
-    if options.get("position_bias") is None and options.get("cache") is None:
-        parts = _parts(mask, query.shape[2], key.shape[2])
-    if parts is None:
-        return sdpa(layer, query, key, value, mask, **options)
     outputs = [
         sdpa(
             layer,
@@ -66,7 +78,31 @@ def _attention(
         )[0]
         for queries, keys in parts
     ]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
+
+
+def _has_same_bits(sdpa: Any, layer: Any, query: Any, scaling: Any) -> bool:
+    """Whether this GPU computes the same in parts; compared once for heads of a kind."""
+    import torch
+
+    size, device = query.shape[3], query.device
+    if size > _LARGEST_HEAD or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    groups, window = layer.num_key_value_groups, layer.sliding_window
+
+    def compared() -> bool:
+        shapes = enumerate(((1, heads, _LEAST, size) for heads in (groups, 1, 1)), start=1)
+        q, k, v = (pattern(shape, query.dtype, device, seed) for seed, shape in shapes)
+        places = torch.arange(_LEAST, device=device)
+        before = places[:, None] - places
+        mask = ((before >= 0) & (before < window))[None, None]
+        options = {"dropout": 0.0, "scaling": scaling}
+        found = _in_parts(sdpa, layer, _parts_of(mask), q, k, v, mask, **options)
+        require_equal(found, sdpa(layer, q, k, v, mask, **options)[0])
+        return True
+
+    kind = device, query.dtype, size, groups, window, scaling
+    return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
 
 
 def _parts(mask: Any, queries: int, keys: int) -> list[tuple[slice, slice]] | None:
@@ -86,7 +122,7 @@ def _parts(mask: Any, queries: int, keys: int) -> list[tuple[slice, slice]] | No
         return last[2]  # type: ignore[no-any-return]
     parts: list[tuple[slice, slice]] | None = _parts_of(mask)
     scores = sum((q.stop - q.start) * (k.stop - k.start) for q, k in parts or ())
-    if scores > _WORTH * queries * keys:
+    if scores > _WORTH * queries * keys or not mask.any(-1).all():  # padding has other values
         parts = None
     _thread.last = weakref.ref(mask), version, parts
     return parts

@@ -12,6 +12,7 @@ computes the attention: 96 MiB for 4,096 tokens, and in a sixth of the time.
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
@@ -41,11 +42,15 @@ def head_size_is_not_asked() -> Finding:
     return fixed_if(_LARGEST_HEAD in code.co_consts, "transformers passes no large heads in groups")
 
 
-@PATCH.around(_MODULE, "use_gqa_in_sdpa")
-def use_gqa_in_sdpa(
-    original: Any, attention_mask: Any, key: Any, *args: Any, **kwargs: Any
-) -> bool:
-    # On meta the same code estimates the memory of a GPU.
-    if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
-        return False
-    return bool(original(attention_mask, key, *args, **kwargs))
+@PATCH.replaces(_MODULE, "use_gqa_in_sdpa")
+def few_calls(original: Any) -> Any:
+    """All models call it, in each layer."""
+
+    @wraps(original)
+    def use_gqa_in_sdpa(attention_mask: Any, key: Any) -> bool:
+        # On meta the same code estimates the memory of a GPU.
+        if key.shape[-1] > _LARGEST_HEAD and key.device.type in ("cuda", "meta"):
+            return False
+        return bool(original(attention_mask, key))
+
+    return use_gqa_in_sdpa

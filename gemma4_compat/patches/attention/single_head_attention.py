@@ -12,7 +12,7 @@ of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example dec
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
@@ -48,15 +48,20 @@ def keys_are_views() -> Finding:
     return fixed_if(mentions(code, "contiguous"), "transformers copies the keys itself")
 
 
-@PATCH.around(_MODULE, "repeat_kv")
-def repeat_kv(original: Any, hidden_states: Any, n_rep: int) -> Any:
-    """``sdpa_attention_forward`` calls it for keys and for values."""
-    repeated = original(hidden_states, n_rep)
-    _, heads, length, _ = hidden_states.shape
-    single = hidden_states.is_cuda and heads == 1 and n_rep > 1
-    if single and length % _BLOCK == 1 and _is_misread(hidden_states):
-        return repeated.contiguous()
-    return repeated
+@PATCH.replaces(_MODULE, "repeat_kv")
+def few_calls(original: Any) -> Any:
+    """The ``sdpa_attention_forward`` of all models calls it for keys and for values."""
+
+    @wraps(original)
+    def repeat_kv(hidden_states: Any, n_rep: int) -> Any:
+        repeated = original(hidden_states, n_rep)
+        _, heads, length, _ = hidden_states.shape
+        single = hidden_states.is_cuda and heads == 1 and n_rep > 1
+        if single and length % _BLOCK == 1 and _is_misread(hidden_states):
+            return repeated.contiguous()
+        return repeated
+
+    return repeat_kv
 
 
 def _is_misread(keys: Any) -> bool:

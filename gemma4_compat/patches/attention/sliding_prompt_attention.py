@@ -6,8 +6,9 @@ the prompt, and more in longer prompts.
 
 The fix gives PyTorch a part of the queries at a time, with those keys that the mask leaves to them.
 It reads the ranges of keys from the mask, so that any mask is right, such as those of images and of
-padded batches.  The result differs by rounding, because PyTorch adds fewer zeros.  Gradients,
-torch.compile, short prompts and other implementations than ``sdpa`` stay as they are.
+chunks.  PyTorch adds fewer zeros: in bfloat16 and float16, the result has the same bits, and the
+first prompt shows whether this GPU computes so.  Gradients, torch.compile, float32, short prompts,
+prompts with padding and other implementations than ``sdpa`` stay as they are.
 """
 
 from __future__ import annotations

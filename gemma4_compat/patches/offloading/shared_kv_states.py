@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
+from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
@@ -63,17 +64,22 @@ class _Shared(UserDict[Any, Any]):
         return self
 
 
-@PATCH.around(
+@PATCH.replaces(
     "transformers.modeling_layers",
     "GradientCheckpointingLayer.__call__",
     when="transformers>=5.5.3",
 )
-def layer_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """All decoder layers of Gemma 4, its variants and Gemma 3n inherit this method."""
-    # from transformers 5.9 it is a UserDict
-    if isinstance(kwargs.get("shared_kv_states"), (dict, UserDict)):
-        kwargs["shared_kv_states"] = _Shared(kwargs["shared_kv_states"])
-    return original(self, *args, **kwargs)
+def layer_call(original: Any) -> Any:
+    """The layers of Gemma 4, its variants and Gemma 3n inherit it, and those of other models."""
+
+    @wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = kwargs.get("shared_kv_states")
+        if states is not None and isinstance(states, (dict, UserDict)):  # that from 5.9
+            kwargs["shared_kv_states"] = _Shared(states)
+        return original(self, *args, **kwargs)
+
+    return __call__
 
 
 @PATCH.around(

@@ -38,7 +38,8 @@ class Memory:
         self.layers = [_LentLayer(layer) for layer in layers_of(cache)]
         self.pointers = [t.data_ptr() for own in self.layers for t in own.tensors.values()]
         self.lengths = _lengths(cache)
-        self.batch_size = self.layers[0].tensors["keys"].shape[0]
+        keys = self.layers[0].tensors["keys"]
+        self.batch_size, self.device = keys.shape[0], keys.device
 
     def is_free(self) -> bool:
         return self.used_by() is None and all(layer.is_free() for layer in self.layers)
@@ -160,12 +161,12 @@ _UNSHARED = 2  # the tensor itself, and the storage object that ``_holders`` mak
 
 
 @cached
-def can_count_holders() -> bool:
-    """Whether this PyTorch counts the holders of a storage as ``Memory.is_free`` expects."""
+def can_count_holders(device: Any) -> bool:
+    """Whether PyTorch counts the holders of a storage of a device as ``Memory.is_free`` expects."""
     import torch
 
     try:
-        tensor = torch.zeros(1)
+        tensor = torch.zeros(1, device=device)
         alone, view = _holders(tensor), tensor.detach()
         return (alone, _holders(view)) == (_UNSHARED, _UNSHARED + 1)
     except Exception:

@@ -8,6 +8,7 @@ from ...model.hooks import execution_device, offload_hook
 from ...model.parts import tower_of
 from ..host.blocks import why_not_streamed
 from ..host.page_locked import in_place_of
+from .cudnn import is_allowed
 from .graph import NotCaptured
 from .snapshot import address, own_tensors
 
@@ -75,7 +76,7 @@ def environment_now() -> tuple[Any, ...]:
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        is_allowed(),
         len(getattr(torch.library, "_impls", ())),  # kernels that replace PyTorch's
     )
 

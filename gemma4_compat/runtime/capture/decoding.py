@@ -115,7 +115,7 @@ class Decoding(NotCopied):
         with self.lock:
             found = next((memory for memory in self.memories if memory.is_in(cache)), None)
             memory = Memory(cache) if found is None else found
-            if can_count_holders():  # else no later cache may use it
+            if can_count_holders(memory.device):  # else no later cache may use it
                 free = [each for each in self.memories if each is not found and each.is_free()]
                 dropped = [memory, *free[: len(free) - _FREE + 1]]
                 others = [each for each in self.memories if each not in dropped]

@@ -7,19 +7,18 @@ experts where they are, apply the activation, and add up the experts.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..kernels.step import is_short_of_memory
+from ..kernels import compiler
+from ..kernels.launch import Family
+from ..kernels.replacing import raw_stream
 from ..kernels.streams import Fork
+from ..kernels.trials import maxima_of, pattern, require_near, values_of
 
-if TYPE_CHECKING:
-    from ..kernels.compiler import Kernel
-
-logger = logging.getLogger(__name__)
+FAMILY = Family("routed_experts", "bitsandbytes multiplies with the experts in 4 bits")
 
 #: More tokens share experts, which these kernels read once for each token.
 TOKENS = 8
@@ -29,6 +28,7 @@ _OUTPUTS = 16  # of a block
 _GATED_WARPS = 8
 _UNIT = 64  # values
 _NESTED_BLOCK = 256
+_FILE = Path(__file__).with_name("routed_experts.cu")
 
 
 @dataclass(frozen=True)
@@ -72,31 +72,26 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     copied = gate_up.in_host_memory or down.in_host_memory
     if copied:
         shape = replace(shape, experts=TOKENS * shape.top_k)  # for any number of tokens
-    kernels = _kernels(shape)
-    if kernels is None:
+    device, tokens = inputs.device, len(inputs)
+    launch = FAMILY.get((shape, tokens), device, _launcher, shape, tokens, gate_up.state.code)
+    if launch is None:
         return None
-    if copied:  # short reads would leave the link idle
-        chosen = indices.view(-1)
-        with Fork(inputs.device, "maxima") as fork:  # short reads, beside the long ones
-            states = gate_up.chosen_state(chosen), down.chosen_state(chosen)
-        gate_up, down = gate_up.chosen(chosen, states[0]), down.chosen(chosen, states[1])
-        fork.join()
-        indices = torch.arange(len(chosen), device=inputs.device).view_as(indices)
-        kernels = _kernels(replace(shape, nested=_are_nested(gate_up, down)))
-        if kernels is None:
-            return None
-    weights = weights.float().contiguous()
-    tokens, hidden = inputs.shape
-    inner = inputs.new_empty(tokens, indices.shape[1], down.shape[2])
-    out = inputs.new_empty(tokens, hidden)
-    gated, down_and_sum = kernels
-    with torch.cuda.device(inputs.device):
-        stream = torch.cuda.current_stream(inputs.device).cuda_stream
-        first = inner, inputs, indices, gate_up.state.code, gate_up.tensors()
-        gated((inner[0].numel() // _OUTPUTS, tokens), *first, stream=stream)
-        second = out, inner, indices, weights, down.state.code, down.tensors()
-        down_and_sum((hidden // _OUTPUTS, tokens), *second, stream=stream)
-    return out
+    try:
+        if copied:  # short reads would leave the link idle
+            chosen = indices.view(-1)
+            with Fork(device, "maxima") as fork:  # short reads, beside the long ones
+                states = gate_up.chosen_state(chosen), down.chosen_state(chosen)
+            gate_up, down = gate_up.chosen(chosen, states[0]), down.chosen(chosen, states[1])
+            fork.join()
+            indices = torch.arange(len(chosen), device=device).view_as(indices)
+            shape = replace(shape, nested=_are_nested(gate_up, down))
+            kind = shape, tokens
+            launch = FAMILY.get(kind, device, _launcher, shape, tokens, gate_up.state.code)
+            if launch is None:
+                return None
+        return launch(inputs, indices, weights.float().contiguous(), gate_up, down)
+    except Exception as error:  # bitsandbytes computes it, or raises its own error
+        return FAMILY.failed((shape, tokens), device, error)
 
 
 def has_usual_gate(module: Any) -> bool:
@@ -168,58 +163,103 @@ def _are_nested(gate_up: Any, down: Any) -> tuple[bool, bool]:
     return bool(gate_up.state.nested), bool(down.state.nested)
 
 
-#: The shapes for which this machine has no kernels.
-_without: set[_Shape] = set()
+def _launcher(shape: _Shape, tokens: int, code: Any) -> Any:
+    """A function that launches the kernels for this number of tokens."""
+    FAMILY.checked(shape, shape.device, _compare, shape, code)
+    first, second = _launchers(shape, tokens)
+
+    def launch(inputs: Any, indices: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        inner = inputs.new_empty(tokens, shape.top_k, shape.inner)
+        out = inputs.new_empty(tokens, shape.hidden)
+        first(inner, inputs, indices, gate_up.state.code, *gate_up.tensors())
+        second(out, inner, indices, weights, down.state.code, *down.tensors())
+        return out
+
+    return launch
 
 
-def _kernels(shape: _Shape) -> tuple[Kernel, Kernel] | None:
-    """The two kernels; ``None`` if this machine cannot compile or load them."""
-    from ..kernels.compiler import KernelError
-
-    if shape in _without:
-        return None
-    try:
-        return _compiled(shape)
-    except KernelError as error:
-        if not is_short_of_memory(error):
-            _without.add(shape)
-        logger.info("bitsandbytes' kernels compute the experts in 4 bits: %s", error)
-        return None
-
-
-@cache
-def _compiled(shape: _Shape) -> tuple[Kernel, Kernel]:
-    """The two kernels.
-
-    Raises:
-        KernelError: this machine has no compiler for them, an older GPU, or no memory.
-    """
+def _launchers(shape: _Shape, tokens: int) -> list[Any]:
+    """Functions that launch the two kernels; each gets the tensors of its parameters."""
     import torch
 
-    from ..kernels.compiler import KernelError, compiled
-
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
-        raise KernelError("the GPU is older than they need")
-    file = Path(__file__).with_name("routed_experts.cu")
+        raise compiler.KernelError("the GPU is older than they need")
+    hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k
 
-    def kernel(number: int, rows: int, columns: int, vectors: int, warps: int) -> Kernel:
+    def launching(
+        number: int, rows: int, columns: int, vectors: int, warps: int, blocks: int
+    ) -> Any:
+        nested = shape.nested[number]
         constants = {
             "BFLOAT16": int(shape.bfloat16),
             "EXPERTS": shape.experts,
-            "TOP_K": shape.top_k,
+            "TOP_K": top_k,
             "OUTPUTS": _OUTPUTS,
             "GATED": int(number == 0),
-            "NESTED": int(shape.nested[number]),
+            "NESTED": int(nested),
             "ROWS": rows,
             "UNITS": columns // _UNIT,
             "BLOCK": shape.blocksizes[number] // _UNIT,
         }
         shared = 4 * 256 * _UNIT + 2 * vectors * columns + 64 * warps
         name = ("gated", "down")[number]
-        return compiled(file, name, constants, shape.device, 32 * warps, shared)
+        kernel = compiler.compiled(_FILE, name, shape.device, shared, **constants)
+        passed = 4 + number + (5 if nested else 2)  # the last ones in a struct
+        launch = compiler.launcher(kernel, passed, (), (32 * warps, 1), rows=tokens)
 
-    hidden, inner, top_k = shape.hidden, shape.inner, shape.top_k
-    return (
-        kernel(0, 2 * inner, hidden, 1, _GATED_WARPS),
-        kernel(1, hidden, inner, top_k, top_k),
-    )
+        def launched(*tensors: Any) -> None:
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            with torch.cuda.device(shape.device):
+                launch(blocks, raw_stream()(shape.device.index), *pointers)
+
+        return launched
+
+    return [
+        launching(0, 2 * inner, hidden, 1, _GATED_WARPS, top_k * inner // _OUTPUTS),
+        launching(1, hidden, inner, top_k, top_k, hidden // _OUTPUTS),
+    ]
+
+
+def _compare(shape: _Shape, code: Any) -> None:
+    """Compare each kernel with PyTorch's for some tokens, two experts and some of their rows."""
+    import torch
+    from torch.nn.functional import gelu, linear
+
+    device, dtype = shape.device, torch.bfloat16 if shape.bfloat16 else torch.float16
+    tokens, top_k, experts = TOKENS, shape.top_k, min(2, shape.experts)
+    chosen = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % experts
+    inputs = pattern((tokens, shape.hidden), dtype, device) * 4 / shape.hidden**0.5
+    routing = pattern((tokens, top_k), dtype, device, 1)
+    code2 = pattern((256,), torch.float32, device, 2)
+    bits = pattern((65_521,), torch.float32, device, 6).mul_(128).to(torch.int8).view(torch.uint8)
+
+    def weight(number: int, rows: int, columns: int, read: Any) -> tuple[Any, Any]:
+        """The tensors of a weight, and the values of some rows in float64."""
+        count = experts * rows * columns // 2
+        packed = bits.repeat(-(-count // len(bits)))[:count].view(experts, rows, -1)
+        nested = code2 if shape.nested[number] else None
+        tensors, maxima = maxima_of(2 * count // shape.blocksizes[number], device, nested)
+        maxima = maxima.view(experts, rows, -1)[:, read]
+        return (code, packed, *tensors), values_of(packed[:, read], code, maxima)
+
+    def gated(inputs: Any, weight: Any) -> Any:
+        outputs = linear(inputs, weight.flatten(0, 1)).view(tokens, experts, 2, -1)
+        inner = gelu(outputs[:, :, 0], approximate="tanh") * outputs[:, :, 1]
+        return inner.gather(1, chosen[..., None].expand(-1, -1, inner.shape[-1]))
+
+    def summed(inner: Any, weight: Any) -> Any:
+        outputs = linear(inner, weight.flatten(0, 1)).view(tokens, top_k, experts, -1)
+        places = chosen[..., None, None].expand(-1, -1, 1, outputs.shape[-1])
+        return (outputs.gather(2, places)[:, :, 0] * routing[..., None].to(inner.dtype)).sum(1)
+
+    first, second = _launchers(shape, tokens)
+    read = torch.arange(shape.inner - 1, -1, -(shape.inner // 32), device=device)
+    tensors, exact = weight(0, 2 * shape.inner, shape.hidden, torch.cat([read, read + shape.inner]))
+    inner = inputs.new_full((tokens, top_k, shape.inner), float("nan"))
+    first(inner, inputs, chosen, *tensors)
+    require_near(inner[..., read], gated(inputs, exact.to(dtype)), gated(inputs.double(), exact))
+    read = torch.arange(shape.hidden - 1, -1, -(shape.hidden // 32), device=device)
+    tensors, exact = weight(1, shape.hidden, shape.inner, read)
+    out = torch.full_like(inputs, float("nan"))
+    second(out, inner, chosen, routing.float(), *tensors)
+    require_near(out[:, read], summed(inner, exact.to(dtype)), summed(inner.double(), exact))

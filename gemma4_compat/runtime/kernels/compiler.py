@@ -10,9 +10,9 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _INCLUDE = re.compile(r'#include "(.+)"')
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -22,69 +22,42 @@ class KernelError(RuntimeError):
     """A kernel cannot be compiled or launched on this machine."""
 
 
-class Kernel:
+class Kernel(NamedTuple):
     """A compiled kernel on one GPU."""
 
-    def __init__(self, function: Any, module: Any, threads: int, shared: int) -> None:
-        self._function, self._module = function, module
-        self._threads, self._shared = threads, shared
-
-    def __call__(
-        self, grid: tuple[int, int], *arguments: Any, stream: int, threads: int | None = None
-    ) -> None:
-        """Launch the kernel.
-
-        Args:
-            grid: Blocks in x and y.
-            *arguments: Contiguous CUDA tensors, passed as pointers; tuples of them, passed as a
-                struct of pointers; an ``int`` or ``float`` in 32 bits.
-            stream: The handle of a CUDA stream of the kernel's GPU.
-            threads: Threads of a block, if fewer than it was compiled for.
-
-        Raises:
-            KernelError: The driver refused the launch.
-        """
-        values = [_value(each) for each in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        self.launch(grid, threads or self._threads, self._shared, stream, pointers)
-
-    def launch(
-        self, grid: tuple[int, int], threads: int, shared: int, stream: int, pointers: Any
-    ) -> None:
-        """Launch the kernel with a ctypes array of pointers to the values of its parameters.
-
-        Raises:
-            KernelError: The driver refused the launch.
-        """
-        _check(
-            driver().cuLaunchKernel(
-                self._function,
-                *(*grid, 1),
-                *(threads, 1, 1),
-                shared,
-                ctypes.c_void_p(stream),
-                pointers,
-                None,
-            )
-        )
+    function: Any
+    module: Any
+    shared: int  # bytes of dynamic shared memory of a block, at most
 
 
 def launcher(
-    kernel: Kernel, passed: int, numbers: Sequence[float], block: tuple[int, int]
-) -> Callable[..., bool]:
+    kernel: Kernel,
+    passed: int,
+    numbers: Sequence[Any],
+    block: tuple[int, int],
+    *,
+    rows: int = 1,
+    shared: int | None = None,
+) -> Callable[..., None]:
     """A function that launches a kernel with little work for the CPU.
 
-    It gets the number of blocks, the handle of a stream, and the arguments that change.  It returns
-    whether the driver accepted the launch.
+    It gets the number of blocks, the handle of a stream, and the arguments that change.  It raises
+    a ``KernelError`` if the driver refuses the launch.
 
     Args:
-        kernel: The compiled kernel.  Its first parameters are pointers or 64-bit integers.
+        kernel: The compiled kernel.  Its first parameters are pointers or 64-bit integers, or
+            without ``numbers`` structs of them at the end.
         passed: How many of these there are.
         numbers: The other arguments, which stay: an ``int`` or ``float`` in 32 bits.
         block: Threads in x and y.
+        rows: Rows of blocks.
+        shared: Bytes of dynamic shared memory of a block, if fewer than the kernel's.
     """
-    function, shared, (x, y) = kernel._function, kernel._shared, block
-    constants, pointer = [_value(number) for number in numbers], ctypes.c_void_p
+    function, (x, y), pointer = kernel.function, block, ctypes.c_void_p
+    shared = kernel.shared if shared is None else shared
+    constants: list[Any] = [
+        ctypes.c_float(each) if isinstance(each, float) else ctypes.c_int(each) for each in numbers
+    ]
     free: list[Any] = []
     launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
 
@@ -95,44 +68,35 @@ def launcher(
         places += map(ctypes.addressof, constants)
         return values, (pointer * len(places))(*places)
 
-    def launched(blocks: int, stream: int, *changing: int) -> bool:
+    def launched(blocks: int, stream: int, *changing: int) -> None:
         try:
             used = free.pop()  # no other launch uses it now
         except IndexError:
             used = arguments()
         values, places = used
         pack(values, 0, *changing)
-        result = launch(function, blocks, 1, 1, x, y, 1, shared, pointer(stream), places, None)
+        result = launch(function, blocks, rows, 1, x, y, 1, shared, pointer(stream), places, None)
         free.append(used)
-        return not result
+        if result:
+            _check(result)
 
     return launched
 
 
-def _value(argument: Any) -> Any:
-    if isinstance(argument, int):
-        return ctypes.c_int(argument)
-    if isinstance(argument, float):
-        return ctypes.c_float(argument)
-    tensors = argument if isinstance(argument, tuple) else (argument,)
-    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
-
-
-def compiled(
-    file: Path, name: str, constants: dict[str, int], device: Any, threads: int, shared: int
-) -> Kernel:
-    """Compile a kernel for one GPU.
+@lru_cache(maxsize=512)
+def compiled(file: Path, name: str, device: Any, shared: int = 0, **constants: int) -> Kernel:
+    """Compile a kernel for one GPU, once.
 
     Args:
         file: CUDA C++, with no headers but files in the same folder.
         name: An ``extern "C"`` function of the file.
-        constants: Macros to define.
         device: The GPU, a ``torch.device`` with an index.
-        threads: Threads of a block, at most.
-        shared: Bytes of dynamic shared memory of a block.
+        shared: Bytes of dynamic shared memory of a block, at most.
+        **constants: Macros to define.
 
     Raises:
         KernelError: This machine cannot compile or load it.
+        OSError: The file cannot be read.
     """
     import torch
 
@@ -150,19 +114,11 @@ def compiled(
         _check(cuda.cuModuleLoadData(ctypes.byref(module), program))
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
-    return Kernel(function, module, threads, shared)
+    return Kernel(function, module, shared)
 
 
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8")
-
-
-@cache
-def exponents() -> dict[Any, int]:
-    """The bits of the exponent of each dtype that kernels compute, for their constant EXPONENT."""
-    import torch
-
-    return {torch.float32: 8, torch.bfloat16: 8, torch.float16: 5}
 
 
 def _ptx(source: str, options: list[str]) -> bytes:

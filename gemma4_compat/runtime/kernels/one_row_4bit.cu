@@ -7,15 +7,15 @@
 // All products are in float32, with the values of the code.  A block's maximum multiplies the sum of
 // 32 products.  The order of the additions depends on the shape of the weight only.
 //
-// Constants from the compiler's command line: BITS and EXPONENT of the dtype of inputs and outputs;
+// Constants from the compiler's command line: INPUT, the dtype of inputs and outputs;
 // NESTED or not; ROWS and VECTORS of a thread; THREADS, the most in a block.
 
-#include "bits.cuh"
+#include "values.cuh"
 
 typedef unsigned int u32;
 
 struct Arguments {
-    Bits* out;
+    Input* out;
     const uint4* in;
     const uint4* packed;
     const void* maxima;
@@ -28,7 +28,7 @@ struct Arguments {
     u32 shift;             // blocks have 2 ** shift vectors
 };
 
-constexpr int LANES = 16, CHUNKS = BITS / 4;  // of 16 bytes, in the inputs of a vector
+constexpr int LANES = 16, CHUNKS = 2 * sizeof(Input);  // of 16 bytes, in the inputs of a vector
 
 // The products are this much smaller, so that the sum of 32 large ones is finite before the maximum
 // multiplies it.
@@ -59,13 +59,13 @@ __device__ __forceinline__ float value(const float* table, u32 word, u32 column)
 __device__ __forceinline__ void inputs(
     float& first, float& second, const uint4* chunks, u32 stride, int i
 ) {
-#if BITS == 32
+#if INPUT == 1
     const uint4& four = chunks[i / 2 * stride];
     first = __uint_as_float(word_of(four, i % 2 * 2));
     second = __uint_as_float(word_of(four, i % 2 * 2 + 1));
 #else
     const u32 word = word_of(*chunks, i);
-#if EXPONENT == 8
+#if INPUT == 2
     first = __uint_as_float(word << 16);
     second = __uint_as_float(word & 0xffff0000);
 #else

@@ -11,27 +11,23 @@ captured step are equal bit for bit.
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import struct
 import threading
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from ...model.parts import is_ours
-from .compiler import KernelError, compiled, exponents
-from .step import is_short_of_memory
-from .watch import is_of_user
+from . import compiler
+from .launch import Family
+from .replacing import current_device, dtypes, raw_stream
+from .trials import maxima_of, pattern, require_near, values_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+FAMILY = Family("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
 
-    from .compiler import Kernel
-
-logger = logging.getLogger(__name__)
-
-_thread = threading.local()  # .launch: the ``_Launch`` of this thread's one-token forward
+_thread = threading.local()  # .patch: that of this thread's one-token forward
+_FILE = Path(__file__).with_suffix(".cu")
 
 _LANES = 16  # threads that share rows
 _VECTOR = 32  # values
@@ -43,30 +39,20 @@ _BLOCKS = 4  # of a multiprocessor, at most
 _SHARED = 48 << 10, 96 << 10  # bytes of a block
 
 
-class _Launch:
-    """The parameters of a launch, in memory that is used again."""
-
-    _LAYOUT = struct.Struct("8Q4I")
-
-    def __init__(self, patch: object = None) -> None:
-        self.patch = patch
-        self.values = ctypes.create_string_buffer(self._LAYOUT.size)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.values))
-
-    def fill(self, *values: int) -> Any:
-        self._LAYOUT.pack_into(self.values, 0, *values)
-        return self.pointers
+@contextmanager
+def one_token(patch: object) -> Iterator[None]:
+    """In this context, this thread runs a one-token forward, whose products are a patch's."""
+    outside = patch_of_forward()
+    try:
+        _thread.patch = patch
+        yield
+    finally:
+        _thread.patch = outside
 
 
-class _Plan(NamedTuple):
-    """How the kernel multiplies with weights of one shape."""
-
-    kernel: Kernel
-    grid: tuple[int, int]
-    threads: int
-    shared: int
-    splits: int
-    shift: int
+def patch_of_forward() -> object:
+    """The patch of this thread's one-token forward; ``None`` if it runs none."""
+    return getattr(_thread, "patch", None)
 
 
 def in_forward(patch: object) -> Callable[..., Any]:
@@ -85,12 +71,8 @@ def in_forward(patch: object) -> Callable[..., Any]:
             or torch.jit.is_tracing()
         ):
             return original(self, *args, **kwargs)
-        outside = getattr(_thread, "launch", None)
-        try:
-            _thread.launch = _Launch(patch)
+        with one_token(patch):
             return original(self, *args, **kwargs)
-        finally:
-            _thread.launch = outside
 
     return forward
 
@@ -115,9 +97,8 @@ def matmul(patch: object) -> Callable[..., Any]:
         import torch
 
         if not (torch.compiler.is_compiling() or args or kwargs.get("bias") is not None):
-            launch = getattr(_thread, "launch", None)
-            if launch is not None and launch.patch is patch and kwargs.get("out") is None:
-                output = product(launch, A, B, quant_state)
+            if patch_of_forward() is patch and kwargs.get("out") is None:
+                output = product(original, A, B, quant_state)
                 if output is not None:
                     return output
         return original(A, B, quant_state, *args, **kwargs)
@@ -125,114 +106,73 @@ def matmul(patch: object) -> Callable[..., Any]:
     return multiply
 
 
-def product(launch: _Launch, inputs: Any, weight: Any, state: Any) -> Any:
+def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
     """The product, or ``None`` if the kernel cannot compute it.
 
     Args:
-        launch: Of this thread.
+        original: ``bitsandbytes.matmul_4bit``.
         inputs: [..., inputs of the layer], one row in all; bfloat16, float16, float32.
         weight: The packed values of [outputs, inputs], of any dtype and shape.
         state: The ``QuantState`` of the weight.
     """
-    try:
-        return _product(launch, inputs, weight, state)
-    except Exception as error:  # bitsandbytes computes it, or raises its own error
-        if is_of_user(error):
-            raise
-        logger.debug("bitsandbytes multiplies", exc_info=error)
-        return None
-
-
-def _product(launch: _Launch, inputs: Any, weight: Any, state: Any) -> Any:
     import torch
 
     if type(inputs) is not torch.Tensor or not inputs.is_cuda or inputs.requires_grad:
         return None
-    (outputs, size), device, nested = state.shape, inputs.get_device(), state.nested
-    if not size == inputs.shape[-1] == inputs.numel() or not inputs.is_contiguous():
-        return None
-    plan = _plan(device, inputs.dtype, outputs, size, bool(nested), state.blocksize)
-    if plan is None:
-        return None
-    code, maxima = state.code, state.absmax
-    floats: tuple[Any, ...] = (code, maxima)
-    second: tuple[Any, ...] = ()
-    if nested:
-        if state.state2.blocksize != _NESTED_BLOCK or maxima.dtype is not torch.uint8:
-            return None
-        second = state.state2.code, state.state2.absmax, state.offset
-        floats = code, *second
-    for each in floats:
-        if each.get_device() != device or each.dtype is not torch.float32:
-            return None
-    at = inputs.data_ptr()
-    packed = weight.data_ptr()
-    if (
-        (at | packed) % 16
-        or 2 * weight.numel() * weight.itemsize != outputs * size
-        or maxima.numel() * state.blocksize != outputs * size
-        or weight.get_device() != device
-        or maxima.get_device() != device
-        or code.numel() != 16
-        or not weight.is_contiguous()
-    ):
-        return None
-    out = inputs.new_empty((*inputs.shape[:-1], outputs))
-    values = launch.fill(
-        out.data_ptr(), at, packed, maxima.data_ptr(), code.data_ptr(),
-        *([each.data_ptr() for each in second] or (0, 0, 0)),
-        outputs, size // _VECTOR, plan.splits, plan.shift,
-    )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    how = plan.grid, plan.threads, plan.shared, stream, values
-    if torch.cuda.current_device() == device:
-        plan.kernel.launch(*how)
-    else:
-        with torch.cuda.device(device):
-            plan.kernel.launch(*how)
-    return out
-
-
-_plans: dict[tuple[Any, ...], _Plan | None] = {}
-
-
-def _plan(*key: Any) -> _Plan | None:
-    """The plan for (device, dtype, outputs, inputs, nested, blocksize); ``None`` if there is none.
-
-    In a capture, no kernel is compiled.
-    """
+    kind = None
     try:
-        return _plans[key]
-    except KeyError:
-        pass
-    import torch
-
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    try:
-        plan = _new_plan(*key)
-    except KernelError as error:
-        if is_short_of_memory(error):
+        (outputs, size), index, nested = state.shape, inputs.get_device(), state.nested
+        if not size == inputs.shape[-1] == inputs.numel() or not inputs.is_contiguous():
             return None
-        plan = None
-        _say_without(key[0], str(error))
-    _plans[key] = plan
-    return plan
+        kind = index, inputs.dtype, outputs, size, bool(nested), state.blocksize
+        code, maxima = state.code, state.absmax
+        floats: tuple[Any, ...] = (code, maxima)
+        second: tuple[Any, ...] = ()
+        if nested:
+            if state.state2.blocksize != _NESTED_BLOCK or maxima.dtype is not torch.uint8:
+                return None
+            second = state.state2.code, state.state2.absmax, state.offset
+            floats = code, *second
+        for each in floats:
+            if each.get_device() != index or each.dtype is not torch.float32:
+                return None
+        at = inputs.data_ptr()
+        packed = weight.data_ptr()
+        if (
+            (at | packed) % 16
+            or 2 * weight.numel() * weight.itemsize != outputs * size
+            or maxima.numel() * state.blocksize != outputs * size
+            or weight.get_device() != index
+            or maxima.get_device() != index
+            or code.numel() != 16
+            or not weight.is_contiguous()
+        ):
+            return None
+        plan = FAMILY.kinds.get(kind)
+        plan = plan or FAMILY.get(kind, inputs.device, _plan, original, state, *kind)
+        if plan is None:
+            return None
+        out = inputs.new_empty((*inputs.shape[:-1], outputs))
+        pointers = (
+            out.data_ptr(), at, packed, maxima.data_ptr(), code.data_ptr(),
+            *([each.data_ptr() for each in second] or (0, 0, 0)),
+        )  # fmt: skip
+        launch, blocks, *sizes = plan
+        if current_device()() == index:
+            launch(blocks, raw_stream()(index), *pointers, *sizes)
+        else:
+            with torch.cuda.device(index):
+                launch(blocks, raw_stream()(index), *pointers, *sizes)
+        return out
+    except Exception as error:  # bitsandbytes computes it, or raises its own error
+        return FAMILY.failed(kind, inputs.device, error)
 
 
-@cache
-def _say_without(device: int, why: str) -> None:
-    logger.info("bitsandbytes' kernel multiplies with weights in 4 bits on GPU %d: %s", device, why)
-
-
-def _new_plan(
-    device: int, dtype: Any, outputs: int, size: int, nested: bool, blocksize: int
-) -> _Plan | None:
-    """The plan for weights of this shape.
-
-    Raises:
-        KernelError: This machine cannot compile the kernel.
-    """
+def _plan(
+    original: Any, state: Any, index: int, dtype: Any, outputs: int, size: int, nested: bool,
+    blocksize: int,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """The launcher for weights of this shape, its blocks, and its last two arguments."""
     import torch
 
     vectors, shift = size // _VECTOR, (blocksize // _VECTOR).bit_length() - 1
@@ -242,7 +182,7 @@ def _new_plan(
     splits += parts * splits % 2  # whole warps
     threads = parts * splits * _LANES
     most = 512 if threads <= 512 else 1024
-    count = torch.cuda.get_device_properties(device).multi_processor_count
+    count = torch.cuda.get_device_properties(index).multi_processor_count
     share = outputs * splits * _LANES / count
     rows = next(rows for rows, limit in _ROWS if limit is None or share <= limit)
     if each > 1:
@@ -250,7 +190,7 @@ def _new_plan(
     chunks = dtype.itemsize * _VECTOR // 16 * ((vectors + 5) // 8 * 8 + 2)
     shared = 4096 + 1024 * nested + 8 * (most // _LANES) * rows + 16 * chunks
     if (
-        dtype not in exponents()
+        dtype not in dtypes()
         or blocksize != _VECTOR << max(shift, 0)
         or size % blocksize
         or threads > most
@@ -258,30 +198,41 @@ def _new_plan(
         or outputs * vectors >= 1 << 31
     ):
         return None
-    blocks = min(-(-outputs // (rows * parts)), _BLOCKS * count)
-    limit = next(limit for limit in _SHARED if shared <= limit)
-    kernel = _kernel(device, dtype, nested, rows, each, most, limit)
-    return _Plan(kernel, (blocks, 1), threads, shared, splits, shift)
+    constants = {"INPUT": dtypes()[dtype], "NESTED": int(nested), "ROWS": rows}
+    constants |= {"VECTORS": each, "THREADS": most}
+    device, limit = torch.device("cuda", index), next(n for n in _SHARED if shared <= n)
+
+    def last(outputs: int) -> tuple[int, int]:  # 32 bits each
+        return outputs | vectors << 32, splits | shift << 32
+
+    def compared() -> Any:
+        kernel = compiler.compiled(_FILE, "one_row_4bit", device, limit, **constants)
+        launch = compiler.launcher(kernel, 10, (), (threads, 1), shared=shared)
+        few = 3 * rows * parts + 1  # for two blocks, which compute other rows after the first
+        _compare(original, state, dtype, (few, size), partial(launch, 2), last(few))
+        return launch
+
+    key = index, dtype, size, nested, blocksize, rows
+    launch = FAMILY.checked(key, device, compared)
+    return launch, min(-(-outputs // (rows * parts)), _BLOCKS * count), *last(outputs)
 
 
-@cache
-def _kernel(
-    device: int, dtype: Any, nested: bool, rows: int, vectors: int, threads: int, shared: int
-) -> Kernel:
-    """The compiled kernel.
-
-    Raises:
-        KernelError: This machine cannot compile it.
-    """
+def _compare(original: Any, state: Any, dtype: Any, shape: Any, launch: Any, last: Any) -> None:
+    """Compare the kernel with bitsandbytes' on a small weight, with codes like those of a state."""
     import torch
+    from bitsandbytes.functional import QuantState
 
-    constants = {
-        "BITS": 8 * dtype.itemsize,
-        "EXPONENT": exponents()[dtype],
-        "NESTED": int(nested),
-        "ROWS": rows,
-        "VECTORS": vectors,
-        "THREADS": threads,
-    }
-    file = Path(__file__).with_suffix(".cu")
-    return compiled(file, "one_row_4bit", constants, torch.device("cuda", device), threads, shared)
+    (outputs, size), code, device = shape, state.code, state.code.device
+    row = pattern((1, size), dtype, device)
+    packed = pattern((outputs, size // 2), torch.float32, device, 1).mul_(128).to(torch.int8)
+    packed = packed.view(torch.uint8)
+    code2 = state.state2.code if state.nested else None
+    tensors, maxima = maxima_of(outputs * size // state.blocksize, device, code2)
+    options = {"blocksize": state.blocksize, "quant_type": state.quant_type, "dtype": dtype}
+    plain = QuantState(absmax=maxima, shape=torch.Size(shape), code=code, **options)
+    theirs = original(row, packed.view(-1, 1).t(), plain)
+    own = torch.full_like(theirs, float("nan"))
+    pointers = [each.data_ptr() for each in (own, row, packed, tensors[0], code, *tensors[1:])]
+    launch(raw_stream()(row.get_device()), *pointers, *(8 - len(pointers)) * [0], *last)
+    exact = values_of(packed, code, maxima.view(outputs, -1)) * row.double()
+    require_near(own[0], theirs[0], exact.sum(-1))

@@ -11,18 +11,19 @@ eager and of a captured step are equal bit for bit.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from .one_row_4bit import _thread
-from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
-from .watch import is_of_user
+from . import compiler
+from .launch import Family
+from .one_row_4bit import patch_of_forward
+from .replacing import current_device, dtypes, plain, raw_stream
+from .trials import pattern, require_near
 
-logger = logging.getLogger(__name__)
+FAMILY = Family("one_row_lora", "PEFT adds the updates of LoRA adapters")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _RANKS = 256  # at most
@@ -31,9 +32,6 @@ _MOST = 1 << 31  # values
 _SMALL = 160 << 10  # bytes of A, at most, for one kernel
 _BLOCKS = 64  # of that kernel, at most
 _THREADS = 1024, 512, 256  # of a block of that kernel, of the first and of the second of two
-
-
-_launches = Compared()
 
 
 def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
@@ -53,11 +51,11 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
         adapter = None
         if (
             not (is_compiling() or args or kwargs)
-            and getattr(_thread, "launch", None) is not None
+            and patch_of_forward() is not None
             and is_usual
             and type(self) is bnb.Linear4bit
         ):
-            adapter = _without_errors(adapter_of, self, x)
+            adapter = _without_errors(None, x, adapter_of, self, x)
         if adapter is None:
             return original(self, x, *args, **kwargs)
         hooked = any("_hf_hook" in vars(each) for each in adapter[:2])
@@ -70,12 +68,12 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
 
 def _result(layer: Any, x: Any, *adapter: Any) -> Any:
     """The result of the base layer and of the adapter; ``None`` if PEFT has to compute them."""
-    update = _without_errors(update_of, layer, x, *adapter)
+    update = _without_errors(None, x, update_of, layer, x, *adapter)
     if update is None:
         return None
-    added, by_peft = update
+    kind, added, by_peft = update
     result = layer.base_layer(x)
-    out = _without_errors(added, result)
+    out = _without_errors(kind, x, added, result)
     return by_peft(result) if out is None else out
 
 
@@ -112,7 +110,7 @@ def adapter_of(layer: Any, x: Any) -> Any:
 
 
 def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling: Any) -> Any:
-    """Two functions that add an adapter's update to a result; ``None`` if PEFT has to.
+    """A kind, and two functions that add an adapter's update to a result; ``None`` if PEFT has to.
 
     The first returns ``None`` if the kernels cannot add it.  The second computes as PEFT does.
     """
@@ -129,7 +127,7 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
     ):
         return None
     key = x.device, x.dtype, a.dtype, size, rank, outputs, scaling
-    launch = _launches.get(key, x.device, _launch, *key)
+    launch = FAMILY.kinds.get(key) or FAMILY.get(key, x.device, _launch, *key)
     if launch is None:
         return None
 
@@ -144,23 +142,21 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
         ):
             return None
         out = torch.empty_like(result)
-        return out if launch(x, out.data_ptr(), result.data_ptr(), *pointers) else None
+        launch(x, out.data_ptr(), result.data_ptr(), *pointers)
+        return out
 
     def by_peft(result: Any) -> Any:
         update = second(first(dropout(layer._cast_input_dtype(x, a.dtype)))) * scaling
         return result + update.to(result.dtype)
 
-    return added, by_peft
+    return key, added, by_peft
 
 
-def _without_errors(function: Any, *args: Any) -> Any:
+def _without_errors(kind: Any, x: Any, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # PEFT computes it, or raises its own error
-        if is_of_user(error):
-            raise
-        logger.debug("PEFT adds an adapter's update", exc_info=error)
-        return None
+        return FAMILY.failed(kind, getattr(x, "device", None), error)
 
 
 def _is_plain_linear(layer: Any) -> bool:
@@ -219,52 +215,73 @@ def _is_unobserved(own: dict[str, Any]) -> bool:
 def _launch(
     device: Any, dtype: Any, adapter: Any, inputs: int, rank: int, outputs: int, scaling: float
 ) -> Any:
-    """A function that launches the kernels for these shapes; ``None`` if there are none.
-
-    Raises:
-        KernelError: Memory is short.
-    """
+    """A function that launches the kernels for these shapes; ``None`` if there are none."""
     import torch
 
-    from .compiler import launcher
-
-    known, stream_of, index = dtypes(), raw_stream(), device.index
     if (
-        dtype not in known
+        dtype not in dtypes()
         or dtype is torch.float32
-        or adapter not in known
+        or adapter not in dtypes()
         or not 0 < rank <= _RANKS
         or not 0 < inputs * rank < _MOST
         or not 0 < outputs * rank < _MOST
         or inputs % 4
     ):
         return None
+    kind = device, dtype, adapter, rank, inputs * rank * adapter.itemsize <= _SMALL
+    FAMILY.checked(kind, device, _compare, *kind)
+    return _launching(*kind, inputs, outputs, float(scaling))
 
-    def part(number: int) -> Any:
-        constants = {"INPUT": known[dtype], "ADAPTER": known[adapter], "RANK": rank}
-        constants |= {"PART": number, "THREADS": _THREADS[number]}
-        kernel = kernel_of(_FILE, tuple(constants.items()), device, _THREADS[number])
-        numbers = inputs, outputs, float(scaling)
-        return kernel and launcher(kernel, 6, numbers, (_THREADS[number], 1))
 
-    def blocks(number: int) -> int:
-        return -(-outputs // (_THREADS[number] // _lanes(rank)))
+def _launching(
+    device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool, inputs: int, outputs: int,
+    scaling: float, most: int = _BLOCKS,
+) -> Callable[..., None]:  # fmt: skip
+    import torch
 
-    if inputs * rank * adapter.itemsize <= _SMALL:
-        both, count = part(0), min(blocks(0), _BLOCKS)
+    stream_of, index = raw_stream(), device.index
 
-        def in_one(x: Any, *pointers: int) -> bool:
-            return bool(both(count, stream_of(index), *pointers, 0))
+    def part(number: int) -> tuple[Any, int]:
+        """The launcher of a kernel, and the number of its blocks for all outputs."""
+        threads, constants = _THREADS[number], {"INPUT": dtypes()[dtype], "RANK": rank}
+        constants |= {"ADAPTER": dtypes()[adapter], "PART": number, "THREADS": threads}
+        kernel = compiler.compiled(_FILE, "one_row_lora", device, **constants)
+        launch = compiler.launcher(kernel, 6, (inputs, outputs, scaling), (threads, 1))
+        return launch, -(-outputs // (threads // _lanes(rank)))
 
-        return both and in_one
-    first, second, count = part(1), part(2), blocks(2)
+    if is_small:
+        both, blocks = part(0)
+        return lambda x, *pointers: both(min(blocks, most), stream_of(index), *pointers, 0)
+    (first, _), (second, blocks) = part(1), part(2)
 
-    def in_two(x: Any, *pointers: int) -> bool:
+    def in_two(x: Any, *pointers: int) -> None:
         middle, stream = x.new_empty(rank, dtype=torch.float32), stream_of(index)
         pointers += (middle.data_ptr(),)
-        return bool(first(rank, stream, *pointers) and second(count, stream, *pointers))
+        first(rank, stream, *pointers)
+        second(blocks, stream, *pointers)
 
-    return first and second and in_two
+    return in_two
+
+
+def _compare(device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool) -> None:
+    """Compare the kernels with PEFT's computation, for few inputs and outputs."""
+    import torch
+    from torch.nn.functional import linear
+
+    # More rows of B than a block computes at once, and inputs that do not fill the warps.
+    inputs, outputs, scaling = 1172, 2 * _THREADS[0] // _lanes(rank) + 1, 0.5
+    x, result = (pattern((1, n), dtype, device, n) for n in (inputs, outputs))
+    a, b = (pattern(shape, adapter, device, 1) for shape in ((rank, inputs), (outputs, rank)))
+    x, a = x + x.sign() / 2, a / inputs**0.5  # each input changes the result
+    own = torch.full_like(result, float("nan"))
+    launch = _launching(device, dtype, adapter, rank, is_small, inputs, outputs, scaling, 1)
+    launch(x, *(each.data_ptr() for each in (own, result, x, a, b)))
+
+    def by_peft(x: Any, a: Any, b: Any, result: Any) -> Any:
+        return result + (linear(linear(x.to(a.dtype), a), b) * scaling).to(result.dtype)
+
+    exact = by_peft(*(each.double() for each in (x, a, b, result)))
+    require_near(own, by_peft(x, a, b, result), exact)
 
 
 def _lanes(rank: int) -> int:

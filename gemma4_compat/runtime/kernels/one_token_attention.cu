@@ -9,8 +9,6 @@
 
 #include "values.cuh"
 
-typedef Value<INPUT> Input;
-
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 #define NONE __int_as_float(0xff800000)  // -inf
 

@@ -8,19 +8,20 @@ read, such as the free part of a static cache.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .compiler import Kernel, KernelError, compiled, launcher
+from . import compiler
+from .launch import Family
 from .replacing import current_device, dtypes, raw_stream
-from .step import is_short_of_memory
-from .streams import is_capturing
+from .trials import pattern, require_near
 
-logger = logging.getLogger(__name__)
+#: A kind is a layout: with a growing cache, each token has another one.
+FAMILY = Family("one_token_attention", "PyTorch computes the attention of one token", most=4096)
 
+_FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 256
 _HEADS = 8  # that one block computes, at most
 _FEW = 4096  # keys, with which blocks of half as many heads use more of the GPU
@@ -30,21 +31,18 @@ _LEAST, _MOST, _ONE_BLOCK = 16, 1024, 32
 _LONGEST = 4096 * _MOST  # keys
 _FAR = 2**31  # strides are 32-bit numbers in the kernel
 _ALIGNED = 16  # bytes of a load
-_PLANS = 4096  # that are kept
 
 
 class _Plan(NamedTuple):
     """What the layout of the inputs decides."""
 
-    attend: Callable[..., bool]
+    key: Any  # of the kernels
+    attend: Callable[..., None]
     blocks: int
-    combine: Callable[..., bool] | None
+    combine: Callable[..., None] | None
     combining: int  # blocks
     output: tuple[int, ...]
     partial: int  # float32 values of partial results
-
-
-_plans: dict[Any, _Plan | None] = {}
 
 
 def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any | None:
@@ -66,38 +64,31 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
 
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     layout = (float(scale), *map(_layout, tensors))
-    if layout not in _plans:
-        try:
-            plan = _plan_of(float(scale), *tensors)
-        except KernelError as error:
-            if is_short_of_memory(error):
-                return None
-            logger.info("PyTorch computes the attention of one token: %s", error)
-            plan = None
-        if plan is None and is_capturing(query.device):
-            return None
-        if len(_plans) >= _PLANS:
-            _plans.clear()
-        _plans[layout] = plan
-    plan = _plans[layout]
+    plan = FAMILY.kinds.get(layout) or FAMILY.get(layout, query.device, _plan_of, scale, *tensors)
     if plan is None:
         return None
     index = query.get_device()
-    if current_device()() != index:
-        with torch.cuda.device(index):
-            return attention(query, key, value, mask, scale)
     try:
-        output = torch.empty(plan.output, dtype=query.dtype, device=query.device)
-        partial = torch.empty(plan.partial, dtype=torch.float32, device=query.device)
-    except torch.cuda.OutOfMemoryError:  # PyTorch raises it, or needs less
-        return None
+        if current_device()() == index:
+            return _launched(plan, index, *tensors)
+        with torch.cuda.device(index):
+            return _launched(plan, index, *tensors)
+    except Exception as error:  # PyTorch raises it, too, or needs less memory
+        return FAMILY.failed(layout, query.device, error, plan.key)
+
+
+def _launched(plan: _Plan, index: int, *tensors: Any) -> Any:
+    import torch
+
+    output = torch.empty(plan.output, dtype=tensors[0].dtype, device=tensors[0].device)
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=tensors[0].device)
     pointers, stream = (output.data_ptr(), partial.data_ptr()), raw_stream()(index)
     inputs = [tensor.data_ptr() for tensor in tensors]
     inputs += [0] * (4 - len(inputs))  # a mask that does not exist is not read
-    done = plan.attend(plan.blocks, stream, *pointers, *inputs)
+    plan.attend(plan.blocks, stream, *pointers, *inputs)
     if plan.combine is not None:
-        done = done and plan.combine(plan.combining, stream, *pointers)
-    return output if done else None
+        plan.combine(plan.combining, stream, *pointers)
+    return output
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
@@ -106,11 +97,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
-    """How to compute these inputs; ``None`` if the kernel cannot, or is not compiled in a capture.
-
-    Raises:
-        KernelError: This machine cannot compile or load the kernel.
-    """
+    """How to compute these inputs; ``None`` if the kernel cannot."""
     import torch
 
     if not _fits(query, key, value, mask):
@@ -119,30 +106,68 @@ def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -
     key_heads, length = key.shape[1:3]
     most = _HEADS if batch * key_heads * length > _FEW else _HEADS // 2
     per_block = next(n for n in range(most, 0, -1) if heads // key_heads % n == 0)
-    groups = heads // per_block
-    keys = _keys_of_a_block(length, batch * groups, size, query.device)
-    splits = -(-length // keys)
+    keys = _keys_of_a_block(length, batch * heads // per_block, size, query.device)
     masked = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-    kind = (query.device, query.dtype, size)
-    attend = _kernel(*kind, "one_token_attention", per_block, masked)
-    combine = _kernel(*kind, "combined", 1, 0) if splits > 1 else None
-    if attend is None or (combine is None and splits > 1):
-        return None
+    kind = query.device, query.dtype, size, per_block, masked, keys < length
+    FAMILY.checked(kind, query.device, _compare, *kind)
+    return _plan(kind, keys, scale, query, key, value, mask)
+
+
+def _plan(
+    kind: tuple[Any, ...], keys: int, scale: float, query: Any, key: Any, value: Any, mask: Any
+) -> _Plan:
+    """With so many keys of a block."""
+    device, dtype, size, per_block, masked, _ = kind
+    (batch, heads, _, _), (_, key_heads, length, _) = query.shape, key.shape
+    groups, splits = heads // per_block, -(-length // keys)
     strides = [0, 0, 0]
     if mask is not None:
         strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1, 3)]
     numbers = (
-        *(scale, splits, length, keys, groups, heads // key_heads // per_block),
+        *(float(scale), splits, length, keys, groups, heads // key_heads // per_block),
         *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
     )
+    constants = {"INPUT": dtypes()[dtype], "SIZE": size, "HEADS": per_block, "MASK": masked}
+    shared = 4 * _MOST * (1 << (per_block - 1).bit_length())
+    attend = compiler.compiled(_FILE, "one_token_attention", device, shared, **constants)
+    combine, block = None, (_THREADS, 1)
+    if splits > 1:
+        constants |= {"HEADS": 1, "MASK": 0}
+        combined = compiler.compiled(_FILE, "combined", device, **constants)
+        combine = compiler.launcher(combined, 2, (splits, batch * heads), block)
     return _Plan(
-        attend=launcher(attend, 6, numbers, (_THREADS, 1)),
+        key=kind,
+        attend=compiler.launcher(attend, 6, numbers, block),
         blocks=batch * groups * splits,
-        combine=launcher(combine, 2, (splits, batch * heads), (_THREADS, 1)) if combine else None,
+        combine=combine,
         combining=batch * heads * max(size // 64, 1),
         output=(batch, 1, heads, size),
         partial=batch * heads * splits * (size + 2) if splits > 1 else 0,
     )
+
+
+def _compare(*kind: Any) -> None:
+    """Compare the kernels with PyTorch's for two rows, two heads of keys, and few keys."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    device, dtype, size, per_block, masked, in_splits = kind
+    length, heads, scale = 77, 2 * per_block, 4 * size**-0.5
+    shapes = enumerate(((2, heads, 1, size), (2, 2, length, size), (2, 2, length, size)))
+    inputs = [pattern(shape, dtype, device, seed) for seed, shape in shapes]
+    mask: Any = pattern((2, heads, 1, length), dtype, device, 7) if masked else None
+    if masked == 1:
+        mask = mask > -0.5
+    query, key, value = inputs
+    plan = _plan(kind, 48 if in_splits else 80, scale, query, key, value, mask)
+    own = _launched(plan, device.index, *inputs, *([] if mask is None else [mask]))
+    key, value = (each.repeat_interleave(per_block, 1) for each in (key, value))
+    theirs = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    query, key, value = (each.double().view(2, 2, -1, size) for each in inputs)
+    scores = query @ key.transpose(2, 3) * scale
+    if masked:
+        scores += (mask.double().log() if masked == 1 else mask.double()).view_as(scores)
+    exact = (scores.softmax(-1) @ value).view_as(theirs)
+    require_near(own.transpose(1, 2), theirs, exact)
 
 
 def _fits(query: Any, key: Any, value: Any, mask: Any) -> bool:
@@ -207,22 +232,3 @@ def _processors(device: Any) -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_kernels: dict[Any, Kernel] = {}
-
-
-def _kernel(device: Any, dtype: Any, size: int, name: str, heads: int, mask: int) -> Kernel | None:
-    """The compiled kernel; ``None`` if it is to be compiled in a capture.
-
-    Raises:
-        KernelError: This machine cannot compile or load it.
-    """
-    kind = (device, dtype, size, name, heads, mask)
-    kernel = _kernels.get(kind)
-    if kernel is None and not is_capturing(device):
-        constants = {"INPUT": dtypes()[dtype], "SIZE": size, "HEADS": heads, "MASK": mask}
-        shared = 0 if name == "combined" else 4 * _MOST * (1 << (heads - 1).bit_length())
-        file = Path(__file__).with_suffix(".cu")
-        kernel = _kernels[kind] = compiled(file, name, constants, device, _THREADS, shared)
-    return kernel

@@ -8,20 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from .step import is_short_of_memory
-from .streams import is_capturing
-from .watch import is_of_user
-
-if TYPE_CHECKING:
-    from .compiler import Kernel
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-_KINDS = 512  # at most
-_UNKNOWN = object()
 
 
 @cache
@@ -90,66 +79,9 @@ def raw_stream() -> Callable[[int], int]:
     return get
 
 
-class Compared:
-    """What launches a kernel for each kind of calls; ``None`` for a kind that does without it."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[Any, Any] = {}
-
-    def get(self, key: Any, device: Any, make: Callable[..., Any], *arguments: Any) -> Any:
-        """The value of a kind, which ``make`` returns at the first call.
-
-        ``make`` compares the kernel with the original.  Its failure is not stored if the reason may
-        pass: memory is short, or a stream is captured, in which nothing can be compared.
-        """
-        value = self.kinds.get(key, _UNKNOWN)
-        if value is not _UNKNOWN:
-            return value
-        if is_capturing(device):
-            return None
-        value = None
-        try:
-            value = make(*arguments)
-        except Exception as error:
-            if is_of_user(error):
-                raise
-            logger.debug("a kernel was not compared", exc_info=True)
-            if _may_pass(error):
-                return None
-        if len(self.kinds) >= _KINDS:
-            self.kinds.clear()
-        self.kinds[key] = value
-        return value
-
-
-@cache
-def kernel_of(
-    file: Path, constants: tuple[tuple[str, int], ...], device: Any, threads: int
-) -> Kernel | None:
-    """The kernel with the name of the file; ``None`` if this machine cannot compile it.
-
-    Raises:
-        KernelError: Memory is short, a stream is captured, or this thread has no CUDA context.
-    """
-    from .compiler import KernelError, compiled
-
-    try:
-        return compiled(file, file.stem, dict(constants), device, threads, 0)
-    except KernelError as error:
-        if _may_pass(error):
-            raise
-        logger.info("transformers' own kernels run in place of %s: %s", file.stem, error)
-        return None
-
-
 @cache
 def dtypes() -> dict[Any, int]:
     """The numbers of the dtypes in ``values.cuh``."""
     import torch
 
     return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-
-def _may_pass(error: BaseException) -> bool:
-    # The driver has no context in a thread that has not used the GPU yet.
-    return is_short_of_memory(error) or any(w in str(error) for w in ("captur", "device context"))

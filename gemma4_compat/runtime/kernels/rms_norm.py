@@ -5,28 +5,26 @@ run: a token of E2B has 242 norms.  For many tokens, each of them reads and writ
 float32.
 
 The kernel's output equals that of the nine bit for bit, because it adds the squares in the same
-order.  PyTorch does not document that order.  So the kernel is compared with the norm itself on
-random inputs, before its first use for norms and inputs of a kind: in float32, where another order
-shows, and in the dtype of the input.  If an output differs, the norm stays as it is.
+order.  PyTorch does not document that order.  So the kernel is compared with the norm itself,
+before its first use for norms and inputs of a kind: in float32, where another order shows, and in
+the dtype of the input.
 """
 
 from __future__ import annotations
 
-import logging
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .replacing import Compared, current_device, dtypes, kernel_of, plain, raw_stream
+from . import compiler
+from .launch import Family
+from .replacing import current_device, dtypes, plain, raw_stream
+from .trials import pattern, require_equal
 
-if TYPE_CHECKING:
-    from .compiler import Kernel
-
-logger = logging.getLogger(__name__)
-
+FAMILY = Family("rms_norm", "transformers computes RMS norms in its own kernels")
 _WARP = 32
 _MAX_THREADS = 512  # of a block in PyTorch's reductions
-_FILE, _MOST = Path(__file__).with_suffix(".cu"), ("THREADS", _MAX_THREADS)
+_FILE = Path(__file__).with_suffix(".cu")
 #: PyTorch adds longer rows in another order.
 _SIZES = range(4 * _WARP, 15 * _MAX_THREADS + 1, 4)
 #: PyTorch adds the rows of this number and of all larger ones in the same order (``_threads``).
@@ -40,13 +38,11 @@ _VALUES = 1 << 19  # of the trial with most rows
 class _Kind:
     """How the kernel is launched for one kind of norms and inputs."""
 
-    def __init__(self, kernel: Kernel, rows: int, size: int, eps: float) -> None:
-        from .compiler import launcher
-
+    def __init__(self, kernel: compiler.Kernel, rows: int, size: int, eps: float) -> None:
         threads = _threads(rows, size // 4)
         self.rows_in_block = _ROWS_IN_BLOCK if threads == _WARP else 1
         numbers = size // 4, 1 / size, eps
-        self.launch = launcher(kernel, 4, numbers, (threads, self.rows_in_block))
+        self.launch = compiler.launcher(kernel, 4, numbers, (threads, self.rows_in_block))
         # PyTorch's factor is the number of rows divided by that of values, both in float32.
         self.most_rows = (1 << 24) // (size // (size & -size))
 
@@ -60,9 +56,8 @@ def in_one_kernel(original: Any) -> Any:
     import torch
     from torch.nn import Parameter
 
-    compared, is_plain, get_device, stream_of = Compared(), plain(), current_device(), raw_stream()
-    known, Tensor, empty_like = compared.kinds, torch.Tensor, torch.empty_like
-    OutOfMemory = torch.cuda.OutOfMemoryError
+    is_plain, get_device, stream_of = plain(), current_device(), raw_stream()
+    known, Tensor, empty_like = FAMILY.kinds, torch.Tensor, torch.empty_like
 
     def output(self: Any, inputs: Any, index: int) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -86,19 +81,19 @@ def in_one_kernel(original: Any) -> Any:
             return None
         rows, cls = inputs.numel() // size, type(self)
         few = rows if rows < _MANY_ROWS else _MANY_ROWS
-        key = cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
+        key = original, cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
         kind = known.get(key)
         if kind is None:
-            kind = compared.get(key, inputs.device, _equal_kind, original, self, inputs, weight)
+            compare = key, inputs.device, _equal_kind, original, self, inputs, weight
+            kind = FAMILY.get(key, inputs.device, FAMILY.checked, *compare)
         if kind is None or rows > kind.most_rows:
             return None
         try:
-            out = empty_like(inputs)
-        except OutOfMemory:  # the original raises it, or needs less
-            return None
-        blocks = -(-rows // kind.rows_in_block)
-        done = kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
-        return out if done else None
+            out, blocks = empty_like(inputs), -(-rows // kind.rows_in_block)
+            kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
+        except Exception as error:  # the original raises it, too, or needs less memory
+            return FAMILY.failed(key, inputs.device, error)
+        return out
 
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
@@ -116,7 +111,7 @@ def in_one_kernel(original: Any) -> Any:
 
 
 def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind | None:
-    """The kind whose outputs equal those of a norm bit for bit; ``None`` if there is none."""
+    """The kind whose outputs equal those of a norm bit for bit; ``None`` if it computes none."""
     import torch
 
     size, device, numbers = inputs.shape[-1], inputs.device, {None: 0, **dtypes()}
@@ -127,32 +122,33 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
         return None
     stream, rows = raw_stream()(inputs.get_device()), min(inputs.numel() // size, _MANY_ROWS)
     rows = 1 << (rows.bit_length() - 1)
-    generator = torch.Generator(device).manual_seed(0)
-    trials = [
-        4 * torch.randn(count, size, generator=generator, device=device)
-        for count in (*_TRIALS * [rows], _VALUES // size)
-    ]
+    counts = enumerate((*_TRIALS * [rows], _VALUES // size))
+    trials = [4 * pattern((count, size), torch.float32, device, seed) for seed, count in counts]
 
-    def kind_of(count: int, of: Any, halving: bool) -> _Kind | None:
+    def kind_of(count: int, of: Any, halving: bool) -> _Kind:
         constants = {"INPUT": numbers[of], "WEIGHT": numbers[dtype], "HALVING": int(halving)}
-        kernel = kernel_of(_FILE, (*constants.items(), _MOST), device, _MAX_THREADS)
-        return None if kernel is None else _Kind(kernel, count, size, module.eps)
+        constants["THREADS"] = _MAX_THREADS
+        kernel = compiler.compiled(_FILE, "rms_norm", device, **constants)
+        return _Kind(kernel, count, size, module.eps)
 
-    def is_equal(trial: Any, halving: bool) -> bool:
-        count, out = len(trial), torch.empty_like(trial)
+    def compare(trial: Any, halving: bool) -> None:
+        count, out = len(trial), torch.full_like(trial, float("nan"))
         kind = kind_of(count, trial.dtype, halving)
-        if kind is None:
-            return False
-        blocks, pointers = -(-count // kind.rows_in_block), (out.data_ptr(), trial.data_ptr())
-        done = kind.launch(blocks, stream, *pointers, weights, count)
-        return done and torch.equal(out, original(module, trial))
+        pointers = out.data_ptr(), trial.data_ptr(), weights, count
+        kind.launch(-(-count // kind.rows_in_block), stream, *pointers)
+        require_equal(out, original(module, trial))
 
     for halving in (True, False):
-        if all(is_equal(t.to(d), halving) for d in (torch.float32, inputs.dtype) for t in trials):
-            return kind_of(rows, inputs.dtype, halving)
-    name = type(module).__name__
-    logger.info("%s of %s values stays as it is: its outputs would differ", name, size)
-    return None
+        try:
+            for of in (torch.float32, inputs.dtype):
+                for trial in trials:
+                    compare(trial.to(of), halving)
+        except compiler.KernelError:
+            if not halving:
+                raise
+        else:
+            break
+    return kind_of(rows, inputs.dtype, halving)
 
 
 def _threads(rows: int, fours: int) -> int:

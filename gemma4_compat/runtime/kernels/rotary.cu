@@ -7,17 +7,9 @@
 
 typedef Four<INPUT> Values;
 
-__device__ __forceinline__ Value<INPUT> rounded(float value) {
-    Value<INPUT> result;
-    result.set(value);
-    return result;
-}
-
-__device__ __forceinline__ Value<INPUT> turned(
-    Value<INPUT> own, Value<INPUT> cos, float other, Value<INPUT> sin
-) {
-    const float first = rounded(__fmul_rn(own.get(), cos.get())).get();
-    return rounded(__fadd_rn(first, rounded(__fmul_rn(other, sin.get())).get()));
+__device__ __forceinline__ Input turned(Input own, Input cos, float other, Input sin) {
+    const float first = load(store(__fmul_rn(own.get(), cos.get())));
+    return store(__fadd_rn(first, load(store(__fmul_rn(other, sin.get())))));
 }
 
 // A thread computes four values of the first half of a row, and the same four of the second.

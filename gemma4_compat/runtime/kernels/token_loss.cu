@@ -3,13 +3,13 @@
 // Each step of the soft cap is rounded to the dtype of the logits, as PyTorch does.  The gradient is
 // computed in float32 and rounded once.
 //
-// Constants from the compiler's command line: BITS and EXPONENT of the dtype; VALUES that one load
+// Constants from the compiler's command line: INPUT, the dtype; VALUES that one load
 // reads.
 
-#include "bits.cuh"
+#include "values.cuh"
 
-struct alignas(VALUES * sizeof(Bits)) Pack {
-    Bits values[VALUES];
+struct alignas(VALUES * sizeof(Input)) Pack {
+    Input values[VALUES];
 };
 
 __device__ __forceinline__ float rounded(float value) { return load(store(value)); }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void add(float& maximum, float& sum, float other, flo
 
 // A block for each row.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) token_loss(
-    float* losses, Bits* logits, const long long* targets, float cap, float inverse, int ignored,
+    float* losses, Input* logits, const long long* targets, float cap, float inverse, int ignored,
     int size
 ) {
     Pack* row = (Pack*)(logits + (long long)blockIdx.x * size);
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) token_loss(
     }
     const float logarithm = logf(sum);
     if (threadIdx.x == 0) {
-        const float logit = capped(load(((Bits*)row)[target]), cap, inverse, tangent);
+        const float logit = capped(load(((Input*)row)[target]), cap, inverse, tangent);
         losses[blockIdx.x] = -(logit - maximum - logarithm);
     }
     __syncthreads();  // The logit of the target is read before it is overwritten.

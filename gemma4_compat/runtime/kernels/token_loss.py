@@ -6,31 +6,32 @@ PyTorch needs a dozen kernels and 20 bytes for each entry of the logits.  This k
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .compiler import Kernel, KernelError, compiled, exponents
-from .step import is_short_of_memory
+from . import compiler
+from .launch import Family
+from .replacing import dtypes, raw_stream
+from .trials import pattern, require_near
 
-logger = logging.getLogger(__name__)
+FAMILY = Family("token_loss", "PyTorch computes the loss of tokens in its own kernels")
 
+_FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 1024
 _BYTES = 16  # of a load
 
 
 def can_compute(device: Any, dtype: Any, size: int) -> bool:
-    """Whether ``losses_`` can be called with logits [N, size]; the first call compiles the kernel.
+    """Whether ``losses_`` can be called with logits [N, size]; the first call compares the kernel.
 
     On meta, where sizes are counted, the answer is that of a GPU.
     """
-    if dtype not in exponents() or device.type not in ("cuda", "meta"):
+    if dtype not in dtypes() or device.type not in ("cuda", "meta"):
         return False
-    try:
-        return device.type == "meta" or _kernel(device, dtype, _values(dtype, size)) is not None
-    except KernelError:  # Memory is short; the next call tries again.
-        return False
+    kind = device, dtype, _values(dtype, size)
+    if device.type == "meta":
+        return True
+    return FAMILY.get(kind, device, FAMILY.checked, kind, device, _compared, *kind) is not None
 
 
 def losses_(logits: Any, target: Any, cap: float, ignore_index: int) -> Any:
@@ -47,16 +48,27 @@ def losses_(logits: Any, target: Any, cap: float, ignore_index: int) -> Any:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if logits.is_meta or not len(logits):
         return losses
-    kernel = _kernel(logits.device, logits.dtype, _values(logits.dtype, logits.shape[-1]))
-    assert kernel is not None, "can_compute said no"
-    # PyTorch multiplies by the inverse of a number, too.
-    inverse = float(1 / torch.tensor(cap)) if cap else 0.0
-    with torch.cuda.device(logits.device):
-        kernel(
-            (len(logits), 1), losses, logits, target.contiguous(), float(cap), inverse,
-            ignore_index, logits.shape[-1], stream=torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+    kind = logits.device, logits.dtype, _values(logits.dtype, logits.shape[-1])
+    try:
+        kernel = FAMILY.checked(kind, logits.device, _compared, *kind)
+        _launch(kernel, losses, logits, target.contiguous(), cap, ignore_index)
+    except Exception as error:
+        FAMILY.failed(kind, logits.device, error)
+        losses, gradients = _by_pytorch(logits, target, cap, ignore_index)
+        logits.copy_(gradients)
     return losses
+
+
+def _launch(kernel: Any, losses: Any, logits: Any, target: Any, cap: float, ignored: int) -> None:
+    import torch
+
+    # PyTorch multiplies by the inverse of a number, too.
+    inverse = float(1 / torch.tensor(cap, dtype=torch.float32, device="cpu")) if cap else 0.0
+    numbers = float(cap), inverse, ignored, logits.shape[-1]
+    launch = compiler.launcher(kernel, 3, numbers, (_THREADS, 1))
+    with torch.cuda.device(logits.device):
+        stream = raw_stream()(logits.get_device())
+        launch(len(logits), stream, *(each.data_ptr() for each in (losses, logits, target)))
 
 
 def _values(dtype: Any, size: int) -> int:
@@ -65,14 +77,37 @@ def _values(dtype: Any, size: int) -> int:
     return values if size % values == 0 else 1
 
 
-@cache
-def _kernel(device: Any, dtype: Any, values: int) -> Kernel | None:
-    file = Path(__file__).with_suffix(".cu")
-    constants = {"BITS": 8 * dtype.itemsize, "EXPONENT": exponents()[dtype], "VALUES": values}
-    try:
-        return compiled(file, "token_loss", constants, device, _THREADS, 0)
-    except KernelError as error:
-        if is_short_of_memory(error):
-            raise
-        logger.info("PyTorch computes the loss: %s", error)
-        return None
+def _compared(device: Any, dtype: Any, values: int) -> compiler.Kernel:
+    """The compiled kernel."""
+    import torch
+
+    constants = {"INPUT": dtypes()[dtype], "VALUES": values}
+    kernel = compiler.compiled(_FILE, "token_loss", device, **constants)
+    size = (_THREADS + 37) * values
+    logits = 8 * pattern((4, size), dtype, device)
+    target = torch.tensor([5, -100, size - 1, size // 2], device=device)
+    for cap in (0.0, 30.0):
+        losses, gradients = torch.empty(4, device=device, dtype=torch.float32), logits.clone()
+        _launch(kernel, losses, gradients, target, cap, -100)
+        theirs = _by_pytorch(logits, target, cap, -100)
+        exact = _by_pytorch(logits.double(), target, cap, -100)
+        for compared in zip((losses, gradients), theirs, exact, strict=True):
+            require_near(*compared)
+    return kernel
+
+
+def _by_pytorch(logits: Any, target: Any, cap: float, ignored: int) -> tuple[Any, Any]:
+    """The losses of rows, and the gradients of the logits; each step in the dtype of PyTorch's."""
+    import torch
+
+    tangent = torch.tanh(logits / cap) if cap else None
+    values = logits if tangent is None else tangent * cap
+    logarithms = values.to(torch.promote_types(values.dtype, torch.float32)).log_softmax(-1)
+    kept = (target != ignored)[:, None]
+    places = torch.where(kept, target[:, None], 0)
+    chosen = torch.arange(logits.shape[1], device=logits.device) == places
+    gradients = (logarithms.exp() - chosen.to(logarithms.dtype)).masked_fill_(~kept, 0)
+    gradients = gradients.to(logits.dtype)
+    if tangent is not None:
+        gradients = torch.ops.aten.tanh_backward(gradients * cap, tangent) / cap
+    return -logarithms.gather(1, places).masked_fill(~kept, 0)[:, 0], gradients

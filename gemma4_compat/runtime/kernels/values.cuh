@@ -1,16 +1,28 @@
 // Values of the dtypes that kernels read and write.
 
+//
+// INPUT, the dtype of a kernel's inputs and outputs, is from the compiler's command line.
+
 constexpr int FLOAT32 = 1, BFLOAT16 = 2;  // 3: float16
+
+__device__ __forceinline__ float of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
 
 template <int DTYPE>
 struct Value {
     unsigned short bits;
 
     __device__ __forceinline__ float get() const {
-        if (DTYPE == BFLOAT16) return __uint_as_float((unsigned)bits << 16);
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-        return value;
+        return DTYPE == BFLOAT16 ? __uint_as_float((unsigned)bits << 16) : of_half(bits);
     }
 
     __device__ __forceinline__ void set(float value) {
@@ -24,7 +36,7 @@ struct Value {
             bits = value != value ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
 #endif
         } else {
-            asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+            bits = to_half(value);
         }
     }
 };
@@ -40,3 +52,13 @@ template <int DTYPE>
 struct alignas(4 * sizeof(Value<DTYPE>)) Four {
     Value<DTYPE> values[4];
 };
+
+typedef Value<INPUT> Input;
+
+__device__ __forceinline__ float load(Input value) { return value.get(); }
+
+__device__ __forceinline__ Input store(float value) {
+    Input result;
+    result.set(value);
+    return result;
+}
