@@ -308,7 +308,9 @@ def trained():
     config = LoraConfig(r=4, target_modules=r".*language_model.*q_proj", init_lora_weights=False)
     model = get_peft_model(model, config)
     rows = batch(model.config)
-    data = [{k: v[i % 2, : 24 - 4 * i] for k, v in rows.items()} for i in range(4)]
+    data = [{k: v[i % 2].clone() for k, v in rows.items()} for i in range(4)]
+    for index, row in enumerate(data):
+        row["labels"][: 4 * index] = -100
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(dir=folders()[0]), per_device_train_batch_size=1,
         gradient_accumulation_steps=2, max_steps=2, report_to=[], save_strategy="no", seed=0,
@@ -367,6 +369,14 @@ def native():
 
 
 WORK = (plain, offloaded, dispatched, trained, experts, native)
+
+
+def is_like(found, expected):
+    """Whether outcomes are equal, or all numbers but for rounding in bfloat16."""
+    if isinstance(found, str) or isinstance(expected, str):
+        return found == expected
+    pairs = zip(found, expected, strict=False)
+    return len(found) == len(expected) and all(abs(a - b) <= 0.05 * abs(b) + 0.05 for a, b in pairs)
 
 
 def outcome(work):
@@ -501,8 +511,8 @@ def main(names):
                 gemma4_compat.install(*patches)
         bad = {}
         for w, value in found.items():
-            if value != expected[w] and value != without[w]:
-                bad[w] = value if isinstance(value, str) else "other numbers"
+            if not any(is_like(value, each) for each in (expected[w], without[w])):
+                bad[w] = value if isinstance(value, str) else f"other numbers {value}"
         results[name] = {
             "changed": changed, "bad": bad, "work": wanted, "warnings": list(messages),
             "patches": len(patches), "seconds": round(time.time() - start, 2),
