@@ -1,46 +1,104 @@
-"""Names of the libraries that no documentation promises, and how each is guarded.
+"""Names of the libraries that no documentation promises, and what guards each read of them.
 
-Run ``python tools/private_names.py``: it writes ``docs/private-names.md`` from the code of the
-package.  ``tests/test_private_names.py`` removes each name in turn.
+``python tools/private_names.py`` writes ``docs/private-names.md`` and
+``gemma4_compat/patches/names.json`` from the code of the package.  A patch drifts if a name is
+missing that the second file lists for it.  ``tests/test_missing_names.py`` hides each name in turn.
 
-A name is in the table if a part of it begins with an underscore, or if it is in a module inside of
-transformers, accelerate, PEFT or bitsandbytes.  A name without a module, such as ``._hf_hook``, is
-an attribute of an object.
+A name is in the table if a part of it begins with an underscore, or if it is inside of
+transformers, accelerate, PEFT or bitsandbytes.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gemma4_compat"
-PAGE = ROOT / "docs" / "private-names.md"
+PAGE, NAMES = ROOT / "docs" / "private-names.md", PACKAGE / "patches" / "names.json"
 PLACES = ("patches", "runtime", "model", "objects.py")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
-
-#: what guards a read, the best first
 GUARDS = {
-    "replaced": "the engine says `drifted` if it does not exist",
-    "probe": "the probe reads it, or `require` names it there: `drifted`",
-    "factory": "it is read when the patch is put in place: `failed`",
-    "asked": "`getattr` with a default, or `hasattr`",
-    "caught": "a `try` with another way",
-    "call": "nothing: the test that removes it shows what happens",
+    "replaced": "A patch replaces it: the patch is `drifted` without it.",
+    "probe": "The probe reads it: the patch is `drifted` without it.",
+    "factory": "It is read when the patch is put in place: the patch is `failed` without it.",
+    "asked": "It is read by `getattr` with a default, or after `hasattr`.",
+    "caught": "A `try` has another way.",
+    "listed": "Each patch that reads it is `drifted` without it: `patches/names.json`.",
+    "open": "Nothing guards it; the reason is below.",
 }
+#: read by ``getattr`` with a default, but in all releases; without them a patch would do nothing
+ALWAYS = {"._hf_hook"}
 _CAUGHT = {"AttributeError", "ImportError", "Exception"}
-#: attributes of tensors and modules of PyTorch; classes of this package have some of these, too
+#: attributes of PyTorch's objects that classes of this package have, too
 _TORCH = {"_version", "_modules", "_parameters", "_buffers"}
+#: attributes of a ``View``, and of Python's locks
+_OTHERS = {"_module", "_read", "_updates", "_chosen", "_is_owned"}
+_MODULE, _STATE = "torch.nn.Module", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_TUNER, _HOOK = "peft.tuners.tuners_utils.BaseTuner", "accelerate.hooks.add_hook_to_module"
+_MODEL, _CONFIG = "transformers.modeling_utils.PreTrainedModel", "transformers.configuration_utils.PreTrainedConfig"
+#: Where the attributes of objects are: a class, or a function that names the attribute.
+OWNERS = {
+    "_apply_gate": "transformers.models.gemma4.modeling_gemma4.Gemma4TextExperts",
+    "_attn_implementation": f"{_CONFIG}",
+    "_backward_hooks": _MODULE,
+    "_backward_pre_hooks": _MODULE,
+    "_buffers": _MODULE,
+    "_cast_input_dtype": "peft.tuners.tuners_utils.BaseTunerLayer",
+    "_cdata": "torch.UntypedStorage",
+    "_check_target_module_exists": _TUNER,
+    "_create_and_replace": _TUNER,
+    "_dequantize_weights": "transformers.integrations.gemma_quant.QuantizedEmbedding",
+    "_experts_implementation": _CONFIG,
+    "_forward_hooks": _MODULE,
+    "_forward_pre_hooks": _MODULE,
+    "_from_config": _MODEL,
+    "_global_mapping": "transformers.utils.generic.GeneralInterface",
+    "_get_available_adapters": "peft.tuners.tuners_utils.BaseTunerLayer",
+    "_hf_hook": _HOOK,
+    "_hf_peft_config_loaded": _MODEL,
+    "_is_root": f"{_STATE}.__init__",
+    "_load_from_state_dict": _MODULE,
+    "_load_pretrained_model": _MODEL,
+    "_load_state_dict_post_hooks": _MODULE,
+    "_module_info": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
+    "_modules": _MODULE,
+    "_norm": "transformers.models.gemma4.modeling_gemma4.Gemma4RMSNorm",
+    "_old_forward": _HOOK,
+    "_param_fqn": _STATE,
+    "_parameters": _MODULE,
+    "_prepare_adapter_config": _TUNER,
+    "_reduce_scatter_process_group": _GROUP,
+    "_skip_keys_device_placement": _MODEL,
+    "_state_ctx": f"{_STATE}.__init__",
+    "_supports_flash_attn": _MODEL,
+    "_supports_flex_attn": _MODEL,
+    "_supports_sdpa": _MODEL,
+    "_training_state": f"{_GROUP}.__init__",
+    "_version": "torch.Tensor",
+}
+#: Why nothing guards a name.
+OPEN = {
+    "._fsdp_param_group": "an `FSDPState` has this or `_fsdp_param_groups`, for which `hasattr` asks",
+    "._fsdp_param_groups": "`hasattr` asks before",
+    "._saved_reduction": "the probe of `gradient_accumulation` computes a loss and reads it",
+    "._saved_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
+    "._saved_total_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
+}
 
 
 class Read(NamedTuple):
-    """A name, the file that reads it, and what guards that."""
+    """A name, the file that reads it, the outermost function or class, and the guard."""
 
     name: str
     file: str
+    function: str
     guard: str
 
 
@@ -50,27 +108,20 @@ def is_private(name: str) -> bool:
     return hidden or (library in LIBRARIES[1:] and len(parts) > 1 and "__" not in name)
 
 
-def reads() -> list[Read]:
-    """All reads, sorted."""
-    found = set()
-    for place in PLACES:
-        path = PACKAGE / place
-        for file in path.rglob("*.py") if path.is_dir() else [path]:
-            found |= set(_File(file).reads())
-    required = {(r.file, r.name) for r in found if r.guard == "probe"}
-    best: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, file, guard in found:
-        best[name, file].append("probe" if (file, name) in required else guard)
-    # The worst guard counts, but what a probe requires is there.
-    order = list(GUARDS)
-    return sorted(Read(*key, max(guards, key=order.index)) for key, guards in best.items())
+def full(name: str) -> str:
+    """The name with its owner."""
+    return f"{OWNERS[name[1:]]}{name}" if name.startswith(".") else name
 
 
-class _File:
+class File:
+    """The reads of a file, and what its functions and classes refer to."""
+
     def __init__(self, path: Path) -> None:
-        self.name = path.relative_to(PACKAGE).as_posix()
+        self.path = path.relative_to(PACKAGE)
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        self.known: dict[str, str] = {}  # the library's names behind local ones
+        self.known: dict[str, str] = {}  # a library's names behind local ones
+        self.imported: dict[str, tuple[str, str]] = {}  # files of the package, and their functions
+        self.texts: dict[str, str] = {}
         self.own = set(self._own())
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -78,25 +129,55 @@ class _File:
                     top = each.name.partition(".")[0]
                     if top in LIBRARIES:
                         self.known[each.asname or top] = each.name if each.asname else top
-            elif isinstance(node, ast.ImportFrom) and _is_of_library(node):
+            elif isinstance(node, ast.ImportFrom):
                 for each in node.names:
-                    self.known[each.asname or each.name] = f"{node.module}.{each.name}"
+                    if _is_of_library(node):
+                        self.known[each.asname or each.name] = f"{node.module}.{each.name}"
+                    elif node.level:
+                        found = self._import(node, each.name)
+                        self.imported[each.asname or each.name] = found
         for node in ast.walk(self.tree):  # own = torch._C
-            if isinstance(node, ast.Assign):
-                for target, value in _pairs(node):
-                    name = self._name_of(value)
-                    if isinstance(target, ast.Name) and name and not name.startswith("."):
-                        self.known.setdefault(target.id, name)
+            for target, value in _pairs(node) if isinstance(node, ast.Assign) else ():
+                if not isinstance(target, ast.Name):
+                    continue
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    self.texts[target.id] = value.value
+                name = self._name_of(value)
+                if name and not name.startswith("."):
+                    self.known.setdefault(target.id, name)
+        self.reads: list[Read] = []
+        self.refers: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        for node in self.tree.body:
+            outer = getattr(node, "name", "")
+            self.reads += (Read(n, str(self.path), outer, g) for n, g in self._visit(node, "listed"))
+            self.refers[outer] |= set(self._references(node))
+
+    def _import(self, node: ast.ImportFrom, name: str) -> tuple[str, str]:
+        base = (PACKAGE / self.path).parents[node.level - 1]
+        base = base.joinpath(*(node.module or "").split("."))
+        is_module = (base / f"{name}.py").exists()
+        file = base / f"{name}.py" if is_module else base.with_suffix(".py")
+        file = file if file.exists() else base / "__init__.py"
+        return file.relative_to(PACKAGE).as_posix(), "" if is_module else name
+
+    def _references(self, tree: ast.AST) -> Iterator[tuple[str, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                file, name = self.imported.get(node.value.id, ("", "?"))
+                if not name:
+                    yield file, node.attr
+            elif isinstance(node, ast.Name):
+                file, name = self.imported.get(node.id, (self.path.as_posix(), node.id))
+                if name:
+                    yield file, name
 
     def _own(self) -> Iterator[str]:
         """The attributes that this file's classes and functions define."""
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 yield node.name
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.attr
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                yield node.target.id
+            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                yield node.attr if isinstance(node, ast.Attribute) else node.id
 
     def _name_of(self, node: ast.expr) -> str:
         """The library's name that an expression reads; "" for none."""
@@ -106,20 +187,13 @@ class _File:
             node = node.value
         if isinstance(node, ast.Name) and node.id in self.known:
             return ".".join([self.known[node.id], *parts])
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
-            return ".".join([ast.unparse(node.slice).strip("'"), *parts])
-        is_own = isinstance(node, ast.Name) and node.id in ("self", "cls") and len(parts) == 1
         hidden = [part for part in parts if is_private(f".{part}")]
-        if not hidden or (hidden[0] in self.own and (is_own or hidden[0] not in _TORCH)):
+        if not hidden or (isinstance(node, ast.Name) and node.id in ("sys", "os", "threading")):
             return ""
-        if isinstance(node, ast.Name) and node.id in ("sys", "os", "threading"):
-            return ""
-        return f".{hidden[0]}"
-
-    def reads(self) -> Iterator[Read]:
-        for name, guard in self._visit(self.tree, "call"):
-            if is_private(name):
-                yield Read(name, self.name, guard)
+        of_self = isinstance(node, ast.Name) and node.id in ("self", "cls") and len(parts) == 1
+        is_own = hidden[0] in self.own and (of_self or hidden[0] not in _TORCH)
+        is_own = is_own or hidden[0] in _OTHERS
+        return "" if is_own else f".{hidden[0]}"
 
     def _visit(self, node: ast.AST, guard: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.FunctionDef):
@@ -127,45 +201,50 @@ class _File:
             return
         if isinstance(node, ast.Try) and _catches(node):
             for each in node.body:
-                yield from self._visit(each, "caught" if guard == "call" else guard)
+                yield from self._visit(each, "caught" if guard == "listed" else guard)
             for each in (*node.handlers, *node.orelse, *node.finalbody):
                 yield from self._visit(each, guard)
             return
+        names: Iterable[str] = ()
         if isinstance(node, ast.ImportFrom) and _is_of_library(node):
-            yield from ((f"{node.module}.{each.name}", guard) for each in node.names)
+            names = [f"{node.module}.{each.name}" for each in node.names]
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            if name := self._name_of(node):
-                yield name, guard
-                if not name.startswith("."):  # the whole chain is one name
-                    return
+            names = [self._name_of(node)]
         elif isinstance(node, ast.Call):
             yield from self._call(node)
-        for child in ast.iter_child_nodes(node):
-            yield from self._visit(child, guard)
+        yield from ((name, guard) for name in names if is_private(name))
+        if not any(name and not name.startswith(".") for name in names):  # a chain is one name
+            for child in ast.iter_child_nodes(node):
+                yield from self._visit(child, guard)
 
     def _function(self, node: ast.FunctionDef, guard: str) -> Iterator[tuple[str, str]]:
-        inner = "call" if guard == "factory" else guard
+        inner = "listed" if guard == "factory" else guard
         for each in node.decorator_list:
             called = each.func if isinstance(each, ast.Call) else each
             kind = called.attr if isinstance(called, ast.Attribute) else ""
             inner = {"probe": "probe", "replaces": "factory"}.get(kind, inner)
             if kind in ("around", "replaces") and isinstance(each, ast.Call):
-                strings = [a.value if isinstance(a, ast.Constant) else "" for a in each.args[:2]]
-                yield ".".join(map(str, strings)), "replaced"
+                name = ".".join(self._text(argument) for argument in each.args[:2])
+                if is_private(name):
+                    yield name, "replaced"
         for child in node.body:
             yield from self._visit(child, inner)
 
+    def _text(self, node: ast.expr) -> str:
+        found = ast.unparse(node).strip("'")
+        return self.texts.get(found, found)
+
     def _call(self, node: ast.Call) -> Iterator[tuple[str, str]]:
         called = node.func.id if isinstance(node.func, ast.Name) else ""
-        texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-        texts = [text for text in texts if isinstance(text, str)]
-        if called == "require":
-            yield from ((text, "probe") for text in texts)
-        elif called in ("getattr", "hasattr") and texts:
-            base = self._name_of(node.args[0])
-            base = "" if base.startswith(".") else base
-            if is_private(f".{texts[0]}") and texts[0] not in self.own:
-                yield f"{base}.{texts[0]}", "asked" if len(node.args) != 2 or called[0] == "h" else "call"
+        if called not in ("getattr", "hasattr") or len(node.args) < 2:
+            return
+        name = self._text(node.args[1])
+        if name.startswith("f'_"):
+            raise ValueError(f"{self.path}:{node.lineno}: write the private names out: {name}")
+        base = self._name_of(node.args[0])
+        name = f"{'' if base.startswith('.') else base}.{name}"
+        if is_private(name) and (name in ALWAYS or name.rpartition(".")[2] not in self.own):
+            yield name, "listed" if name in ALWAYS else "asked"
 
 
 def _pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -181,18 +260,62 @@ def _is_of_library(node: ast.ImportFrom) -> bool:
 
 
 def _catches(node: ast.Try) -> bool:
-    caught = {n.id for h in node.handlers if h.type for n in ast.walk(h.type) if isinstance(n, ast.Name)}
+    types = [handler.type for handler in node.handlers if handler.type]
+    caught = {n.id for each in types for n in ast.walk(each) if isinstance(n, ast.Name)}
     return bool(caught & _CAUGHT)
 
 
+@cache
+def files() -> dict[str, File]:
+    paths = [PACKAGE / place for place in PLACES]
+    found = (file for path in paths for file in ([path] if path.suffix else path.rglob("*.py")))
+    return {file.relative_to(PACKAGE).as_posix(): File(file) for file in sorted(found)}
+
+
+def reads() -> list[Read]:
+    """All reads, sorted."""
+    found = {read for file in files().values() for read in file.reads}
+    return sorted(r._replace(guard="open") if r.name in OPEN else r for r in found)
+
+
+def listed() -> dict[str, list[str]]:
+    """What each patch reads without a guard of its own, with the owners of attributes."""
+    by_place = defaultdict(set)
+    for read in reads():
+        if read.guard == "listed":
+            by_place[read.file, read.function].add(full(read.name))
+    names = {}
+    for file in files():
+        if file.count("/") == 2 and file.startswith("patches/") and "/_" not in file:
+            found = set().union(*(by_place[place] for place in _reached(file)))
+            if found:
+                names[Path(file).stem] = sorted(found)
+    return names
+
+
+def _reached(file: str) -> set[tuple[str, str]]:
+    """The functions and classes that a patch may use: (file, name)."""
+    waiting = [(file, name) for name in files()[file].refers]
+    found: set[tuple[str, str]] = set()
+    while waiting:
+        place = waiting.pop()
+        if place not in found and place[0] in files():
+            found.add(place)
+            waiting += files()[place[0]].refers.get(place[1], ())
+    return found
+
+
 def page() -> str:
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, file, guard in reads():
-        rows[name, guard].append(f"`{file}`")
+    """The table for contributors."""
+    rows: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for name, file, _, guard in reads():
+        rows[name, guard][f"`{file}`"] = None
     lines = [
         "# Private names of the libraries",
         "",
-        "Written by `tools/private_names.py`; the names that the package reads after an import.",
+        "<!-- Generated by `python tools/private_names.py`; do not edit. -->",
+        "",
+        "The package reads these names after an import.  `._name` is an attribute of objects.",
         "",
         "| guard | |",
         "|---|---|",
@@ -200,11 +323,17 @@ def page() -> str:
         "",
         "| name | guard | read in |",
         "|---|---|---|",
-        *(f"| `{name}` | {guard} | {', '.join(files)} |" for (name, guard), files in rows.items()),
+        *(f"| `{name}` | {guard} | {', '.join(where)} |" for (name, guard), where in rows.items()),
         "",
+        *(f"- `{name}`: {reason}" for name, reason in OPEN.items()),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def json_text() -> str:
+    return json.dumps(listed(), indent=1) + "\n"
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    NAMES.write_text(json_text(), encoding="utf-8")

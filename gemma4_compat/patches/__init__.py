@@ -14,6 +14,7 @@ from types import ModuleType
 from ..engine import Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
+from ._code import checking_names
 
 #: In the order in which the documentation lists them.
 TOPICS = (
@@ -36,6 +37,9 @@ def topics() -> dict[str, list[ModuleType]]:
 def load() -> list[Patch]:
     """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
+    for patch in patches:
+        if (probe := patch.probe_function) and not hasattr(probe, "__wrapped__"):
+            patch.probe_function = checking_names(patch.name, probe)
     return sorted(patches, key=lambda patch: patch.name)
 
 
