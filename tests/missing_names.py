@@ -6,7 +6,6 @@ has another name and uses that.  ``tests/test_missing_names.py`` runs it.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import logging
@@ -16,56 +15,16 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import gemma4_compat
+from gemma4_compat.patches import _code
+from tools import private_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = str(ROOT / "gemma4_compat") + os.sep
-#: where the attributes of objects are
-OWNERS = {
-    "_apply_gate": "transformers.models.gemma4.modeling_gemma4.Gemma4TextExperts",
-    "_attn_implementation": "transformers.PreTrainedConfig",
-    "_backward_hooks": "torch.nn.Module",
-    "_backward_pre_hooks": "torch.nn.Module",
-    "_buffers": "torch.nn.Module",
-    "_cast_input_dtype": "peft.tuners.tuners_utils.BaseTunerLayer",
-    "_check_target_module_exists": "peft.tuners.tuners_utils.BaseTuner",
-    "_compiled_call_impl": "torch.nn.Module",
-    "_create_and_replace": "peft.tuners.tuners_utils.BaseTuner",
-    "_custom_modules": "peft.LoraConfig",
-    "_dequantize_weights": "",
-    "_experts_implementation": "transformers.PreTrainedConfig",
-    "_forward_hooks": "torch.nn.Module",
-    "_forward_pre_hooks": "torch.nn.Module",
-    "_from_config": "transformers.PreTrainedModel",
-    "_get_available_adapters": "peft.tuners.tuners_utils.BaseTunerLayer",
-    "_gradient_checkpointing_func": "torch.nn.Module",
-    "_hf_hook": "torch.nn.Module",
-    "_hf_peft_config_loaded": "transformers.PreTrainedModel",
-    "_is_fsdp_managed_module": "torch.nn.Module",
-    "_is_replica": "torch.nn.Module",
-    "_load_from_state_dict": "torch.nn.Module",
-    "_load_pretrained_model": "transformers.PreTrainedModel",
-    "_load_state_dict_post_hooks": "torch.nn.Module",
-    "_mask_length": "transformers.GenerationConfig",
-    "_modules": "torch.nn.Module",
-    "_norm": "transformers.models.gemma4.modeling_gemma4.Gemma4RMSNorm",
-    "_old_forward": "torch.nn.Module",
-    "_parameters": "torch.nn.Module",
-    "_prepare_adapter_config": "peft.tuners.tuners_utils.BaseTuner",
-    "_replace_old_cache_name": "transformers.utils.ModelOutput",
-    "_skip_keys_device_placement": "transformers.PreTrainedModel",
-    "_supports_flash_attn": "transformers.PreTrainedModel",
-    "_supports_flex_attn": "transformers.PreTrainedModel",
-    "_supports_sdpa": "transformers.PreTrainedModel",
-    "_version": "torch.Tensor",
-    "_weight_conversions": "transformers.PreTrainedModel",
-}
-
-
 # -- hiding ----------------------------------------------------------------------------------------
 
 
@@ -110,59 +69,63 @@ NONE = object()
 
 
 def resolve(name):
-    """The owner of a name, and the attribute; ``None`` if there is none."""
+    """The owner of a name, and the attribute; ``None`` if these releases have none."""
     path, _, attribute = name.rpartition(".")
-    if not path:
-        path = OWNERS.get(attribute, "")
-    if not path:
-        return None
     parts = path.split(".")
-    owner = None
     for count in range(len(parts), 0, -1):
-        try:
+        with suppress(ImportError):
             owner = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            owner = getattr(owner, part, None)
-        break
-    if owner is None or not isinstance(owner, (types.ModuleType, type)):
+            break
+    else:
         return None
+    for part in parts[count:]:
+        owner = getattr(owner, part, None)
     if isinstance(owner, types.ModuleType) and not hasattr(owner, attribute):
         return None
-    return owner, attribute
+    return None if owner is None else (owner, attribute)
 
 
 @contextmanager
 def hidden(name):
+    import torch
+
     owner, attribute = resolve(name)
-    if isinstance(owner, type):
-        own = vars(owner).get(attribute, NONE)
-        setattr(owner, attribute, Hidden(owner, attribute))
-        try:
+    if isinstance(owner, types.ModuleType):
+        with lacking(owner, attribute):
             yield
-        finally:
-            if own is NONE:
-                type.__delattr__(owner, attribute)
-            else:
-                type.__setattr__(owner, attribute, own)
         return
-    kind = type(owner)
+    named = _code.is_named
+    if not isinstance(owner, type):  # a function that sets the attribute of a module
+        owner = torch.nn.Module
+        _code.is_named = lambda code, name: name != attribute and named(code, name)
+    own = vars(owner).get(attribute, NONE)
+    setattr(owner, attribute, Hidden(owner, attribute))
+    try:
+        yield
+    finally:
+        _code.is_named = named
+        if own is NONE:
+            type.__delattr__(owner, attribute)
+        else:
+            type.__setattr__(owner, attribute, own)
+
+
+@contextmanager
+def lacking(module, attribute):
+    """Give a module a class that hides an attribute from the package."""
+    kind = type(module)
 
     class Lacking(kind):
         def __getattribute__(self, key):
             if key == attribute and is_ours(sys._getframe(1)):
-                raise AttributeError(f"module {owner.__name__!r} has no attribute {key!r}")
+                raise AttributeError(f"module {module.__name__!r} has no attribute {key!r}")
             return super().__getattribute__(key)
 
-    owner.__class__ = Lacking
-    taken = sys.modules.pop(name, None) if f"{name}" in sys.modules else None
+    types.ModuleType.__setattr__(module, "__class__", Lacking)
     try:
-        if taken is not None:
-            sys.modules[name] = taken
         yield
     finally:
-        owner.__class__ = kind
+        types.ModuleType.__setattr__(module, "__class__", kind)
 
 
 # -- what a user does ------------------------------------------------------------------------------
@@ -388,40 +351,13 @@ def outcome(work):
     except Exception as error:
         import traceback
 
-        last = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
         where = f" [{Path(last[-1].filename).name}:{last[-1].lineno}]" if last else ""
         return f"{type(error).__name__}: {str(error)[:150]}{where}"
 
 
-# -- which patches and which work a name is for ----------------------------------------------------
-
-
-@cache
-def imports_of(file):
-    """The files of the package that a file needs, itself included."""
-    found, waiting = set(), [file]
-    while waiting:
-        each = waiting.pop()
-        if each in found:
-            continue
-        found.add(each)
-        path = Path(PACKAGE) / each
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base = path.parents[node.level - 1]
-            base = base.joinpath(*(node.module or "").split(".")) if node.module else base
-            for option in (base, *(base / alias.name for alias in node.names)):
-                if option.with_suffix(".py").exists():
-                    waiting.append(option.with_suffix(".py").relative_to(PACKAGE).as_posix())
-    return frozenset(found)
-
-
-def patches_of(files):
-    """The patches that need one of these files."""
-    for path in sorted(Path(PACKAGE).glob("patches/*/[a-z]*.py")):
-        if imports_of(path.relative_to(PACKAGE).as_posix()) & set(files):
-            yield path.stem
+# -- one name after another --------------------------------------------------------------------
 
 
 def files_of(work):
@@ -457,9 +393,19 @@ def listen():
     return messages
 
 
-def main(names):
-    """Hide each name: {name: (files, work, states, warnings, outcomes)}."""
-    import torch  # noqa: F401
+def states():
+    return {each.name: each.state.value for each in gemma4_compat.status()}
+
+
+def main(works, known=()):
+    """What happens with each name hidden, in some of the works.
+
+    Returns {name: {"patches": their states, "errors": by work, "silent": works whose patches are
+    all in place but do less}}.  Only names with other guards than a list run the works, and those
+    in ``known``.
+    """
+    import bitsandbytes  # noqa: F401
+    import peft  # noqa: F401
     import transformers
 
     from gemma4_compat.runtime import logits
@@ -467,28 +413,27 @@ def main(names):
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     logits.BYTES = 4 * 512 * 24
-    messages = listen()
-    before = {s.name: s.state.value for s in gemma4_compat.status(import_targets=True)}
-    works = {work.__name__: work for work in WORK}
+    gemma4_compat.status(import_targets=True)
+    messages, before = listen(), states()
+    works = {work.__name__: work for work in WORK if work.__name__ in works}
     files, expected = {}, {}
     for name, work in works.items():
-        start = time.time()
         files[name], expected[name] = files_of(work)
-        print(name, round(time.time() - start, 1), str(expected[name])[:200], file=sys.stderr)
     with gemma4_compat.disabled():
         without = {name: outcome(work) for name, work in works.items()}
-    for name in works:
-        print("without", name, str(without[name])[:200], file=sys.stderr)
     results = {}
-    for name, readers in names.items():
-        start = time.time()
+    for name, (readers, patches, is_listed) in sorted(read_names().items()):
         if resolve(name) is None:
-            results[name] = "not found"
             continue
-        patches = [p for p in patches_of(readers) if before[p] == "applied"]
-        wanted = [w for w in works if files[w] & set(readers)]
+        patches = [patch for patch in patches if before[patch] == "applied"]
+        wanted = [w for w in works if files[w] & readers]
+        if known and is_listed and name not in known:
+            wanted = []
+        if not wanted and not patches:
+            continue
         messages.clear()
         gemma4_compat._engine._warned.clear()
+        start = time.time()
         if patches:
             gemma4_compat.uninstall(*patches)
         clear_caches()
@@ -496,38 +441,42 @@ def main(names):
             with hidden(name):
                 if patches:
                     gemma4_compat.install(*patches)
-                states = {s.name: f"{s.state.value}: {s.reason}" for s in gemma4_compat.status()}
-                changed = {n: s for n, s in states.items() if not s.startswith(before[n])}
+                now = states()
                 found = {w: outcome(works[w]) for w in wanted}
-        except BaseException as error:
-            import traceback
-
-            results[name] = {"crash": traceback.format_exc()[-1500:]}
-            print(name, results[name], file=sys.stderr)
-            continue
         finally:
             clear_caches()
-            if patches:
-                gemma4_compat.install(*patches)
-        bad = {}
-        for w, value in found.items():
-            if not any(is_like(value, each) for each in (expected[w], without[w])):
-                bad[w] = value if isinstance(value, str) else f"other numbers {value}"
+            if changed := [each for each in before if states()[each] != before[each]]:
+                gemma4_compat.install(*changed)
+        changed = {n: s for n, s in now.items() if s != before[n]}
+        errors = {
+            w: str(value)[:300]
+            for w, value in found.items()
+            if not any(is_like(value, each) for each in (expected[w], without[w]))
+            and not (isinstance(value, str) and isinstance(without[w], str) and changed)
+        }
         results[name] = {
-            "changed": changed, "bad": bad, "work": wanted, "warnings": list(messages),
-            "patches": len(patches), "seconds": round(time.time() - start, 2),
+            "listed": is_listed, "patches": {p: now[p] for p in patches}, "errors": errors,
+            "works": wanted, "others": {n: s for n, s in changed.items() if n not in patches},
+            "warned": [m for m in messages if "is not applied" in m], "seconds": time.time() - start,
         }  # fmt: skip
-        print(name, json.dumps(results[name])[:600], file=sys.stderr, flush=True)
+        print(name, json.dumps(results[name])[:500], file=sys.stderr, flush=True)
     return results
 
 
-if __name__ == "__main__":
-    from tools.private_names import reads
+def read_names():
+    """{name: (the files that read it, the patches, whether a list guards it)}."""
+    guards = ("listed", "probe", "factory", "asked", "caught", "open")
+    found = {}
+    for read in private_names.reads():
+        if read.guard in guards:
+            name = private_names.full(read.name)
+            found.setdefault(name, (set(), [], []))[0].add(read.file)
+            found[name][2].append(read.guard)
+    for patch, names in private_names.by_patch(*guards).items():
+        for name in names:
+            found[name][1].append(patch)
+    return {n: (f, p, set(g) <= {"listed", "probe", "factory"}) for n, (f, p, g) in found.items()}
 
-    names = {}
-    for read in reads():
-        if read.guard != "replaced":
-            names.setdefault(read.name, []).append(read.file)
-    if len(sys.argv) > 2:
-        names = {n: f for n, f in names.items() if n in sys.argv[2:]}
-    Path(sys.argv[1]).write_text(json.dumps(main(names), indent=1))
+
+if __name__ == "__main__":
+    print(json.dumps(main(*json.loads(sys.argv[1]))))

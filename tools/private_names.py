@@ -71,7 +71,7 @@ OWNERS = {
     "_modules": _MODULE,
     "_norm": "transformers.models.gemma4.modeling_gemma4.Gemma4RMSNorm",
     "_old_forward": _HOOK,
-    "_param_fqn": _STATE,
+    "_param_fqn": "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.__init__",
     "_parameters": _MODULE,
     "_prepare_adapter_config": _TUNER,
     "_reduce_scatter_process_group": _GROUP,
@@ -87,6 +87,7 @@ OWNERS = {
 OPEN = {
     "._fsdp_param_group": "an `FSDPState` has this or `_fsdp_param_groups`, for which `hasattr` asks",
     "._fsdp_param_groups": "`hasattr` asks before",
+    "torch._C._cuda_getCurrentRawStream": "only PyTorch for CUDA has it, and only there it is read",
     "._saved_reduction": "the probe of `gradient_accumulation` computes a loss and reads it",
     "._saved_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
     "._saved_total_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
@@ -110,7 +111,7 @@ def is_private(name: str) -> bool:
 
 def full(name: str) -> str:
     """The name with its owner."""
-    return f"{OWNERS[name[1:]]}{name}" if name.startswith(".") else name
+    return f"{OWNERS.get(name[1:], '')}{name}" if name.startswith(".") else name
 
 
 class File:
@@ -278,11 +279,11 @@ def reads() -> list[Read]:
     return sorted(r._replace(guard="open") if r.name in OPEN else r for r in found)
 
 
-def listed() -> dict[str, list[str]]:
-    """What each patch reads without a guard of its own, with the owners of attributes."""
+def by_patch(*guards: str) -> dict[str, list[str]]:
+    """What each patch reads with these guards, with the owners of attributes."""
     by_place = defaultdict(set)
     for read in reads():
-        if read.guard == "listed":
+        if read.guard in guards:
             by_place[read.file, read.function].add(full(read.name))
     names = {}
     for file in files():
@@ -331,7 +332,7 @@ def page() -> str:
 
 
 def json_text() -> str:
-    return json.dumps(listed(), indent=1) + "\n"
+    return json.dumps(by_patch("listed"), indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -72,11 +72,12 @@ def _look_up(name: str) -> None:
     for part in parts if owner else ():
         path = f"{path}.{part}"
         if isinstance(owner, ModuleType) and part not in vars(owner):
-            if path in sys.modules:  # its import has not ended
+            if path in sys.modules:
                 owner = sys.modules[path]
                 continue
-            if hasattr(owner, "__path__") and util.find_spec(path):  # nobody has imported it
-                return
+            is_begun = getattr(owner.__spec__, "_initializing", False)
+            if is_begun or (hasattr(owner, "__path__") and util.find_spec(path)):
+                return  # it is not imported yet
         if isinstance(owner, FunctionType):  # which sets an attribute of that name
             if not is_named(code_of(owner), part):
                 raise AttributeError(f"{owner.__qualname__} sets no {part}")

@@ -111,7 +111,12 @@ def trainer_asks_the_model() -> Finding:
         return fixed("Trainer does not read accepts_loss_kwargs of models")
     if f"model_{_FLAG}" not in names:
         return drifted("Trainer does not store accepts_loss_kwargs as model_accepts_loss_kwargs")
-    return broken()
+    import torch
+
+    with torch.enable_grad():
+        scores = torch.zeros(1, 2, device="cpu", requires_grad=True)
+        loss = torch.nn.functional.cross_entropy(scores, scores[0, :1].detach().long())
+    return drifted("PyTorch does not tell how a loss was made") if _tokens(loss, 0) is None else broken()
 
 
 @PATCH.around(_TRAINER, "Trainer.get_batch_samples")
