@@ -66,12 +66,15 @@ class Hidden:
 
 
 NONE = object()
+#: attributes that not all releases have, and that are not on a module
+ASKED = {"_custom_modules": "peft.LoraConfig", "_mask_length": "transformers.GenerationConfig"}
+ASKED["_replace_old_cache_name"] = "transformers.utils.ModelOutput"
 
 
 def resolve(name):
     """The owner of a name, and the attribute; ``None`` if these releases have none."""
     path, _, attribute = name.rpartition(".")
-    parts = path.split(".")
+    parts = (path or ASKED.get(attribute, "torch.nn.Module")).split(".")
     for count in range(len(parts), 0, -1):
         with suppress(ImportError):
             owner = importlib.import_module(".".join(parts[:count]))
@@ -393,6 +396,14 @@ def listen():
     return messages
 
 
+def is_noticed(name):
+    try:
+        _code._look_up(name)
+    except AttributeError:
+        return True
+    return False
+
+
 def states():
     return {each.name: each.state.value for each in gemma4_compat.status()}
 
@@ -400,9 +411,9 @@ def states():
 def main(works, known=()):
     """What happens with each name hidden, in some of the works.
 
-    Returns {name: {"patches": their states, "errors": by work, "silent": works whose patches are
-    all in place but do less}}.  Only names with other guards than a list run the works, and those
-    in ``known``.
+    Returns {name: {"patches": their states, "errors": by work, ...}}.  If there are ``known``
+    names, only these, and those without a list or a probe, run the works; for others, it returns
+    whether the list notices.
     """
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
@@ -423,12 +434,16 @@ def main(works, known=()):
         without = {name: outcome(work) for name, work in works.items()}
     results = {}
     for name, (readers, patches, is_listed) in sorted(read_names().items()):
-        if resolve(name) is None:
+        if (found := resolve(name)) is None or isinstance(
+            getattr(*found, None), types.ModuleType
+        ):  # the names in a module are in the table, too
+            continue
+        if known and is_listed and name not in known:
+            with hidden(name):
+                results[name] = is_noticed(name)
             continue
         patches = [patch for patch in patches if before[patch] == "applied"]
         wanted = [w for w in works if files[w] & readers]
-        if known and is_listed and name not in known:
-            wanted = []
         if not wanted and not patches:
             continue
         messages.clear()
@@ -445,7 +460,8 @@ def main(works, known=()):
                 found = {w: outcome(works[w]) for w in wanted}
         finally:
             clear_caches()
-            if changed := [each for each in before if states()[each] != before[each]]:
+            after = states()
+            if changed := [each for each in before if after[each] != before[each]]:
                 gemma4_compat.install(*changed)
         changed = {n: s for n, s in now.items() if s != before[n]}
         errors = {
@@ -459,7 +475,8 @@ def main(works, known=()):
             "works": wanted, "others": {n: s for n, s in changed.items() if n not in patches},
             "warned": [m for m in messages if "is not applied" in m], "seconds": time.time() - start,
         }  # fmt: skip
-        print(name, json.dumps(results[name])[:500], file=sys.stderr, flush=True)
+        if os.environ.get("VERBOSE"):
+            print(name, results[name], file=sys.stderr, flush=True)
     return results
 
 
