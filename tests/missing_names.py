@@ -85,7 +85,8 @@ def resolve(name):
         owner = getattr(owner, part, None)
     if isinstance(owner, types.ModuleType) and not hasattr(owner, attribute):
         return None
-    return None if owner is None else (owner, attribute)
+    kinds = (types.ModuleType, type, types.FunctionType)
+    return (owner, attribute) if isinstance(owner, kinds) else None
 
 
 @contextmanager

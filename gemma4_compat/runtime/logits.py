@@ -48,8 +48,6 @@ _WATCHED = (
     "outputs.logits has a hook or retain_grad(), but the loss was computed without these logits, "
     "so they would not see its gradient; set GEMMA4_COMPAT_LOSS_MEMORY=0"
 )
-#: Modules whose code takes lazy logits as they are: TRL's metrics take them in rows.
-_READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
 #: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
 #: the errors of an operation that lazy logits do not know
@@ -475,13 +473,13 @@ class LazyOutput:
 
     #: the fields that accelerate's hooks leave where they are
     _kept: Any = ()
+    #: whether ``logits`` are not computed when they are read: while the output is made, and in TRL
+    _stay_lazy = True
 
     @property
     def logits(self) -> Any:
         value = vars(self).get("logits")
-        if isinstance(value, LazyLogits):
-            if sys._getframe(1).f_globals.get("__name__") in _READERS:
-                return value
+        if isinstance(value, LazyLogits) and not self._stay_lazy:
             value = self.logits = value.read()
         return value
 
@@ -529,7 +527,7 @@ class LazyOutput:
         """The output with other values; the logits stay lazy."""
         values = {each.name: vars(self).get(each.name) for each in fields(self)}
         output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
-        output._kept = self._kept
+        output._kept, output._stay_lazy = self._kept, False
         return output
 
     def to(self: Any, device: Any, **kwargs: Any) -> Any:
@@ -560,6 +558,25 @@ def in_ddp(original: Callable[[Any], Any], value: Any) -> Any:
         return original(value)
     finally:
         _now.in_ddp = False
+
+
+@contextmanager
+def in_rows() -> Iterator[None]:
+    """A block of TRL's ``SFTTrainer.compute_loss``, which takes logits in rows."""
+    outer, _now.in_rows = getattr(_now, "in_rows", None), list[Any]()
+    try:
+        yield
+    finally:
+        for output in _now.in_rows:
+            output._stay_lazy = False
+        _now.in_rows = outer
+
+
+def for_rows(output: Any) -> None:
+    """Let the logits of this output stay lazy until the block ends."""
+    if isinstance(output, LazyOutput) and getattr(_now, "in_rows", None) is not None:
+        output._stay_lazy = True
+        _now.in_rows.append(output)
 
 
 # -- the forward -----------------------------------------------------------------------------------
@@ -594,6 +611,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         kind: Any = type(output)
         lazy_output = _lazy(kind)(**values)
         lazy_output._kept = model._skip_keys_device_placement or ()
+        lazy_output._stay_lazy = False
         return lazy_output
     except _OURS as error:
         # Not a subclass: these are for the callers, as those of a checkpoint around this forward.
