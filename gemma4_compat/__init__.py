@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from . import versions as _versions
 from ._version import __version__
 from .engine.status import PatchStatus, State, Status
-from .errors import InputError, MergeError, PatchError
+from .errors import InputError, MergeError, ModelError, PatchError, RefusedError
 from .machine.host_memory import limit_page_locked
 from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 __all__ = [
     "InputError",
     "MergeError",
+    "ModelError",
     "PatchError",
     "PatchStatus",
+    "RefusedError",
     "State",
     "Status",
     "__version__",

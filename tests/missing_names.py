@@ -474,7 +474,8 @@ def main(works, known=()):
         results[name] = {
             "listed": is_listed, "patches": {p: now[p] for p in patches}, "errors": errors,
             "works": wanted, "others": {n: s for n, s in changed.items() if n not in patches},
-            "warned": [m for m in messages if "is not applied" in m], "seconds": time.time() - start,
+            "warned": [text for text in messages if "is not applied" in text],
+            "seconds": time.time() - start,
         }  # fmt: skip
         if os.environ.get("VERBOSE"):
             print(name, results[name], file=sys.stderr, flush=True)

@@ -42,7 +42,10 @@ _OTHERS = {"_module", "_read", "_updates", "_chosen", "_is_owned"}
 _MODULE, _STATE = "torch.nn.Module", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _TUNER, _HOOK = "peft.tuners.tuners_utils.BaseTuner", "accelerate.hooks.add_hook_to_module"
-_MODEL, _CONFIG = "transformers.modeling_utils.PreTrainedModel", "transformers.configuration_utils.PreTrainedConfig"
+_MODEL, _CONFIG = (
+    "transformers.modeling_utils.PreTrainedModel",
+    "transformers.configuration_utils.PreTrainedConfig",
+)
 #: Where the attributes of objects are: a class, or a function that names the attribute.
 OWNERS = {
     "_apply_gate": "transformers.models.gemma4.modeling_gemma4.Gemma4TextExperts",
@@ -85,7 +88,7 @@ OWNERS = {
 }
 #: Why nothing guards a name.
 OPEN = {
-    "._fsdp_param_group": "an `FSDPState` has this or `_fsdp_param_groups`, for which `hasattr` asks",
+    "._fsdp_param_group": "releases without `_fsdp_param_groups` have it",
     "._fsdp_param_groups": "`hasattr` asks before",
     "torch._C._cuda_getCurrentRawStream": "only PyTorch for CUDA has it, and only there it is read",
     "._saved_reduction": "the probe of `gradient_accumulation` computes a loss and reads it",
@@ -148,10 +151,12 @@ class File:
                     self.known.setdefault(target.id, name)
         self.reads: list[Read] = []
         self.refers: dict[str, set[tuple[str, str]]] = defaultdict(set)
-        for node in self.tree.body:
-            outer = getattr(node, "name", "")
-            self.reads += (Read(n, str(self.path), outer, g) for n, g in self._visit(node, "listed"))
-            self.refers[outer] |= set(self._references(node))
+        for part in self.tree.body:
+            outer = getattr(part, "name", "")
+            self.reads += (
+                Read(n, str(self.path), outer, g) for n, g in self._visit(part, "listed")
+            )
+            self.refers[outer] |= set(self._references(part))
 
     def _import(self, node: ast.ImportFrom, name: str) -> tuple[str, str]:
         base = (PACKAGE / self.path).parents[node.level - 1]
@@ -201,10 +206,10 @@ class File:
             yield from self._function(node, guard)
             return
         if isinstance(node, ast.Try) and _catches(node):
-            for each in node.body:
-                yield from self._visit(each, "caught" if guard == "listed" else guard)
-            for each in (*node.handlers, *node.orelse, *node.finalbody):
-                yield from self._visit(each, guard)
+            for tried in node.body:
+                yield from self._visit(tried, "caught" if guard == "listed" else guard)
+            for other in (*node.handlers, *node.orelse, *node.finalbody):
+                yield from self._visit(other, guard)
             return
         names: Iterable[str] = ()
         if isinstance(node, ast.ImportFrom) and _is_of_library(node):

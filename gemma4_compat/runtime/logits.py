@@ -30,6 +30,7 @@ from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
+from ..errors import ModelError
 from ..objects import View
 from .kernels import token_loss
 
@@ -423,7 +424,7 @@ class _Head:
         has_changed = self._has_changed or self._weight._version != self._version
         if has_changed or (is_trained and self.trained.data_ptr() != self._address):
             if late is None:
-                raise RuntimeError(_CHANGED)
+                raise ModelError(_CHANGED)
             weight = late
         elif is_trained and torch.is_grad_enabled():
             weight = self.trained if trained is None else trained
@@ -453,7 +454,7 @@ class _Kept:
 
     def check_watchers(self) -> None:
         if any(each._backward_hooks or each.retains_grad for each in self.read):
-            raise RuntimeError(_WATCHED)
+            raise ModelError(_WATCHED)
 
 
 def _sums_of(weight: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed, fixed_if
+from ...errors import RefusedError
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -58,7 +59,7 @@ def check_merge_allowed(original: Any, self: Any) -> Any:
 
     layers = (each.get_base_layer() for each in self.model.modules() if _is_wrapper(each))
     if count := sum(isinstance(layer, QuantizedLinear) for layer in layers):
-        raise ValueError(
+        raise RefusedError(
             f"an adapter cannot be merged into {count} quantised layers of this QAT checkpoint: "
             "they hold integers, and round their outputs with ranges that were measured without "
             "the adapter.  Keep the adapter loaded, or merge it into the unquantised checkpoint: "

@@ -116,7 +116,11 @@ def trainer_asks_the_model() -> Finding:
     with torch.enable_grad():
         scores = torch.zeros(1, 2, device="cpu", requires_grad=True)
         loss = torch.nn.functional.cross_entropy(scores, scores[0, :1].detach().long())
-    return drifted("PyTorch does not tell how a loss was made") if _tokens(loss, 0) is None else broken()
+    return (
+        drifted("PyTorch does not tell how a loss was made")
+        if _tokens(loss, 0) is None
+        else broken()
+    )
 
 
 @PATCH.around(_TRAINER, "Trainer.get_batch_samples")

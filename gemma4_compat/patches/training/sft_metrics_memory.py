@@ -1,12 +1,12 @@
 """TRL's ``SFTTrainer`` reads all logits for its metrics.
 
-After each step, ``SFTTrainer.compute_loss`` computes entropy and accuracy of ``outputs.logits``, 128
-rows at a time.  ``loss_memory`` has not computed these logits: read once, they take 262,144 entries
-a token in memory, and a copy without the last token of each row takes as much.
+After each step, ``SFTTrainer.compute_loss`` computes entropy and accuracy of ``outputs.logits``.
+``loss_memory`` has not computed these logits: read once, they take 262,144 entries a token, and the
+copy without the last token of each row takes as much.
 
-The fix gives these metrics rows of the logits, each computed when it is read.  The output that
-``compute_loss`` returns, and what a loss function or a label smoother of the user gets, have tensors
-as before.  From TRL 1.16 on, ``SFTTrainer`` computes its metrics without the logits.
+The fix gives these metrics rows of the logits, each computed when it is read.  What a loss function
+or a label smoother gets, and the output that ``compute_loss`` returns, have tensors as before.
+From TRL 1.16 on, ``SFTTrainer`` computes its metrics without the logits.
 """
 
 from __future__ import annotations
