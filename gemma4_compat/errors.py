@@ -7,19 +7,16 @@ All of them can be imported from ``gemma4_compat``::
     except gemma4_compat.InputError as error:
         print(error)
 
-These alone reach a user's call of a library from ``patches/`` and ``runtime/``.  Each stands for a
-result that would be wrong, or lost, without an error:
+From ``patches/`` and ``runtime/``, these alone reach a user's call of a library, where its result
+would be wrong or lost without an error:
 
-* ``ModelError``: ``forward`` of embeddings of no known token (``_token_ids``); ``backward``, or a
-  read of ``outputs.logits``, after weights were changed or hooked (``logits``,
-  ``ple_training_memory``); ``forward`` and ``save`` of 4-bit weights without a quant state
-  (``quant_state_offload``).
-* ``RefusedError``: ``generate`` in chunks with inputs that cannot be split (``_chunked_prefill``);
-  loading (``text_model_weights``, ``text_model_adapter``, ``offloaded_load_state_dict``), merging
-  (``gemma_quant_merge``, ``packed_experts_lora``) and saving (``offloaded_save``) what would be
-  left out or damaged.
-* ``InputError``: a processor that gets sound with the wrong shape or rate (``_sound``,
-  ``sound_columns``).
+* ``ModelError``: ``forward`` with embeddings of no token (``_token_ids``); ``backward``, or a read
+  of ``outputs.logits``, after weights were changed or hooked (``logits``, ``ple_training_memory``);
+  4-bit weights without their quant state (``quant_state_offload``).
+* ``RefusedError``: prefill in chunks (``_chunked_prefill``); loading (``text_model_weights``,
+  ``text_model_adapter``, ``offloaded_load_state_dict``), merging (``gemma_quant_merge``,
+  ``packed_experts_lora``) and saving (``offloaded_save``) that would leave out or damage weights.
+* ``InputError``: sound with the wrong shape or rate (``_sound``, ``sound_columns``).
 """
 
 from __future__ import annotations

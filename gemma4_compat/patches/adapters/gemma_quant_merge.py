@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, drifted, fixed, fixed_if
+from ...engine import Finding, Patch, fixed, fixed_if
 from ...errors import RefusedError
 from .._code import code_of, mentions
 
@@ -39,12 +39,9 @@ PATCH = Patch(
 def merging_adds_to_the_weight() -> Finding:
     """Check that the layers are linear layers for PEFT, and that merging takes no account of it."""
     from peft.tuners.lora.layer import Linear
-    from peft.tuners.tuners_utils import BaseTuner
     from torch import nn
     from transformers.integrations import gemma_quant
 
-    if "_check_merge_allowed" not in vars(BaseTuner):
-        return drifted("BaseTuner has no _check_merge_allowed")
     if not issubclass(gemma_quant.QuantizedLinear, nn.Linear):
         return fixed("QuantizedLinear is no nn.Linear: PEFT does not wrap it as one")
     handled = mentions(code_of(Linear.merge), "num_bits")
