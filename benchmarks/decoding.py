@@ -1,7 +1,7 @@
 """Measure decode steps: captured, eager with the same static cache, eager with a dynamic cache.
 
 ``python -m benchmarks.decoding CASE SHAPE CACHE [--adapter]`` loads a case of ``cases.py`` and
-prints a JSON line after each part.  The three ways alternate in one process; figures are medians.
+prints a JSON line after each part.  The ways alternate in one process; figures are medians.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import gemma4_compat
 
 from .cases import CASES, load
 from .measure import peak, reset_peak, seconds, token_seconds
@@ -31,11 +34,6 @@ CONTEXTS = (64, 1500)
 STEPS = 24
 ROUNDS = 6
 EQUAL_TOKENS = 1200
-#: the patches whose kernels take the place of those of PyTorch and bitsandbytes
-KERNELS = (
-    "one_token_attention", "sliding_prompt_attention", "norm_kernels", "rotary_kernels",
-    "one_row_4bit", "one_row_lora",
-)  # fmt: skip
 
 
 def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
@@ -200,51 +198,30 @@ def measure(model: Any, figures: dict[str, Any], say: Any, before: int) -> None:
 def measure_steps(
     model: Any, figures: dict[str, Any], say: Any, contexts: Sequence[int], rounds: int
 ) -> None:
-    """The time of a token, and the GPU's work for it."""
-    for length in contexts:
-        steps: dict[str, list[float]] = {way: [] for way in WAYS}
-        for way in WAYS:
-            call(model, length, STEPS, way)
-        for _ in range(rounds):
-            for way in WAYS:
-                steps[way] += timed(model, length, way)
-        token = {way: statistics.median(times) for way, times in steps.items()}
-        figures[f"{length}: ms a token"] = {way: 1e3 * each for way, each in token.items()}
-        figures[f"{length}: tok/s, captured ÷ dynamic"] = token["dynamic"] / token["captured"]
-        busy = {way: gpu_busy(model, length, way) for way in WAYS}
-        figures[f"{length}: GPU ms, operations a token"] = {
-            way: [1e3 * work, operations] for way, (work, operations) in busy.items()
-        }
-        beyond = {way: token[way] - busy[way][0] for way in WAYS}
-        figures[f"{length}: beyond GPU work, captured ÷ dynamic"] = (
-            beyond["captured"] / beyond["dynamic"]
-        )
-        figures[f"{length}: GPU work, captured ÷ dynamic"] = (
-            busy["captured"][0] / busy["dynamic"][0]
-        )
-        say()
+    """The time of a token and of a prompt, with the same bits as upstream's and with our rounding.
 
-
-def measure_kernels(
-    model: Any, figures: dict[str, Any], say: Any, contexts: Sequence[int], rounds: int
-) -> None:
-    """The time of a token and of a prompt, without and with the kernels of this package.
-
-    Captured steps compute norms in one kernel on both sides, as they did before these patches.
+    Each turn of "fast" captures anew, and compares its kernels, before it is timed.
     """
     import torch
 
-    import gemma4_compat
+    #: each side, and its way to decode
+    sides = {
+        "dynamic": "dynamic",
+        "eager static": "eager static",
+        "exact": "captured",
+        "fast": "captured",
+    }
 
-    def compare(name: str, patches: Sequence[str], action: Callable[[], list[float]]) -> None:
-        times: dict[str, list[float]] = {"off": [], "on": []}
+    def rounding_of(side: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if side == "fast" else gemma4_compat.disabled("fast")
+
+    def compare(name: str, actions: dict[str, Callable[[], list[float]]]) -> None:
+        times: dict[str, list[float]] = {side: [] for side in actions}
         for turn in range(rounds):
             for side in sorted(times, reverse=bool(turn % 2)):
-                off = patches if side == "off" else ()
-                with gemma4_compat.disabled(*off) if off else contextlib.nullcontext():
-                    times[side] += action()
-        middle = {side: 1e3 * statistics.median(each) for side, each in times.items()}
-        figures[name] = {**middle, "on ÷ off": middle["on"] / middle["off"]}
+                with rounding_of(side):
+                    times[side] += actions[side]()
+        figures[name] = {side: 1e3 * statistics.median(each) for side, each in times.items()}
         say()
 
     def steps(length: int, way: str) -> list[float]:
@@ -252,9 +229,14 @@ def measure_kernels(
         return timed(model, length, way)
 
     for length in contexts:
-        others = [name for name in KERNELS if "norm" not in name]
-        compare(f"{length}: ms a token", others, lambda n=length: steps(n, "captured"))
-    compare("dynamic, 64: ms a token", KERNELS, lambda: steps(64, "dynamic"))
+        actions = {side: partial(steps, length, way) for side, way in sides.items()}
+        compare(f"{length}: ms a token", actions)
+        busy = {}
+        for side, way in sides.items():
+            with rounding_of(side):
+                busy[side] = [1e3 * (found := gpu_busy(model, length, way))[0], found[1]]
+        figures[f"{length}: GPU ms, operations a token"] = busy
+        say()
     for length in (2048, 8192):
         ids = prompt(length, end=250_000)
 
@@ -262,7 +244,7 @@ def measure_kernels(
             with torch.no_grad():
                 model(input_ids=ids, logits_to_keep=1, use_cache=True)
 
-        compare(f"prompt of {length}: ms", KERNELS, warmed(prefill))
+        compare(f"prompt of {length}: ms", {"exact": warmed(prefill), "fast": warmed(prefill)})
 
 
 def measure_calls(model: Any, figures: dict[str, Any], say: Any) -> None:
@@ -293,7 +275,7 @@ def check_equal(model: Any, figures: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parts = ("steps", "kernels", "calls", "equal")
+    parts = ("memory", "steps", "calls", "equal")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
@@ -307,8 +289,6 @@ def main() -> None:
     args = parser.parse_args()
 
     import torch
-
-    import gemma4_compat  # noqa: F401
 
     folder = args.cache / args.shape
     torch.zeros(1, device="cuda")
@@ -335,11 +315,12 @@ def main() -> None:
             args.out.write_text(line + "\n")
 
     say()
-    if args.only in (None, "steps"):
+    if args.only in (None, "memory"):
         measure(model, figures, say, before)
+    if args.only in (None, "steps"):
+        gemma4_compat.install("fast")
         measure_steps(model, figures, say, args.contexts, args.rounds)
-    if args.only in (None, "kernels"):
-        measure_kernels(model, figures, say, args.contexts, args.rounds)
+        gemma4_compat.uninstall("fast")
     if args.only in (None, "calls"):
         measure_calls(model, figures, say)
         say()

@@ -60,7 +60,7 @@ __all__ = [
 _HINTS = (
     "gemma4-compat status -v lists every patch; status PATCH explains one",
     "GEMMA4_COMPAT_NAME=0 turns a patch off, GEMMA4_COMPAT_SPEED=0 all that only make a model "
-    "faster. inspect_model(model) says which of these are at work on it.",
+    "faster. inspect_model(model) says which of these are at work on it, and which are optional.",
 )
 _lock = threading.RLock()
 # A reload of this module must not start a second engine.
@@ -80,7 +80,8 @@ def _start() -> Engine:
             logger = logging.getLogger(__name__)
             found = patches.load()
             names = {patch.name: patch.requires for patch in found}
-            read = switches.read("GEMMA4_COMPAT", names, logger, None, patches.groups())
+            groups, asking = patches.groups(), patches.groups(asking=True)
+            read = switches.read("GEMMA4_COMPAT", names, logger, None, groups, asking)
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
             about = status.About(title, _HINTS, torch_build.notes, older, _versions.REQUIRED)
             newest = {"torch": _versions.NEWEST_TORCH, **_versions.NEWEST}
@@ -142,11 +143,11 @@ if _started is None:
         sys.meta_path.insert(0, _first_import)
 
 
-def _named(names: tuple[str, ...]) -> list[str]:
+def _named(names: tuple[str, ...], *, asking: bool = False) -> list[str]:
     """The names of patches; groups are replaced by their patches."""
     from . import patches
 
-    groups = patches.groups()
+    groups = patches.groups(asking=asking)
     return [patch for name in names for patch in groups.get(name, (name,))]
 
 
@@ -175,10 +176,13 @@ def install(*names: str) -> Status:
 
     A name is that of a patch, of a topic (``offloading``, ``generation``, ``attention``,
     ``images_and_sound``, ``adapters``, ``training``, ``avx512_cpu``) or of a kind (``fix``,
-    ``warning``, ``speed``); the same for `uninstall` and `disabled`.
+    ``warning``, ``memory``, ``exact``, ``fast``; ``speed`` is ``exact`` and ``fast``); the same for
+    `uninstall` and `disabled`.
 
-    Importing this package does this for all patches.  A patch that an environment variable
-    switches off stays off.
+    Importing this package does this for all patches but those of the kind ``fast``, whose results
+    differ by rounding.  These have to be named: a topic does not name them.  A name asks for the
+    patches that it requires, too; `uninstall` of that name leaves these on.  A patch that an
+    environment variable switches off stays off.
 
     Raises:
         ValueError: no patch has that name.
@@ -186,8 +190,10 @@ def install(*names: str) -> Status:
     Example:
         >>> gemma4_compat.install("clippable_linear").ok
         True
+        >>> gemma4_compat.install("fast").ok
+        True
     """
-    return _start().install(*_named(names))
+    return _start().install(*_named(names, asking=True))
 
 
 def uninstall(*names: str) -> Status:

@@ -12,16 +12,26 @@ import subprocess
 import sys
 
 _HERE = os.path.dirname(__file__)
+_FAST = "GEMMA4_COMPAT_FAST"
 _PYTHON_FILES = (".py", ".pyw", ".pyc")
 
 
-def run(program: list[str], *, as_module: bool) -> int:
-    """Replace this process by the program; on Windows, wait for it and return its exit code."""
+def run(program: list[str], *, as_module: bool, fast: bool = False) -> int:
+    """Replace this process by the program; on Windows, wait for it and return its exit code.
+
+    ``fast`` asks for the patches that round differently.
+    """
     command = [sys.executable, "-m", *program] if as_module else _command(*program)
     if not command:
         hint = ": pip install trl" if program[0] == "trl" else ""
         _say(f"{program[0]} is neither a file nor a program on PATH{hint}")
         return 2
+    if fast:
+        value = os.environ.get(_FAST, "")
+        if value not in ("", "1"):
+            _say(f"{_FAST}={value} contradicts --fast: unset the variable, or omit the option")
+            return 2
+        os.environ[_FAST] = "1"
     if not _patch_children():
         return 2
     try:

@@ -28,7 +28,7 @@ from packaging.version import Version
 
 import gemma4_compat  # first: before any of the libraries that it patches
 from gemma4_compat.engine.gate import Outcome
-from gemma4_compat.patches import gate, load
+from gemma4_compat.patches import gate, groups, load
 from tests import engines
 from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
 
@@ -39,6 +39,9 @@ warnings.filterwarnings("ignore", message=".*_check_is_size.*")
 
 WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
 PATCHES = {patch.name: patch for patch in load()}
+FAST = groups()["fast"]
+#: Whether the last test installed these patches.
+WAS_FAST = pytest.StashKey[bool]()
 
 
 def inside(patch):
@@ -104,6 +107,15 @@ def pytest_collection_finish(session):
     engines.only_bugs = all(item.get_closest_marker("regression") for item in launched)
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item):
+    """Install the patches that round differently for their own tests, and only for these."""
+    marked = item.get_closest_marker("regression")
+    fast = item.path.stem.removeprefix("test_") in FAST or (marked and marked.args[0] in FAST)
+    if not WITHOUT and (fast or item.config.stash.get(WAS_FAST, False)):
+        (gemma4_compat.install if fast else gemma4_compat.uninstall)("fast")
+        item.config.stash[WAS_FAST] = bool(fast)
 
 
 def pytest_runtest_teardown(item):

@@ -87,11 +87,12 @@ def test_without_any_library(bare):
 def test_without_the_libraries_of_this_process():
     found, _ = report(drop=["PYTHONPATH"])
     for state, reason in found["patches"].values():
-        assert state in ("not installed", "unaffected", "armed")
+        assert state in ("not installed", "unaffected", "armed", "optional")
         assert reason
 
 
 def test_states_say_why():
+    from gemma4_compat.engine import Kind
     from gemma4_compat.engine.gate import Outcome
     from gemma4_compat.patches import gate, load
 
@@ -105,6 +106,8 @@ def test_states_say_why():
     for patch in load():
         state, reason = found["patches"][patch.name]
         wanted, start = expected[gate(patch).outcome]
+        if wanted == "armed" and patch.kind is Kind.FAST:
+            wanted, start = "optional", "round differently: to have them, set GEMMA4_COMPAT_FAST=1"
         assert state == wanted
         # Without targets in these releases, a patch waits for the one that it requires only.
         assert reason.startswith((start, "needs ") if patch.requires else start)
@@ -156,7 +159,8 @@ def test_switches():
 @pytest.mark.parametrize(
     ("variable", "value", "on", "off"),
     [
-        ("GEMMA4_COMPAT_SPEED", "0", "peft_redispatch", "captured_decoding"),
+        ("GEMMA4_COMPAT_SPEED", "0", "host_embedding", "captured_decoding"),
+        ("GEMMA4_COMPAT_MEMORY", "0", "captured_decoding", "host_embedding"),
         ("GEMMA4_COMPAT_ADAPTERS", "0", "captured_decoding", "peft_redispatch"),
         ("GEMMA4_COMPAT", "only:mixed_model_merge", "peft_redispatch", "captured_decoding"),
         ("GEMMA4_COMPAT", "only:speed", "offload_streaming", "peft_redispatch"),
@@ -166,6 +170,75 @@ def test_switches_by_subject(variable, value, on, off):
     states = json.loads(python("-c", REPORT, **{variable: value}).stdout)["patches"]
     assert states[on][0] != "disabled"
     assert states[off] == ["disabled", f"{variable}={value}"]
+
+
+#: A fix, one that saves memory, one that saves time, and two that round differently.
+PLAIN, FAST = ("cudnn_attention", "loss_memory", "norm_kernels"), ("one_row_4bit", "one_row_lora")
+ON, ASKED, OFF = "11100", "11111", "00000"  # which of them are in place
+
+
+@pytest.mark.parametrize(
+    ("variables", "calls", "states"),
+    [
+        ({}, "", ON),
+        ({}, "install()", ON),
+        ({}, "install('generation', 'adapters', 'attention', 'fix', 'memory', 'exact')", ON),
+        ({}, "install('fast')", ASKED),
+        ({}, "install('speed')", ASKED),
+        ({}, "install('one_row_4bit')", "11110"),
+        ({}, "install('one_row_lora')", ASKED),  # which requires the other
+        ({}, "install('fast'); install()", ASKED),
+        ({}, "install('fast'); uninstall('fast')", ON),
+        ({}, "install('fast'); uninstall('speed')", "11000"),
+        ({}, "install('fast'); uninstall(); install()", ON),
+        ({}, "install('fast'); block = disabled('speed'); block.__enter__()", "11000"),
+        ({}, "install('fast')\nwith disabled('speed'): pass", ASKED),
+        ({}, "\nwith disabled('speed'): pass", ON),
+        ({}, "\nwith disabled(): install('fast')", ASKED),
+        ({"FAST": "1"}, "", ASKED),
+        ({"FAST": "on"}, "uninstall(); install()", ASKED),
+        ({"FAST": "0"}, "", ON),
+        ({"FAST": "0"}, "install('fast')", ON),
+        ({"SPEED": "1"}, "", ASKED),
+        ({"SPEED": "0"}, "", "11000"),
+        ({"SPEED": "0", "FAST": "1"}, "", "11000"),
+        ({"EXACT": "0", "FAST": "1"}, "", "11011"),
+        ({"MEMORY": "0"}, "", "10100"),
+        ({"FIX": "0"}, "", "01100"),
+        ({"GENERATION": "1", "ADAPTERS": "1"}, "", ON),
+        ({"GENERATION": "0", "FAST": "1"}, "", "11000"),
+        ({"ONE_ROW_4BIT": "1"}, "", "11110"),
+        ({"ONE_ROW_LORA": "force"}, "", ASKED),
+        ({"ONE_ROW_4BIT": "0", "FAST": "1"}, "", ON),
+        ({"": "0", "FAST": "1"}, "install('fast')", OFF),
+        ({"": "1"}, "", ON),
+        ({"": "only:generation,adapters"}, "", "00100"),
+        ({"": "only:generation,adapters"}, "install('fast')", "00111"),
+        ({"": "only:speed"}, "", "00111"),
+        ({"": "only:exact"}, "", "00100"),
+        ({"": "only:fast"}, "", "00011"),
+        ({"": "only:one_row_lora"}, "", "00011"),
+        ({"": "only:loss_memory", "FAST": "1"}, "", "01000"),
+    ],
+)  # fmt: skip
+def test_what_rounds_differently_is_asked_for(variables, calls, states):
+    code = f"from gemma4_compat import *; {calls}\n" + (
+        f"print(''.join(str(int(status()[name].state == 'armed')) for name in {PLAIN + FAST}))"
+    )
+    environ = {f"GEMMA4_COMPAT_{name}".rstrip("_"): value for name, value in variables.items()}
+    result = python("-c", code, **environ)
+    assert (result.stdout.strip(), result.stderr) == (states, "")
+
+
+def test_fast_patches_that_are_uninstalled_are_optional_again():
+    import gemma4_compat
+
+    before = gemma4_compat.uninstall("fast")["one_row_4bit"]
+    gemma4_compat.install("fast")
+    status = gemma4_compat.uninstall("fast")
+    assert status["one_row_4bit"] == before
+    assert before.state != "disabled"
+    assert "one_row" not in str(status)
 
 
 def test_patches_are_read_when_a_library_is_imported():

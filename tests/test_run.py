@@ -497,6 +497,20 @@ def program(name):
     return path
 
 
+def test_what_rounds_differently(tmp_path):
+    code = """
+import gemma4_compat
+print(gemma4_compat.status()["one_row_4bit"].state)
+"""
+    (tmp_path / "show.py").write_text(code)
+    for options, state in ((["--fast"], "armed"), ([], "optional")):
+        ran = run(*options, "show.py", cwd=tmp_path)
+        assert (ran.stdout.strip(), ran.returncode) == (state, 0), ran.stderr
+    ran = run("--fast", "show.py", cwd=tmp_path, GEMMA4_COMPAT_FAST="0")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "GEMMA4_COMPAT_FAST=0 contradicts --fast: unset the variable" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "options", "processes"),
     [

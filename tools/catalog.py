@@ -95,7 +95,10 @@ _NO_BUGS = {
 _KINDS = {
     Kind.FIX: "",
     Kind.WARNING: "It only warns. ",
-    Kind.SPEED: "It makes correct code faster. ",
+    Kind.MEMORY: "It saves memory. ",
+    Kind.EXACT: "It makes correct code faster. ",
+    Kind.FAST: "It makes correct code faster, but rounds differently, so it has to be asked for: "
+    '`gemma4_compat.install("fast")`. ',
 }
 _NOT_PATCHED = """
 ## Not patched

@@ -28,18 +28,20 @@ class _Run(Command):
     """Runs a program, and leaves its output, exceptions and exit code as they are."""
 
     def execute(self, options: argparse.Namespace) -> int:
-        return launcher.run(options.program, as_module=options.module)
+        return launcher.run(options.program, as_module=options.module, fast=options.fast)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, not a file")
+    text = "faster kernels, too, which round differently (GEMMA4_COMPAT_FAST=1)"
+    parser.add_argument("--fast", action="store_true", help=text)
 
 
 COMMAND = _Run(
     name="run",
     description=__doc__,
     arguments=_arguments,
-    usage="gemma4-compat run [-h] {SCRIPT | PROGRAM | -m MODULE}\n       [ARG ...]",
+    usage="gemma4-compat run [-h] [--fast]\n       {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
     json=False,
 )
 

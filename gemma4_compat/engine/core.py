@@ -17,7 +17,7 @@ from ..errors import PatchError, suggestion
 from . import gate
 from .gate import Outcome
 from .imports import Imports
-from .patch import Finding, Patch, Verdict, broken, drifted
+from .patch import Finding, Kind, Patch, Verdict, broken, drifted
 from .references import count_held, holders
 from .slots import Mismatch
 from .stack import Layer, Stack, originals
@@ -31,7 +31,9 @@ _PATIENCE = 5.0
 #: In these states of a required patch, the bug that it fixes is gone.
 _BUG_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 #: In these states it remains.  In any other state, the patch that requires it waits.
-_BUG_REMAINS = (State.DISABLED, State.BLOCKED, State.DRIFTED, State.FAILED, State.TOO_OLD)
+_BUG_REMAINS = (
+    State.DISABLED, State.OPTIONAL, State.BLOCKED, State.DRIFTED, State.FAILED, State.TOO_OLD
+)  # fmt: skip
 
 #: The engine of each prefix.  It is stored in ``sys``, to survive when this package is removed from
 #: sys.modules.  The engine of the next import then replaces it.
@@ -43,6 +45,8 @@ class _Record:
     """The engine's data about one patch."""
 
     layer: Layer
+    #: whether it is applied if it can be; a patch that rounds differently has to be asked for
+    asked: bool
     state: State = State.DISABLED
     reason: str = "not installed yet"
     #: whether it should have been undone but could not be
@@ -81,10 +85,12 @@ class Engine:
         newest: Mapping[str, str] | None = None,
         about: About | None = None,
     ) -> None:
-        self._records = {patch.name: _Record(Layer(patch)) for patch in patches}
+        self._switches = switches
+        self._records = {
+            patch.name: _Record(Layer(patch), asked=self._is_asked(patch)) for patch in patches
+        }
         self._required_first = _required_first(self._records)
         self._stack = Stack(record.layer for record in self._records.values())
-        self._switches = switches
         self._logger = logger
         self._floors, self._newest = floors or {}, newest or {}
         self._about = about or About()
@@ -126,10 +132,16 @@ class Engine:
                 self._imports.watch(module)
 
     def install(self, *names: str) -> Status:
-        """Arm or apply the named patches, or all if no name is given.  Idempotent."""
+        """Arm or apply the named patches, or all if no name is given.  Idempotent.
+
+        A patch of the kind ``FAST`` has to be named, or required by a named one.
+        """
         records = self._select(names)
-        for record in records:
+        for record in records:  # which grows
             record.outside = True
+            if names:
+                record.asked = True
+                records += [other for other in self._required(record) if not other.asked]
         return self._install(records)
 
     def _install(self, records: Sequence[_Record]) -> Status:
@@ -149,7 +161,7 @@ class Engine:
         """Undo the named patches, or all if no name is given; restore the original descriptors."""
         records = self._select(names)
         for record in records:
-            record.outside = False
+            record.outside, record.asked = False, self._is_asked(record.patch)
         return self._uninstall(records)
 
     def _uninstall(self, records: Sequence[_Record]) -> Status:
@@ -160,6 +172,8 @@ class Engine:
                 if record.layer.entries:
                     record.unwanted = True
                     self._warn(record, f"not uninstalled: {self._stack.obstacle(record.layer)}")
+                elif not record.asked:
+                    self._arm(record)
                 elif record.state is not State.DISABLED:
                     self._set(record, State.DISABLED, "uninstall()")
             self._block()
@@ -271,6 +285,8 @@ class Engine:
                 return self._set(record, State.TOO_OLD, evaluation.reason)
             if evaluation.outcome is Outcome.OUTSIDE:
                 return self._set(record, State.UNAFFECTED, evaluation.reason)
+        if not record.asked:
+            return self._set(record, State.OPTIONAL, self._switches.offer())
         record.logged = ""
         self._stale = True
         return self._set(record, State.ARMED, "")
@@ -455,6 +471,10 @@ class Engine:
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
+    def _is_asked(self, patch: Patch) -> bool:
+        """Whether a variable asks for the patch, or nobody has to."""
+        return patch.kind is not Kind.FAST or patch.name in self._switches.asked
+
     def _select(self, names: Sequence[str]) -> list[_Record]:
         for name in names:
             if name not in self._records:
@@ -509,8 +529,10 @@ class Engine:
             "decides whether it is applied"
             for release in gate.later(libraries, self._newest)
         ]
-        off = {entry.name for entry in entries if entry.state is State.DISABLED}
+        off = {each.name for each in entries if each.state in (State.DISABLED, State.OPTIONAL)}
         notes = [*untested, *self._switches.late(off)]
+        if any(entry.state is State.OPTIONAL for entry in entries):
+            notes.append(f"optional patches are faster, but {self._switches.offer()}")
         status = Status(entries, libraries, problems, advice, notes, self._about)
         if status.off and not problems:
             status.advice += (self._switches.undo(status.off),)

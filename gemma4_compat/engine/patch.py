@@ -21,13 +21,26 @@ class Kind(Enum):
     FIX = "fix"
     #: the result is unchanged, and the user is warned
     WARNING = "warning"
-    #: the result was right, and is now faster, or takes less memory
-    SPEED = "speed"
+    #: the result was right, and now takes less memory
+    MEMORY = "memory"
+    #: the result is the same bit for bit, and is now faster
+    EXACT = "exact"
+    #: the result is now faster, and differs by rounding; only for those who ask for it
+    FAST = "fast"
 
     @property
     def does(self) -> str:
         """What several patches of this kind do, for a count of them."""
-        return {"fix": "fix errors", "warning": "warn", "speed": "save time or memory"}[self.value]
+        return _DOES[self]
+
+
+_DOES = {
+    Kind.FIX: "fix errors",
+    Kind.WARNING: "warn",
+    Kind.MEMORY: "save memory",
+    Kind.EXACT: "save time",
+    Kind.FAST: "save time and round differently",
+}
 
 
 class Verdict(Enum):

@@ -17,6 +17,8 @@ class State(str, Enum):
 
     #: switched off by the environment or by ``uninstall()``
     DISABLED = "disabled"
+    #: it rounds differently, and nobody asked for it
+    OPTIONAL = "optional"
     #: a library that the patch is for is not installed
     NOT_INSTALLED = "not installed"
     #: a library that the patch is for is older than the oldest supported version
@@ -48,7 +50,7 @@ _IN_WORDS = {
     State.NOT_INSTALLED: "for libraries that are not installed",
 }
 #: the states of patches that need no attention
-_USUAL = (*_IN_WORDS, State.APPLIED, State.TOO_OLD)
+_USUAL = (*_IN_WORDS, State.APPLIED, State.OPTIONAL, State.TOO_OLD)
 #: the states of patches that work, will work, or should
 _WANTED = (State.APPLIED, State.ARMED, State.FAILED, State.DRIFTED)
 

@@ -25,6 +25,8 @@ class Switches:
     strict: bool = False
     #: the patches that are off, each with the variable that says so, and its value
     off: Mapping[str, str] = field(default_factory=dict)
+    #: the patches that variables ask for
+    asked: Collection[str] = ()
     #: the patches to apply outside the version gate, too; the probe still decides
     forced: Collection[str] = ()
     #: what is wrong with the names after ``only:``
@@ -48,15 +50,21 @@ class Switches:
             if patches and {before, value} <= {*_OFF, *_ON, ""}:
                 if patches <= {*off} if value in _OFF else patches.isdisjoint(off):
                     continue
-                if value in _OFF:
+                if value in _OFF or patches.isdisjoint(self.off):
+                    does = "uninstall" if value in _OFF else "install"
                     name = variable.removeprefix(self.prefix).removeprefix("_").lower()
                     quoted = f'"{name}"' if name else ""
-                    call = f"call {module}.uninstall({quoted}) now"
+                    call = f"call {module}.{does}({quoted}) now"
             notes.append(
                 f"{variable} was changed after the import of {module}, which reads it once, so "
                 f"the change has no effect: {call}"
             )
         return notes
+
+    def offer(self) -> str:
+        """Why some patches are not applied, and how to ask for them."""
+        call = f'call {self.prefix.lower()}.install("fast")'
+        return f"round differently: to have them, set {self.prefix}_FAST=1, or {call}"
 
     def undo(self, reasons: Iterable[str]) -> str:
         """How to have the patches again that are off for these reasons."""
@@ -71,6 +79,7 @@ def read(
     logger: logging.Logger,
     environ: Mapping[str, str] | None = None,
     groups: Mapping[str, Iterable[str]] | None = None,
+    asking: Mapping[str, Iterable[str]] | None = None,
 ) -> Switches:
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
 
@@ -80,21 +89,26 @@ def read(
     Args:
         patches: the names of all patches, each with those that it requires.
         groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
+        asking: the patches that each of these names asks for; all of them without it.
     """
     environ = os.environ if environ is None else environ
     groups = {} if groups is None else groups
+    asking = groups if asking is None else asking
     names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
     strict_name = f"{prefix}_STRICT"
     everything, strict = True, False
     off: dict[str, str] = {}
     own: dict[str, str] = {}  # the values of the patches' own variables
     mistakes: list[str] = []
+    asks: list[str] = []
     for variable in sorted(environ):
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
-            only = _only(value.removeprefix(_ONLY), f"{prefix}={value}", patches, groups, mistakes)
+            named = [each.strip() for each in value.removeprefix(_ONLY).split(",") if each.strip()]
+            only = _only(named, f"{prefix}={value}", patches, groups, mistakes)
             for mistake in mistakes:
                 logger.warning("%s", mistake)
+            asks += named
             off |= dict.fromkeys(patches.keys() - only, f"{prefix}={value}")
         elif variable == prefix:
             everything = _boolean(variable, value, True, logger, extra=(f"{_ONLY}NAME,NAME",))
@@ -103,9 +117,13 @@ def read(
         elif names.get(variable) in groups:
             if not _boolean(variable, value, True, logger):
                 off |= dict.fromkeys(groups[names[variable]], f"{variable}=0")
+            elif value in _ON:
+                asks.append(names[variable])
         elif variable in names:
             if value in (*_OFF, *_ON, _FORCE):
                 own[names[variable]] = value
+                if value not in _OFF:
+                    asks.append(names[variable])
             else:
                 _boolean(variable, value, True, logger, extra=(_FORCE,))
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
@@ -115,7 +133,8 @@ def read(
     forced = [name for name, value in own.items() if value == _FORCE]
     known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
     known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
-    return Switches(prefix, everything, strict, off, forced, mistakes, _of(prefix, environ), known)
+    seen, (asked, _) = _of(prefix, environ), _with_required(asks, patches, asking)
+    return Switches(prefix, everything, strict, off, asked, forced, mistakes, seen, known)
 
 
 def _of(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -140,31 +159,41 @@ def _hint(variable: str, prefix: str, names: Sequence[str]) -> str:
 
 
 def _only(
-    value: str,
+    names: Sequence[str],
     setting: str,
     patches: Mapping[str, Iterable[str]],
     groups: Mapping[str, Iterable[str]],
     mistakes: list[str],
 ) -> set[str]:
     """The patches that ``only:`` names, and those that they require; adds what is wrong."""
-    found: set[str] = set()
-    unknown: list[str] = []
-    wanted = [name.strip() for name in value.split(",") if name.strip()]
-    while wanted:
-        name = wanted.pop()
-        if name in groups:
-            wanted += groups[name]
-        elif name not in patches:
-            unknown.append(f"no patch is called {name}{suggestion(name, [*patches, *groups])}")
-        elif name not in found:
-            found.add(name)
-            wanted += patches[name]
+    found, strange = _with_required(names, patches, groups)
+    known = [*patches, *groups]
+    unknown = [f"no patch is called {name}{suggestion(name, known)}" for name in strange]
     if not found and not unknown:
         unknown.append(f"no patch is named after {_ONLY}")
     if unknown:
         end = "" if found else ", so all patches are off"
         mistakes.append(f"{setting}: {'; '.join(unknown)}{end}")
     return found
+
+
+def _with_required(
+    names: Iterable[str], patches: Mapping[str, Iterable[str]], groups: Mapping[str, Iterable[str]]
+) -> tuple[set[str], list[str]]:
+    """The named patches and those that they require, and the names that no patch or group has."""
+    found: set[str] = set()
+    strange: list[str] = []
+    wanted = [*names]
+    while wanted:
+        name = wanted.pop()
+        if name in groups:
+            wanted += groups[name]
+        elif name not in patches:
+            strange.append(name)
+        elif name not in found:
+            found.add(name)
+            wanted += patches[name]
+    return found, strange
 
 
 def _boolean(

@@ -7,12 +7,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .. import status
 from ..model.hooks import input_device
-from ..model.parts import base_of
+from ..model.parts import base_of, is_ours
+from ..patches import load
 from ..result import Result
 from ..runtime.facts import at_work, how_it_decodes
 from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text
+
+_FAST = "kernels whose results differ by rounding"
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,9 @@ class ModelInspection(Result):
 
     ``input_device`` is where the inputs belong.  ``offloaded`` counts modules that accelerate
     onloads for each forward, by "disk to cuda:0".  ``at_work`` says which patches make that faster,
-    and how.  ``adapters`` are bytes by name, part of the model and device; ``active`` names those
-    in use.
+    and how.  ``fast`` holds the patches that round differently on a GPU, each with its state:
+    "applied" or "optional".  ``adapters`` are bytes by name, part of the model and device;
+    ``active`` names those in use.
     """
 
     model: str
@@ -31,6 +36,7 @@ class ModelInspection(Result):
     input_device: str | None
     decoding: str | None
     at_work: Mapping[str, str]
+    fast: Mapping[str, str]
     parts: tuple[Part, ...]
     offloaded: Mapping[str, int]
     adapters: Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -124,12 +130,19 @@ def inspect_model(model: Any) -> ModelInspection:
         input_device=inputs,
         decoding=how_it_decodes(base),
         at_work=at_work(base),
+        fast=_fast() if is_ours(base) else {},
         parts=tuple(loaded.parts()),
         offloaded=loaded.offloaded(),
         adapters=loaded.adapters(),
         active=loaded.active(),
         problems=tuple(loaded.problems(quantisation)),
     )
+
+
+def _fast() -> dict[str, str]:
+    fast = {patch.name for patch in load() if patch.kind.value == "fast"}
+    states = {each.name: each.state.value for each in status() if each.name in fast}
+    return {name: state for name, state in states.items() if state in ("applied", "optional")}
 
 
 def _quantisation(config: Any) -> str | None:
@@ -178,5 +191,9 @@ def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:
         yield "offload", f"{text} for each forward"
     for patch, text in found.at_work.items():
         yield "speed", f"{patch} {text}; GEMMA4_COMPAT_{patch.upper()}=0 turns it off"
+    if "applied" in found.fast.values():
+        yield "speed", f'{_FAST} are installed, for a GPU; uninstall("fast") turns them off'
+    elif found.fast:
+        yield "optional", f"{_FAST} are off; set GEMMA4_COMPAT_FAST=1 for a faster model on a GPU"
     if found.decoding is not None:
         yield "decoding", found.decoding

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterable
 from types import ModuleType
 
-from ..engine import Patch
+from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
 from ._code import checking_names
@@ -43,12 +43,19 @@ def load() -> list[Patch]:
     return sorted(patches, key=lambda patch: patch.name)
 
 
-def groups() -> dict[str, list[str]]:
-    """The names of the patches of each topic, and of each kind."""
-    found = {t: [module.PATCH.name for module in modules] for t, modules in topics().items()}
-    for patch in load():
-        found.setdefault(patch.kind.value, []).append(patch.name)
-    return found
+def groups(*, asking: bool = False) -> dict[str, list[str]]:
+    """The names of the patches of each topic, of each kind, and of ``speed``.
+
+    Those that round differently are left out of the topics if ``asking``: their kind, ``speed`` and
+    their own names ask for them.
+    """
+    found: dict[str, list[str]] = {name: [] for name in (*TOPICS, *(kind.value for kind in Kind))}
+    for topic, modules in topics().items():
+        for patch in (module.PATCH for module in modules):
+            found[patch.kind.value].append(patch.name)
+            if not (asking and patch.kind is Kind.FAST):
+                found[topic].append(patch.name)
+    return {**found, "speed": found["exact"] + found["fast"]}
 
 
 def gate(patch: Patch) -> Evaluation:

@@ -119,6 +119,7 @@ class Load:
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
+        yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
         yield "device_map = {"
         own = "PartialState().local_process_index" if self.engine else "0"
         for name, to in self.device_map.items():

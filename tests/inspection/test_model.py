@@ -329,7 +329,7 @@ def test_json(model_dir):
     found = inspect_model(load_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
-        "model", "base", "quantisation", "input_device", "decoding", "at_work", "parts",
+        "model", "base", "quantisation", "input_device", "decoding", "at_work", "fast", "parts",
         "offloaded", "adapters", "active", "problems", "bytes", "ok",
     }  # fmt: skip
     assert plain["bytes"] == found.bytes

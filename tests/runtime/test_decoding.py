@@ -16,6 +16,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
+import gemma4_compat
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.patches.generation import captured_decoding
 from gemma4_compat.runtime.capture import cache_memory, conditions, graph
@@ -228,8 +229,10 @@ def test_a_failed_capture(model, monkeypatch, why, calls):
     ],
     ids=["PyTorch's memory", "the driver's memory", "no compiler"],
 )
-def test_outlier_kernels_that_fail(model_dir, monkeypatch, error, calls, why):
+def test_outlier_kernels_that_fail(model_dir, monkeypatch, request, error, calls, why):
     """One attempt in each call if memory was short, else only in the first call."""
+    gemma4_compat.install("captured_int8")
+    request.addfinalizer(lambda: gemma4_compat.uninstall("captured_int8"))
     model = load_model(model_dir, "int8")
     tried, said = [], []
 

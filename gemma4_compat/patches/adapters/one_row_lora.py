@@ -21,7 +21,7 @@ from .._offload import onloaded
 
 PATCH = Patch(
     name="one_row_lora",
-    kind=Kind.SPEED,
+    kind=Kind.FAST,
     symptom=(
         "decoding with a LoRA adapter on a 4-bit model is slow: PEFT launches eight kernels for "
         "each adapted layer and token"

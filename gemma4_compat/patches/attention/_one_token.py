@@ -18,7 +18,7 @@ def patch_of(family: Family, name: str, symptom: str, unreported: str) -> Patch:
     """The patch for a family's attention class."""
     patch = Patch(
         name=name,
-        kind=Kind.SPEED,
+        kind=Kind.FAST,
         symptom=symptom,
         affects=(family.requirement,),
         changes=(

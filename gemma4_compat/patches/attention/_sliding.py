@@ -23,7 +23,7 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
     """The patch for a family's attention class."""
     patch = Patch(
         name=name,
-        kind=Kind.SPEED,
+        kind=Kind.FAST,
         symptom=symptom,
         affects=(family.requirement,),
         changes=(

@@ -14,11 +14,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...engine import Finding, Patch, fixed_if
+from ...engine import Finding, Kind, Patch, fixed_if
 from .._code import code_of
 
 PATCH = Patch(
     name="full_attention_memory",
+    kind=Kind.MEMORY,
     symptom="torch.OutOfMemoryError in scaled_dot_product_attention for a prompt of 8,000 tokens",
     affects=("transformers<5.13",),
     changes=(

@@ -13,7 +13,7 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
     module, norm = family.module, f"{family.prefix}RMSNorm"
     patch = Patch(
         name=name,
-        kind=Kind.SPEED,
+        kind=Kind.EXACT,
         symptom=symptom,
         affects=(family.requirement,),
         changes=(

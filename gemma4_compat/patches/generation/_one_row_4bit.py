@@ -13,7 +13,7 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
     """The patch for a family's text model."""
     patch = Patch(
         name=name,
-        kind=Kind.SPEED,
+        kind=Kind.FAST,
         symptom=symptom,
         affects=(family.requirement, "bitsandbytes"),
         changes=(

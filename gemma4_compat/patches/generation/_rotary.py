@@ -16,7 +16,7 @@ def patch_of(family: Family, name: str, symptom: str) -> Patch:
     """The patch for the function of a family's module."""
     patch = Patch(
         name=name,
-        kind=Kind.SPEED,
+        kind=Kind.EXACT,
         symptom=symptom,
         affects=("transformers>=5.11",),
         changes=(

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="captured_decoding",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom=(
         'generate(cache_implementation="static") is not faster with a 4-bit or split model: '
         "nothing is compiled, and there is no warning"

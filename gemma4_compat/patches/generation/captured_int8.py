@@ -17,7 +17,7 @@ from .._code import code_at, mentions
 
 PATCH = Patch(
     name="captured_int8",
-    kind=Kind.SPEED,
+    kind=Kind.FAST,
     symptom=(
         "decodes eagerly with a static cache, because its 8-bit layers search their inputs for "
         "outliers"

@@ -20,7 +20,7 @@ from .._code import code_at
 
 PATCH = Patch(
     name="experts_switch_overhead",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom="on a GPU, each token of generate waits some ms for set_experts_implementation",
     affects=("transformers<5.14",),
     changes="While it decodes, a model without experts does not switch their implementation.",

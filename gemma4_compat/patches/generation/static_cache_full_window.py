@@ -17,7 +17,7 @@ from .._code import code_at
 
 PATCH = Patch(
     name="static_cache_full_window",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom=(
         "a static cache decodes slower once the context is longer than the sliding window; "
         "operation not permitted when stream is capturing"

@@ -28,7 +28,7 @@ from ._dispatched import use
 
 PATCH = Patch(
     name="disk_read_ahead",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom="layers on the disk are read while the model waits, slower than the disk could",
     affects=("transformers", "accelerate"),
     changes=(

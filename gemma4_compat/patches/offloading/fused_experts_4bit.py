@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="fused_experts_4bit",
-    kind=Kind.SPEED,
+    kind=Kind.MEMORY,
     symptom=(
         "load_in_4bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
         "(some 42 GiB in bfloat16)"

@@ -27,7 +27,7 @@ from ._dispatched import use
 
 PATCH = Patch(
     name="host_embedding",
-    kind=Kind.SPEED,
+    kind=Kind.MEMORY,
     symptom=(
         "per-layer embeddings on the CPU or disk cost a copy of the whole table, and its VRAM, in "
         "every forward"

@@ -25,7 +25,7 @@ from ._dispatched import use
 
 PATCH = Patch(
     name="offload_streaming",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom="4-bit layers offloaded to the CPU are slower than bfloat16 ones",
     affects=("transformers", "accelerate"),
     changes=(

@@ -23,7 +23,7 @@ from .._code import code_at
 
 PATCH = Patch(
     name="split_model_overhead",
-    kind=Kind.SPEED,
+    kind=Kind.EXACT,
     symptom="with a device map, a model decodes 10 % slower than on one GPU, even if not offloaded",
     affects=("transformers", "accelerate"),
     changes=(

@@ -23,7 +23,7 @@ def patch_of(
             f"A forward of {family.name} with labels computes logits and loss for some tokens at a "
             "time.  outputs.logits is computed when it is read."
         ),
-        kind=Kind.SPEED,
+        kind=Kind.MEMORY,
         links=links,
         unreported=unreported,
     )
