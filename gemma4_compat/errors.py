@@ -7,16 +7,7 @@ All of them can be imported from ``gemma4_compat``::
     except gemma4_compat.InputError as error:
         print(error)
 
-From ``patches/`` and ``runtime/``, these alone reach a user's call of a library, where its result
-would be wrong or lost without an error:
-
-* ``ModelError``: ``forward`` with embeddings of no token (``_token_ids``); ``backward``, or a read
-  of ``outputs.logits``, after weights were changed or hooked (``logits``, ``ple_training_memory``);
-  4-bit weights without their quant state (``quant_state_offload``).
-* ``RefusedError``: prefill in chunks (``_chunked_prefill``); loading (``text_model_weights``,
-  ``text_model_adapter``, ``offloaded_load_state_dict``), merging (``gemma_quant_merge``,
-  ``packed_experts_lora``) and saving (``offloaded_save``) that would leave out or damage weights.
-* ``InputError``: sound with the wrong shape or rate (``_sound``, ``sound_columns``).
+``docs/how-it-works.md`` lists those that reach a user's call of another library.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import gemma4_compat
-from gemma4_compat.patches import _code
+from gemma4_compat.engine import slots
 from tools import private_names
 
 ROOT = Path(__file__).parents[1]
@@ -98,16 +98,16 @@ def hidden(name):
         with lacking(owner, attribute):
             yield
         return
-    named = _code.is_named
+    sets = slots._sets
     if not isinstance(owner, type):  # a function that sets the attribute of a module
         owner = torch.nn.Module
-        _code.is_named = lambda code, name: name != attribute and named(code, name)
+        slots._sets = lambda function, name: name != attribute and sets(function, name)
     own = vars(owner).get(attribute, NONE)
     setattr(owner, attribute, Hidden(owner, attribute))
     try:
         yield
     finally:
-        _code.is_named = named
+        slots._sets = sets
         if own is NONE:
             type.__delattr__(owner, attribute)
         else:
@@ -399,7 +399,7 @@ def listen():
 
 def is_noticed(name):
     try:
-        _code._look_up(name)
+        slots.look_up(name)
     except AttributeError:
         return True
     return False

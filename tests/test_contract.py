@@ -471,8 +471,8 @@ def test_definition(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_can_end_the_patch(name):
     """Each probe has a case that returns ``fixed``."""
-    probe = inspect.unwrap(_patches()[name].probe_function)
-    code, globals_ = probe.__code__, probe.__globals__
+    code = _patches()[name].probe_function.__code__
+    globals_ = _patches()[name].probe_function.__globals__
     helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
     assert any("fixed" in each.co_names for each in (code, *helpers))
 
@@ -481,7 +481,7 @@ def test_probe_can_end_the_patch(name):
 def test_probe_imports_no_further_library(name):
     """It runs while a user's program imports its targets, and perhaps a part of another library."""
     patch = _patches()[name]
-    code = inspect.unwrap(patch.probe_function).__code__
+    code = patch.probe_function.__code__
     imported = {
         each.argval.partition(".")[0]
         for each in dis.get_instructions(code)

@@ -91,9 +91,6 @@ OPEN = {
     "._fsdp_param_group": "releases without `_fsdp_param_groups` have it",
     "._fsdp_param_groups": "`hasattr` asks before",
     "torch._C._cuda_getCurrentRawStream": "only PyTorch for CUDA has it, and only there it is read",
-    "._saved_reduction": "the probe of `gradient_accumulation` computes a loss and reads it",
-    "._saved_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
-    "._saved_total_weight": "the probe of `gradient_accumulation` computes a loss and reads it",
 }
 
 

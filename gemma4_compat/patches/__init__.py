@@ -7,14 +7,15 @@ docstring of a folder is the title of its topic.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
-from ._code import checking_names
 
 #: In the order in which the documentation lists them.
 TOPICS = (
@@ -37,9 +38,9 @@ def topics() -> dict[str, list[ModuleType]]:
 def load() -> list[Patch]:
     """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
+    names = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
     for patch in patches:
-        if (probe := patch.probe_function) and not hasattr(probe, "__wrapped__"):
-            patch.probe_function = checking_names(patch.name, probe)
+        patch.names = names.get(patch.name, ())
     return sorted(patches, key=lambda patch: patch.name)
 
 

@@ -52,8 +52,8 @@ _WATCHED = (
 #: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
 #: the errors of an operation that lazy logits do not know
-_OURS = (AttributeError, RuntimeError, TypeError)
-#: .in_ddp: whether DDP looks at an output in this thread
+_OURS = (AttributeError, RuntimeError, TypeError, ModelError)
+#: .stays_lazy: whether this thread reads logits that are not computed
 _now = threading.local()
 
 
@@ -474,13 +474,11 @@ class LazyOutput:
 
     #: the fields that accelerate's hooks leave where they are
     _kept: Any = ()
-    #: whether ``logits`` are not computed when they are read: while the output is made, and in TRL
-    _stay_lazy = True
 
     @property
     def logits(self) -> Any:
         value = vars(self).get("logits")
-        if isinstance(value, LazyLogits) and not self._stay_lazy:
+        if isinstance(value, LazyLogits) and not getattr(_now, "stays_lazy", False):
             value = self.logits = value.read()
         return value
 
@@ -515,8 +513,6 @@ class LazyOutput:
         return {name: getattr(self, name) for name in self.keys()}.items()
 
     def values(self: Any) -> Any:
-        if getattr(_now, "in_ddp", False):
-            return [vars(self)[name] for name in self.keys()]
         return dict(self.items()).values()
 
     def __reduce__(self: Any) -> Any:
@@ -527,8 +523,9 @@ class LazyOutput:
     def mapped(self: Any, function: Callable[[Any], Any], kept: Any = ()) -> Any:
         """The output with other values; the logits stay lazy."""
         values = {each.name: vars(self).get(each.name) for each in fields(self)}
-        output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
-        output._kept, output._stay_lazy = self._kept, False
+        with staying_lazy():
+            output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
+        output._kept = self._kept
         return output
 
     def to(self: Any, device: Any, **kwargs: Any) -> Any:
@@ -552,32 +549,18 @@ def in_float32(convert: Callable[[Any], Any], value: Any) -> Any:
 
 def in_ddp(original: Callable[[Any], Any], value: Any) -> Any:
     """What DDP's functions return for the output of a forward; they need no logits."""
-    if not isinstance(value, LazyOutput):
+    with staying_lazy():
         return original(value)
-    _now.in_ddp = True
-    try:
-        return original(value)
-    finally:
-        _now.in_ddp = False
 
 
 @contextmanager
-def in_rows() -> Iterator[None]:
-    """A block of TRL's ``SFTTrainer.compute_loss``, which takes logits in rows."""
-    outer, _now.in_rows = getattr(_now, "in_rows", None), list[Any]()
+def staying_lazy(is_lazy: bool = True) -> Iterator[None]:
+    """A block in which this thread reads ``outputs.logits`` without computing them."""
+    outer, _now.stays_lazy = getattr(_now, "stays_lazy", False), is_lazy
     try:
         yield
     finally:
-        for output in _now.in_rows:
-            output._stay_lazy = False
-        _now.in_rows = outer
-
-
-def for_rows(output: Any) -> None:
-    """Let the logits of this output stay lazy until the block ends."""
-    if isinstance(output, LazyOutput) and getattr(_now, "in_rows", None) is not None:
-        output._stay_lazy = True
-        _now.in_rows.append(output)
+        _now.stays_lazy = outer
 
 
 # -- the forward -----------------------------------------------------------------------------------
@@ -610,9 +593,9 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         output = original(lazy, *args, **kwargs)
         values = {each.name: getattr(output, each.name) for each in fields(output)}
         kind: Any = type(output)
-        lazy_output = _lazy(kind)(**values)
+        with staying_lazy():
+            lazy_output = _lazy(kind)(**values)
         lazy_output._kept = model._skip_keys_device_placement or ()
-        lazy_output._stay_lazy = False
         return lazy_output
     except _OURS as error:
         # Not a subclass: these are for the callers, as those of a checkpoint around this forward.
