@@ -73,7 +73,7 @@ ASKED["_replace_old_cache_name"] = "transformers.utils.ModelOutput"
 
 def resolve(name):
     """The owner of a name, and the attribute; ``None`` if these releases have none."""
-    path, _, attribute = name.rpartition(".")
+    path, _, attribute = name.replace("()", "").rpartition(".")
     parts = (path or ASKED.get(attribute, "torch.nn.Module")).split(".")
     for count in range(len(parts), 0, -1):
         with suppress(ImportError):

@@ -337,7 +337,7 @@ def _ends(patch: Patch, measured: Measured) -> str:
     if verdict == "unknown" and _shows_on_a_cpu(patch, measured):  # its tests do not run there
         last = measured.runs(patch.name, "transformers")[-1]
         newest["transformers"], verdict = last.last, "broken" if last.broken else "fixed"
-    releases = ", ".join(f"{name} {newest[name]}" for name in requirements)
+    releases = ", ".join(f"{name} {newest[name]}" for name in requirements if name in newest)
     texts = {
         "broken": f"Not fixed in {releases} (measured).",
         "fixed": f"Fixed in {' or '.join(fixes) or releases} (measured).",

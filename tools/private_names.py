@@ -39,7 +39,7 @@ _CAUGHT = {"AttributeError", "ImportError", "Exception"}
 _TORCH = {"_version", "_modules", "_parameters", "_buffers"}
 #: attributes of a ``View``, and of Python's locks
 _OTHERS = {"_module", "_read", "_updates", "_chosen", "_is_owned"}
-_MODULE, _STATE = "torch.nn.Module", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_MODULE, _STATE = "torch.nn.Module()", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _TUNER, _HOOK = "peft.tuners.tuners_utils.BaseTuner", "accelerate.hooks.add_hook_to_module"
 _MODEL, _CONFIG = (

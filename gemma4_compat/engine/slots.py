@@ -118,7 +118,7 @@ def resolve(replacement: Replacement) -> Target:
 def look_up(name: str) -> None:
     """Check that a name such as ``library.module.Class.attribute`` exists, if it is imported.
 
-    An attribute of objects follows its class, or the function that sets it.
+    An attribute of objects follows ``Class()``, or the function that sets it.
 
     Raises:
         Mismatch: the name, or a part of it, does not exist.
@@ -135,8 +135,8 @@ def look_up(name: str) -> None:
         if isinstance(owner, types.FunctionType) and _sets(owner, part):
             return
         try:
-            is_of_objects = isinstance(owner, type) and not hasattr(owner, part)
-            owner = getattr(owner() if is_of_objects else owner, part)
+            owner = getattr(owner, part.removesuffix("()"))
+            owner = owner() if part.endswith("()") else owner
         except Exception as error:
             raise Mismatch(f"{name} does not exist") from error
 

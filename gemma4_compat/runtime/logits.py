@@ -53,7 +53,7 @@ _WATCHED = (
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
 #: the errors of an operation that lazy logits do not know
 _OURS = (AttributeError, RuntimeError, TypeError, ModelError)
-#: .stays_lazy: whether this thread reads logits that are not computed
+#: of this thread: .in_ddp: whether DDP looks at an output; .stays_lazy: see ``staying_lazy``
 _now = threading.local()
 
 
@@ -475,6 +475,10 @@ class LazyOutput:
     #: the fields that accelerate's hooks leave where they are
     _kept: Any = ()
 
+    def __post_init__(self) -> None:
+        with staying_lazy():
+            super().__post_init__()  # type: ignore[misc]
+
     @property
     def logits(self) -> Any:
         value = vars(self).get("logits")
@@ -513,6 +517,8 @@ class LazyOutput:
         return {name: getattr(self, name) for name in self.keys()}.items()
 
     def values(self: Any) -> Any:
+        if getattr(_now, "in_ddp", False):
+            return [vars(self)[name] for name in self.keys()]
         return dict(self.items()).values()
 
     def __reduce__(self: Any) -> Any:
@@ -523,8 +529,7 @@ class LazyOutput:
     def mapped(self: Any, function: Callable[[Any], Any], kept: Any = ()) -> Any:
         """The output with other values; the logits stay lazy."""
         values = {each.name: vars(self).get(each.name) for each in fields(self)}
-        with staying_lazy():
-            output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
+        output = type(self)(**{n: v if n in kept else function(v) for n, v in values.items()})
         output._kept = self._kept
         return output
 
@@ -549,8 +554,13 @@ def in_float32(convert: Callable[[Any], Any], value: Any) -> Any:
 
 def in_ddp(original: Callable[[Any], Any], value: Any) -> Any:
     """What DDP's functions return for the output of a forward; they need no logits."""
-    with staying_lazy():
+    if not isinstance(value, LazyOutput):
         return original(value)
+    _now.in_ddp = True
+    try:
+        return original(value)
+    finally:
+        _now.in_ddp = False
 
 
 @contextmanager
@@ -593,8 +603,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         output = original(lazy, *args, **kwargs)
         values = {each.name: getattr(output, each.name) for each in fields(output)}
         kind: Any = type(output)
-        with staying_lazy():
-            lazy_output = _lazy(kind)(**values)
+        lazy_output = _lazy(kind)(**values)
         lazy_output._kept = model._skip_keys_device_placement or ()
         return lazy_output
     except _OURS as error:

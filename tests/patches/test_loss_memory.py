@@ -430,6 +430,7 @@ def test_ddp(model, tmp_path, monkeypatch):
     assert read.number == 0
     assert torch.equal(found.loss, expected.loss)
     assert all(torch.equal(own[f"module.{name}"], gradients[name]) for name in gradients)
+    assert type(found.logits) is torch.Tensor
     assert torch.equal(found.logits, whole)
 
 
