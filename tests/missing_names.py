@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 import types
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -413,8 +412,7 @@ def main(works, known=()):
     """What happens with each name hidden, in some of the works.
 
     Returns {name: {"patches": their states, "errors": by work, ...}}.  If there are ``known``
-    names, only these, and those without a list or a probe, run the works; for others, it returns
-    whether the list notices.
+    names, only these run the works; for others that are listed, it returns whether that is noticed.
     """
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
@@ -439,9 +437,10 @@ def main(works, known=()):
             getattr(*found, None), types.ModuleType
         ):  # the names in a module are in the table, too
             continue
-        if known and is_listed and name not in known:
-            with hidden(name):
-                results[name] = is_noticed(name)
+        if known and name not in known:
+            if is_listed:
+                with hidden(name):
+                    results[name] = is_noticed(name)
             continue
         patches = [patch for patch in patches if before[patch] == "applied"]
         wanted = [w for w in works if files[w] & readers]
@@ -449,7 +448,6 @@ def main(works, known=()):
             continue
         messages.clear()
         gemma4_compat._engine._warned.clear()
-        start = time.time()
         if patches:
             gemma4_compat.uninstall(*patches)
         clear_caches()
@@ -475,10 +473,7 @@ def main(works, known=()):
             "listed": is_listed, "patches": {p: now[p] for p in patches}, "errors": errors,
             "works": wanted, "others": {n: s for n, s in changed.items() if n not in patches},
             "warned": [text for text in messages if "is not applied" in text],
-            "seconds": time.time() - start,
         }  # fmt: skip
-        if os.environ.get("VERBOSE"):
-            print(name, results[name], file=sys.stderr, flush=True)
     return results
 
 

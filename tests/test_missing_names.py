@@ -22,6 +22,7 @@ KNOWN = (
     "torch._C._are_functorch_transforms_active",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._nn._parse_to",
+    "torch.nn.Module()._parameters",
     "torch.nn.modules.module._global_forward_hooks",
     "torch.overrides._get_current_function_mode_stack",
     "transformers.loss.loss_utils.fixed_cross_entropy",
