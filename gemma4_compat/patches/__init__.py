@@ -10,7 +10,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Iterable
-from pathlib import Path
+from contextlib import suppress
 from types import ModuleType
 
 from ..engine import Kind, Patch
@@ -38,7 +38,9 @@ def topics() -> dict[str, list[ModuleType]]:
 def load() -> list[Patch]:
     """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
-    names = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+    names: dict[str, list[str]] = {}
+    with suppress(OSError):  # a frozen application may have no data files
+        names = json.loads(pkgutil.get_data(__name__, "names.json") or "{}")
     for patch in patches:
         patch.names = names.get(patch.name, ())
     return sorted(patches, key=lambda patch: patch.name)
