@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from . import versions as _versions
 from ._version import __version__
 from .engine.status import PatchStatus, State, Status
-from .errors import DeadlockError, InputError, MergeError, PatchError
+from .errors import DeadlockError, InputError, MergeError, ModelError, PatchError, RefusedError
 from .machine.host_memory import limit_page_locked
 from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
@@ -38,8 +38,10 @@ __all__ = [
     "DeadlockError",
     "InputError",
     "MergeError",
+    "ModelError",
     "PatchError",
     "PatchStatus",
+    "RefusedError",
     "State",
     "Status",
     "__version__",

@@ -6,6 +6,8 @@ All of them can be imported from ``gemma4_compat``::
         plan("gemma-4-E2B-it", gpu="4GiB")
     except gemma4_compat.InputError as error:
         print(error)
+
+``docs/how-it-works.md`` lists those that reach a user's call of another library.
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ class MergeError(RuntimeError):
     def __init__(self, message: str, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
+
+
+class ModelError(RuntimeError):
+    """The state of a model, or its inputs, would make this result wrong."""
+
+
+class RefusedError(ValueError):
+    """This call would lose or damage something without an error."""
 
 
 class PatchError(RuntimeError):

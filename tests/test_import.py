@@ -246,8 +246,8 @@ def test_patches_are_read_when_a_library_is_imported():
     from gemma4_compat.versions import LIBRARIES
 
     targets = {each.module for patch in load() for each in patch.replacements}
-    # Each of the libraries imports torch.
-    assert {module.partition(".")[0] for module in targets} == {*LIBRARIES, "torch"}
+    # Each of the libraries imports torch, and TRL imports transformers.
+    assert {module.partition(".")[0] for module in targets} == {*LIBRARIES, "torch", "trl"}
     code = """
 import sys, gemma4_compat
 ours = {"wrapt", "gemma4_compat.patches"}

@@ -428,3 +428,33 @@ def test_a_planted_helper_of_one_topic_is_found():
 def test_a_planted_replacement_is_found(line):
     source = SOURCES[f"{PACKAGE}.runtime.host.blocks"]
     assert len(replaced_attributes(f"{source}\n{line}")) == 1
+
+
+#: Errors that the package itself catches, and those that Python asks a method for.
+CAUGHT = {
+    "KernelError", "NotCaptured", "CaptureFailed", "NotImplementedError", "AttributeError",
+    "KeyError", "AssertionError", "error",
+}  # fmt: skip
+TOLD = {"InputError", "ModelError", "RefusedError", "RefusedAdapter"}
+
+
+def raised(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+
+
+def test_only_errors_of_the_package_reach_users():
+    """What patches and runtime raise is in a table, which says for which calls."""
+    files = [file for name in ("patches", "runtime") for file in (FOLDER / name).rglob("*.py")]
+    found = {file.stem: set(raised(ast.parse(file.read_text()))) for file in files}
+    found = {name: errors for name, errors in found.items() if errors}
+    assert [(name, errors) for name, errors in found.items() if errors - TOLD - CAUGHT] == []
+    text = (FOLDER.parent / "docs" / "how-it-works.md").read_text()
+    told = [name for name, errors in found.items() if errors & TOLD]
+    assert len(told) > 8
+    assert [name for name in told if f"`{name}`" not in text] == []
+    for name, errors in found.items():
+        if errors & {"AttributeError", "KeyError", "AssertionError", "error"}:
+            assert name in ("logits", "quantized_resave", "decoding", "_code")
+    assert set(raised(ast.parse("raise ValueError(1)\nraise KeyError"))) - CAUGHT == {"ValueError"}

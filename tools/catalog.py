@@ -256,9 +256,16 @@ def _where(measured: Measured, patch: Patch, library: str) -> str:
         return "not measured"
     found = set(measured.axis(patch.name, library).values())
     if found == {"unknown"}:
-        return "shows only on a GPU"
+        return _unknown(patch)
     broken = [str(run) for run in measured.runs(patch.name, library) if run.broken]
     return "all" if found == {"broken"} else ", ".join(broken) or "-"
+
+
+def _unknown(patch: Patch) -> str:
+    """Why the measurements say nothing about it."""
+    names = {Requirement(text).name for text in patch.affects}
+    others = ", ".join(sorted(names - {*LIBRARIES, "torch"}))
+    return f"releases of {others} are not measured" if others else "shows only on a GPU"
 
 
 def with_releases(readme: str, measured: Measured) -> str:
@@ -337,11 +344,11 @@ def _ends(patch: Patch, measured: Measured) -> str:
     if verdict == "unknown" and _shows_on_a_cpu(patch, measured):  # its tests do not run there
         last = measured.runs(patch.name, "transformers")[-1]
         newest["transformers"], verdict = last.last, "broken" if last.broken else "fixed"
-    releases = ", ".join(f"{name} {newest[name]}" for name in requirements)
+    releases = ", ".join(f"{name} {newest[name]}" for name in requirements if name in newest)
     texts = {
         "broken": f"Not fixed in {releases} (measured).",
         "fixed": f"Fixed in {' or '.join(fixes) or releases} (measured).",
-        "unknown": "Shows only on a GPU.",
+        "unknown": f"{_unknown(patch)}.".replace("shows", "Shows").replace("releases", "Releases"),
     }
     text = texts[verdict] if patch.name in measured.by_patch else "Not measured."
     return f"{text} {patch.note}".rstrip()

@@ -19,7 +19,7 @@ from .gate import Outcome
 from .imports import Imports
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
 from .references import count_held, holders
-from .slots import Mismatch
+from .slots import Mismatch, look_up
 from .stack import Layer, Stack, originals
 from .status import About, PatchStatus, State, Status
 from .switches import Switches
@@ -367,6 +367,8 @@ class Engine:
             if finding.verdict is not Verdict.BROKEN:
                 state = State.FIXED if finding.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, finding.reason)
+            for name in record.patch.names:
+                look_up(name)
             record.layer.put()
         except Mismatch as error:
             return self._set(record, State.DRIFTED, str(error))

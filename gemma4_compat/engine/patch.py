@@ -131,6 +131,9 @@ class Patch:
     unreported: str = ""
     requires: Sequence[str] = ()
     replacements: list[Replacement] = field(default_factory=list, init=False)
+    #: Names of the libraries that the replacements read when they are called.  The patch drifts if
+    #: one is missing in what is imported when its probe runs.
+    names: Sequence[str] = field(default=(), init=False)
     probe_function: Callable[[], Finding] | None = field(default=None, init=False)
     release: Callable[[], None] | None = field(default=None, init=False)
 

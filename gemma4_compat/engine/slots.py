@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import wrapt
@@ -112,6 +113,36 @@ def resolve(replacement: Replacement) -> Target:
         return Target(*wrapt.resolve_path(sys.modules[replacement.module], replacement.attribute))
     except (AttributeError, KeyError) as error:
         raise Mismatch(f"{replacement} does not exist") from error
+
+
+def look_up(name: str) -> None:
+    """Check that a name such as ``library.module.Class.attribute`` exists, if it is imported.
+
+    An attribute of objects follows ``Class()``, or the function that sets it.
+
+    Raises:
+        Mismatch: the name, or a part of it, does not exist.
+    """
+    parts, known = name.split("."), 0
+    owner: Any = None
+    while known < len(parts) and (module := sys.modules.get(".".join(parts[: known + 1]))):
+        owner, known = module, known + 1
+    for part in parts[known:] if owner else ():
+        if isinstance(owner, types.ModuleType) and part not in vars(owner):
+            is_package = hasattr(owner, "__path__") and find_spec(f"{owner.__name__}.{part}")
+            if is_package or getattr(owner.__spec__, "_initializing", False):
+                return  # it is not imported yet
+        if isinstance(owner, types.FunctionType) and _sets(owner, part):
+            return
+        try:
+            owner = getattr(owner, part.removesuffix("()"))
+            owner = owner() if part.endswith("()") else owner
+        except Exception as error:
+            raise Mismatch(f"{name} does not exist") from error
+
+
+def _sets(function: Any, name: str) -> bool:
+    return name in inspect.unwrap(function).__code__.co_names
 
 
 def prepare(replacement: Replacement) -> Entry:

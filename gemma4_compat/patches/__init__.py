@@ -7,8 +7,10 @@ docstring of a folder is the title of its topic.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Iterable
+from contextlib import suppress
 from types import ModuleType
 
 from ..engine import Kind, Patch
@@ -36,6 +38,11 @@ def topics() -> dict[str, list[ModuleType]]:
 def load() -> list[Patch]:
     """Import every patch module and return the patches, sorted by name."""
     patches: list[Patch] = [module.PATCH for modules in topics().values() for module in modules]
+    names: dict[str, list[str]] = {}
+    with suppress(OSError):  # a frozen application may have no data files
+        names = json.loads(pkgutil.get_data(__name__, "names.json") or "{}")
+    for patch in patches:
+        patch.names = names.get(patch.name, ())
     return sorted(patches, key=lambda patch: patch.name)
 
 

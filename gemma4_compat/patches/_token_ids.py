@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from ..errors import ModelError
 from ._offload import hook_of_weight
 
 #: About how many elements of the embedding weight are hashed at a time.
@@ -29,7 +30,7 @@ def token_ids(model: Any, inputs_embeds: Any) -> Any:
         inputs_embeds: batch x length x hidden size, in any floating-point dtype.
 
     Raises:
-        RuntimeError: an embedding belongs to no token, or to several tokens with different
+        ModelError: an embedding belongs to no token, or to several tokens with different
             per-layer embeddings.
     """
     import torch
@@ -52,7 +53,7 @@ def _search_all(model: Any, inputs_embeds: Any) -> Any:
                 ids[missing] = find(model, embeds[missing])
         count = int((ids < 0).sum())
     if count:
-        raise RuntimeError(
+        raise ModelError(
             f"{count} of {ids.numel()} embeddings in `inputs_embeds` belong to no token: "
             "they do not exactly match the embedding weights.  This model looks up per-layer "
             "embeddings by token id.  Pass `input_ids` instead of `inputs_embeds`, or pass "
@@ -121,12 +122,12 @@ def _hits(
 
 
 def _check_alike(model: Any, tokens: Any, others: Any) -> None:
-    """Raise ``RuntimeError`` if tokens with equal embeddings differ in per-layer embeddings."""
+    """Raise ``ModelError`` if tokens with equal embeddings differ in per-layer embeddings."""
     per_layer = model.embed_tokens_per_layer.forward
     differ = (per_layer(tokens) != per_layer(others)).any(-1).nonzero().flatten()
     if differ.numel():
         one, other = int(others[differ[0]]), int(tokens[differ[0]])
-        raise RuntimeError(
+        raise ModelError(
             f"`inputs_embeds` has an embedding that tokens {one} and {other} share, but their "
             "per-layer embeddings differ.  Pass `input_ids` instead of `inputs_embeds`, or pass "
             "`per_layer_inputs` as well."

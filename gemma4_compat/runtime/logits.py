@@ -30,6 +30,7 @@ from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
+from ..errors import ModelError
 from ..objects import View
 from .kernels import token_loss
 
@@ -48,14 +49,11 @@ _WATCHED = (
     "outputs.logits has a hook or retain_grad(), but the loss was computed without these logits, "
     "so they would not see its gradient; set GEMMA4_COMPAT_LOSS_MEMORY=0"
 )
-#: Modules whose code takes lazy logits as they are: TRL's metrics take them in rows.
-_READERS = ("transformers.utils.generic", "trl.trainer.sft_trainer")
 #: modules of the modes that change no values of the head: ``torch.device``, and that of ``plan``
 _MODES = ("torch.utils._device", "gemma4_compat.model.peak")
-_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 #: the errors of an operation that lazy logits do not know
-_OURS = (AttributeError, RuntimeError, TypeError)
-#: .in_ddp: whether DDP looks at an output in this thread
+_OURS = (AttributeError, RuntimeError, TypeError, ModelError)
+#: of this thread: .in_ddp: whether DDP looks at an output; .stays_lazy: see ``staying_lazy``
 _now = threading.local()
 
 
@@ -426,7 +424,7 @@ class _Head:
         has_changed = self._has_changed or self._weight._version != self._version
         if has_changed or (is_trained and self.trained.data_ptr() != self._address):
             if late is None:
-                raise RuntimeError(_CHANGED)
+                raise ModelError(_CHANGED)
             weight = late
         elif is_trained and torch.is_grad_enabled():
             weight = self.trained if trained is None else trained
@@ -456,7 +454,7 @@ class _Kept:
 
     def check_watchers(self) -> None:
         if any(each._backward_hooks or each.retains_grad for each in self.read):
-            raise RuntimeError(_WATCHED)
+            raise ModelError(_WATCHED)
 
 
 def _sums_of(weight: Any) -> Any:
@@ -477,12 +475,14 @@ class LazyOutput:
     #: the fields that accelerate's hooks leave where they are
     _kept: Any = ()
 
+    def __post_init__(self) -> None:
+        with staying_lazy():
+            super().__post_init__()  # type: ignore[misc]
+
     @property
     def logits(self) -> Any:
         value = vars(self).get("logits")
-        if isinstance(value, LazyLogits):
-            if sys._getframe(1).f_globals.get("__name__") in _READERS:
-                return value
+        if isinstance(value, LazyLogits) and not getattr(_now, "stays_lazy", False):
             value = self.logits = value.read()
         return value
 
@@ -563,6 +563,16 @@ def in_ddp(original: Callable[[Any], Any], value: Any) -> Any:
         _now.in_ddp = False
 
 
+@contextmanager
+def staying_lazy(is_lazy: bool = True) -> Iterator[None]:
+    """A block in which this thread reads ``outputs.logits`` without computing them."""
+    outer, _now.stays_lazy = getattr(_now, "stays_lazy", False), is_lazy
+    try:
+        yield
+    finally:
+        _now.stays_lazy = outer
+
+
 # -- the forward -----------------------------------------------------------------------------------
 
 
@@ -578,15 +588,10 @@ class _Recorded(View):
 def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with labels; its logits are lazy if that changes nothing else."""
     labels = kwargs.get("labels")
-    kept = None
-    try:
-        if hasattr(labels, "numel") and _can_be_lazy(model, labels, kwargs):
-            head = _Head(_plain(model.lm_head))
-            kept = _Kept(head)  # until the loss has it
-    except (AttributeError, ImportError):  # a PyTorch with other private names
-        logger.info("all logits of this step are computed", exc_info=True)
-    if kept is None:
+    if not hasattr(labels, "numel") or not _can_be_lazy(model, labels, kwargs):
         return original(model, *args, **kwargs)
+    head = _Head(_plain(model.lm_head))
+    kept = _Kept(head)  # noqa: F841  (until the loss has it)
     backbone = _Recorded(model.model)
 
     def lazy_head(hidden: Any) -> LazyLogits:
@@ -636,9 +641,11 @@ def _hooks(module: Any) -> bool:
 
 def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     import torch
+    from torch.nn.modules import module as modules
     from torch.overrides import _get_current_function_mode_stack
+    from transformers.loss import loss_utils
 
-    losses = "transformers.loss.loss_utils"
+    losses = loss_utils.__name__
     head = _plain(model.lm_head)
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
         return False
@@ -653,7 +660,8 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         hasattr(head.weight, "ds_id"),  # DeepSpeed may take the weight away
         getattr(model, "_is_replica", False),  # DataParallel gathers the logits
         _hooks(head) or _hooks(model.lm_head),
-        any(getattr(torch.nn.modules.module, f"_global_{name}") for name in _GLOBAL_HOOKS),
+        modules._global_forward_hooks or modules._global_forward_pre_hooks,
+        modules._global_backward_hooks or modules._global_backward_pre_hooks,
     )
     return (
         torch.is_grad_enabled()
@@ -663,7 +671,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
         and kwargs.get("return_dict", model.config.return_dict) is not False
         and labels.numel() > 2 * _rows_of(head.out_features, head.weight)
         and _is_known(model.loss_function, losses)
-        and _is_known(sys.modules[losses].fixed_cross_entropy, losses)
+        and _is_known(loss_utils.fixed_cross_entropy, losses)
         and _is_known(torch.nn.functional.cross_entropy, "torch.nn.functional")
         and _is_known(torch.nn.Linear.forward, "torch.nn.modules.linear")
         and _is_known(torch.nn.Module.__call__, "torch.nn.modules.module")

@@ -148,23 +148,6 @@ def assert_lazy_and_equal(model):
     assert is_lazy(model(**inputs))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "is_needed"),
-    [
-        (torch.nn.modules.module, "_has_any_global_hook", False),  # torch 2.7 has none
-        (torch.overrides, "_get_current_function_mode_stack", True),
-        (torch, "get_autocast_dtype", True),
-    ],
-    ids=["hooks", "modes", "autocast"],
-)
-def test_a_private_name_that_pytorch_lacks(model, monkeypatch, owner, name, is_needed):
-    """The loss is right; the logits are whole if it is not known whether they may be lazy."""
-    monkeypatch.delattr(owner, name, raising=is_needed)
-    model = adapted(model)
-    assert_equal(model, **batch(model.config))
-    assert is_lazy(model(**batch(model.config))) != is_needed
-
-
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
 def test_quantised_models(model_dir, kind):
     assert_lazy_and_equal(adapted(load_model(model_dir, kind)))
@@ -447,6 +430,7 @@ def test_ddp(model, tmp_path, monkeypatch):
     assert read.number == 0
     assert torch.equal(found.loss, expected.loss)
     assert all(torch.equal(own[f"module.{name}"], gradients[name]) for name in gradients)
+    assert type(found.logits) is torch.Tensor
     assert torch.equal(found.logits, whole)
 
 
@@ -895,38 +879,6 @@ def test_the_trainer_reads_no_logits(model_dir, tmp_path, monkeypatch, mixed):
     # The gradients of a piece are rounded before they are weighted.
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if mixed else 1e-6)
     assert read.number == 0
-
-
-def test_the_metrics_of_trl(model_dir, tmp_path):
-    """Entropy and accuracy are computed from rows of the logits."""
-    datasets = pytest.importorskip("datasets", reason="SFTTrainer needs datasets")
-    trl = pytest.importorskip("trl", reason="trl is not installed")
-    from tests.test_training import tokenizer
-
-    words = " ".join(f"w{4 + 7 * number % 490}" for number in range(180))
-    data = datasets.Dataset.from_dict({"text": [words[: 80 * number] for number in range(6, 10)]})
-    logs = []
-    for number, names in enumerate((PATCHES, NONE)):
-        arguments = trl.SFTConfig(
-            output_dir=str(tmp_path / str(number)), per_device_train_batch_size=2, max_steps=2,
-            report_to=[], save_strategy="no", use_cpu=True, logging_steps=1, bf16=True,
-        )  # fmt: skip
-        with disabled(*names):
-            trainer = trl.SFTTrainer(
-                model=adapted(load_model(model_dir)), args=arguments, train_dataset=data,
-                processing_class=tokenizer(),
-            )  # fmt: skip
-            with Largest() as largest:
-                trainer.train()
-        logs.append(trainer.state.log_history)
-    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):  # with which TRL does without logits
-        assert largest.entries // VOCABULARY <= 128  # the rows of its metrics
-    metrics = ("loss", "entropy", "mean_token_accuracy")
-    whole, pieces = (
-        [[log[m] for m in metrics] for log in each if "entropy" in log] for each in logs
-    )
-    assert len(whole) == 2
-    assert pieces == [pytest.approx(each, rel=1e-3) for each in whole]
 
 
 def linear_steps(kind, folder, **options):

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, drifted, fixed, fixed_if
+from ...engine import Finding, Patch, fixed, fixed_if
+from ...errors import RefusedError
 from .._code import code_of, mentions
 
 PATCH = Patch(
@@ -38,12 +39,9 @@ PATCH = Patch(
 def merging_adds_to_the_weight() -> Finding:
     """Check that the layers are linear layers for PEFT, and that merging takes no account of it."""
     from peft.tuners.lora.layer import Linear
-    from peft.tuners.tuners_utils import BaseTuner
     from torch import nn
     from transformers.integrations import gemma_quant
 
-    if "_check_merge_allowed" not in vars(BaseTuner):
-        return drifted("BaseTuner has no _check_merge_allowed")
     if not issubclass(gemma_quant.QuantizedLinear, nn.Linear):
         return fixed("QuantizedLinear is no nn.Linear: PEFT does not wrap it as one")
     handled = mentions(code_of(Linear.merge), "num_bits")
@@ -58,7 +56,7 @@ def check_merge_allowed(original: Any, self: Any) -> Any:
 
     layers = (each.get_base_layer() for each in self.model.modules() if _is_wrapper(each))
     if count := sum(isinstance(layer, QuantizedLinear) for layer in layers):
-        raise ValueError(
+        raise RefusedError(
             f"an adapter cannot be merged into {count} quantised layers of this QAT checkpoint: "
             "they hold integers, and round their outputs with ranges that were measured without "
             "the adapter.  Keep the adapter loaded, or merge it into the unquantised checkpoint: "

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...errors import RefusedError
 from ...model.hooks import execution_device
 from ...objects import hidden, shadowed
 from ...runtime.experts.forward import updates
@@ -160,7 +161,7 @@ def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
         weight = Packed(before).whole()
         weight += sign * wrapper.get_delta_weight(adapter).to(weight)
         if safe and not weight.isfinite().all():
-            raise ValueError(
+            raise RefusedError(
                 f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
             )
         experts._parameters[name] = quantised(weight, before)

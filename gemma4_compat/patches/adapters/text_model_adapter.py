@@ -20,6 +20,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...errors import RefusedError
 from ...model.device_maps import above
 from ...model.parts import base_of
 from ...objects import shadowed
@@ -55,7 +56,7 @@ PATCH = Patch(
 _PEFT = "base_model.model."
 
 
-class RefusedAdapter(ValueError):
+class RefusedAdapter(RefusedError):
     """The adapter was made for the other class, and fits this one only in part."""
 
 

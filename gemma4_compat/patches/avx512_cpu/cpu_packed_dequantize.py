@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine import Finding, Patch, fixed_if
 from .._code import code_of
 
 PATCH = Patch(
@@ -37,8 +37,6 @@ def dequantize_ignores_packing() -> Finding:
     """Check whether dequantize_4bit reads the packing format of the weight."""
     from bitsandbytes import functional
 
-    if not hasattr(functional, "_convert_weight_packed_for_cpu_inverse"):
-        return drifted("bitsandbytes.functional has no _convert_weight_packed_for_cpu_inverse")
     code = code_of(functional.dequantize_4bit)
     handled = _PACKED in (*code.co_names, *code.co_consts)
     return fixed_if(handled, "dequantize_4bit handles weights that are packed for the CPU")

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...errors import RefusedError
 from ...model.caches import cache_name
 from ...model.hooks import input_device
 from ...objects import shadowed
@@ -125,7 +126,7 @@ def _prefill_of(kinds: tuple[str, ...], module: str, name: str) -> Any:
             if len(sizes) == 1:
                 return original(self, input_ids, unchunked, model_kwargs, is_first_iteration)
             if refused := [_INPUTS[kind] for kind in found if kind not in kinds]:
-                raise ValueError(
+                raise RefusedError(
                     f"Chunked prefill cannot split {', '.join(refused)} of a "
                     f"{type(self).__name__} into chunks: pass prefill_chunk_size=None"
                 )
@@ -191,7 +192,7 @@ def _in_chunks(
         here = tokens == ids[kind]
         count = len(_flat(features[kind]))
         if count != here.sum():
-            raise ValueError(
+            raise RefusedError(
                 f"{kind} features and {kind} tokens do not match: tokens: {int(here.sum())}, "
                 f"features: {count}"
             )

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, drifted, fixed_if
+from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.gate import holds
 from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
@@ -81,8 +81,6 @@ def quantizer_skips_experts() -> Finding:
     """Look whether the quantizer mentions experts, and for the methods that it loads with."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    if "param_needs_quantization" not in vars(Bnb4BitHfQuantizer):
-        return drifted("Bnb4BitHfQuantizer has no param_needs_quantization")
     code = code_of(Bnb4BitHfQuantizer.param_needs_quantization)
     return fixed_if(mentions(code, "xperts"), "the 4-bit quantizer handles experts itself")
 

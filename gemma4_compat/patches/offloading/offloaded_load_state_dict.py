@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...errors import RefusedError
 from ...model.hooks import offload_hook
 from ...objects import shadowed
 from .._offload import onloaded, tied_copies_follow
@@ -110,7 +111,7 @@ def _offloaded(model: Any, state_dict: Any) -> Iterator[Any]:
 
 def _refuse_quantised(tensor: Any, key: str) -> None:
     if type(tensor).__name__ in ("Params4bit", "Int8Params"):
-        raise ValueError(
+        raise RefusedError(
             f"load_state_dict cannot load {key}: its layer is quantised and offloaded.  Load "
             f"the checkpoint with from_pretrained, or leave these tensors out of the state dict"
         )

@@ -23,6 +23,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...errors import RefusedError
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed, variant
 
@@ -69,7 +70,7 @@ def sequential_hook_is_overlooked() -> Finding:
 def load_offloaded_parameter(original: Any, model: Any, param_name: str) -> Any:
     value = offloaded_value(model, param_name)
     if value is None:
-        raise ValueError(
+        raise RefusedError(
             f"{param_name} is on the meta device, and no offload hook has its values: it was "
             f"never loaded, or its hook was removed.  Load the model again.  "
             f"gemma4_compat.inspection.inspect_model(model) lists the modules without values."

@@ -28,6 +28,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ...engine import Finding, Patch, broken, fixed
+from ...errors import ModelError
 
 #: On the quant state of a weight on meta, and on the execution state made from it: the host state.
 _HOST = "_offload_host_state"
@@ -98,7 +99,7 @@ def params4bit_to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         state = _copied_to(host, device)
         setattr(state, _HOST, host)
     elif _lost(state):
-        raise _lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}")
+        raise ModelError(_lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}"))
     else:
         return original(self, *args, **kwargs)
     # The original would move the state in place, so it gets a weight without a state.
@@ -172,11 +173,11 @@ def _require_values(module: Any, name: str) -> None:
     if host is not None and _is_of_meta(state, host):
         module.weight.quant_state = _for_meta(host)
     elif state is not None and _lost(state):
-        raise _lost_values(name or module)
+        raise ModelError(_lost_values(name or module))
 
 
-def _lost_values(owner: Any) -> RuntimeError:
-    return RuntimeError(
+def _lost_values(owner: Any) -> str:
+    return (
         f"the quant state of {owner} has no values: it was moved to the meta device before "
         f"gemma4_compat was imported, or was never loaded.  Import gemma4_compat first, then load "
         f"the model again.  gemma4_compat.inspection.inspect_model(model) lists damaged layers."

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...errors import RefusedError
 from .._code import code_of
 from .._text_model import (
     is_gemma4,
@@ -108,13 +109,13 @@ def load_pretrained_model(
 
 
 def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise ``ValueError`` if the model's text part is not the text model of the checkpoint."""
+    """Raise ``RefusedError`` if the model's text part is not the text model of the checkpoint."""
     config = model.config.get_text_config()
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
     embedding = model.get_input_embeddings().weight.shape
     found = shapes.get("model.embed_tokens.weight")
     if len(layers) != config.num_hidden_layers or found not in (None, tuple(embedding)):
-        raise ValueError(
+        raise RefusedError(
             f"the checkpoint is a text model's, and {type(model).__name__} got a config with a "
             f"text model of another size: {config.num_hidden_layers} layers, {list(embedding)} "
             f"embeddings; the checkpoint has {len(layers)} layers, {found and list(found)}.  Load "
@@ -124,12 +125,12 @@ def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[in
 
 
 def _refuse_both(own: str, names: Collection[str]) -> None:
-    """Raise ``ValueError`` if the checkpoint has two tensors for the same weight."""
+    """Raise ``RefusedError`` if the checkpoint has two tensors for the same weight."""
     inside = (name.partition("model.language_model.") for name in names)
     both = sorted(f"{own}{rest}" for start, _, rest in inside if rest and not start)
     both = [name for name in both if name in names]
     if both:
-        raise ValueError(
+        raise RefusedError(
             f"the checkpoint has {len(both)} weights of the text model under two names, such as "
             f"{both[0]} and model.language_model.{both[0].removeprefix(own)}: it is unclear which "
             "to load.  Remove the tensors with one of the two names from the checkpoint"
@@ -137,12 +138,12 @@ def _refuse_both(own: str, names: Collection[str]) -> None:
 
 
 def _refuse_unknown_quantisation(quantizer: Any, names: Iterable[str]) -> None:
-    """Raise ``ValueError`` if quantised weights would be loaded as unquantised ones."""
+    """Raise ``RefusedError`` if quantised weights would be loaded as unquantised ones."""
     if getattr(quantizer, "pre_quantized", False):
         return
     quantised = [n for n in names if "language_model." in n and n.endswith(_OF_QUANTISED)]
     if quantised:
-        raise ValueError(
+        raise RefusedError(
             "the checkpoint is quantised by bitsandbytes, but the text model's config has no "
             "quantization_config: config.json has it outside text_config.  Add it to the text "
             "model's config:\n"

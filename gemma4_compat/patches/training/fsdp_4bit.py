@@ -20,7 +20,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine import Finding, Patch, broken, fixed
 from ...objects import shadowed
 from ._packed import is_4bit
 
@@ -51,19 +51,13 @@ def _gathers_itself(weight: Any) -> bool:
 
 @PATCH.probe
 def gathered_weights_are_plain() -> Finding:
-    """Look whether bitsandbytes takes part in FSDP2, and for the methods that this replaces.
+    """Look whether bitsandbytes takes part in FSDP2.
 
     A program that imports FSDP2 need not import bitsandbytes.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
     bitsandbytes = sys.modules.get("bitsandbytes.nn")
     if bitsandbytes is not None and _gathers_itself(bitsandbytes.Params4bit):
         return fixed("Params4bit gathers itself under FSDP2")
-    names = ("_init_sharded_param", "init_unsharded_param", "init_dtype_attrs")
-    missing = [name for name in names if name not in vars(FSDPParam)]
-    if missing:
-        return drifted(f"FSDPParam has no {missing[0]}")
     return broken()
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine import Finding, Patch, fixed_if
 from ...model.parts import AUDIO, MODELS, VISION, part_of
 from .._code import code_of, mentions
 
@@ -43,16 +43,8 @@ def unused_parameters_are_left_out() -> Finding:
     """Look for what this reads; torch has a setting for zeros, which is off by default."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    for cls, names in (
-        (FSDPParam, ("init_unsharded_param", "unsharded_param")),
-        (FSDPParamGroup, ("post_backward", "_reduce_scatter_process_group")),
-        (FSDPState, ("_root_post_backward_final_callback", "_init_fqns")),
-    ):
-        for name in names:
-            if name not in vars(cls):
-                return drifted(f"{cls.__name__} has no {name}")
+    FSDPParam.unsharded_param  # noqa: B018
     chooses = mentions(code_of(FSDPParamGroup.post_backward), "unsharded_accumulated_grad")
     chooses = chooses or hasattr(FSDPParamGroup, "_get_unsharded_grad_to_reduce")  # torch 2.15
     return fixed_if(not chooses, "FSDP2 reduces parameters without a gradient, too")

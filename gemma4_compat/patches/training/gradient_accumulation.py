@@ -321,10 +321,10 @@ def _tokens(loss: Any, scaled: Any) -> Any:
         computed = computed.next_functions[loss.output_nr][0]
     if (
         type(computed).__name__ == "NllLossBackward0"
-        and computed._saved_reduction == 1  # at::Reduction::Mean
-        and computed._saved_weight is None
+        and getattr(computed, "_saved_reduction", None) == 1  # at::Reduction::Mean
+        and getattr(computed, "_saved_weight", computed) is None
     ):
-        return computed._saved_total_weight
+        return getattr(computed, "_saved_total_weight", None)
     return None
 
 

@@ -71,10 +71,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
     positions = kwargs.get("position_ids")
     if positions is not None and self.training and output[0].requires_grad:
-        try:
-            _look(self, output, positions, kwargs.get("attention_mask"))
-        except (AttributeError, ImportError):  # a PyTorch with other private names
-            logger.debug("position_ids were not compared with the mask", exc_info=True)
+        _look(self, output, positions, kwargs.get("attention_mask"))
     return output
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...errors import ModelError
 from .._code import code_at, mentions
 
 PATCH = Patch(
@@ -63,7 +64,7 @@ def project_per_layer_inputs(
         for weight, version in versions:
             now = weight()
             if now is not None and now._version != version:
-                raise RuntimeError(_MODIFIED)
+                raise ModelError(_MODIFIED)
         return original(self, *inputs, **kwargs)
 
     return checkpoint(project, inputs_embeds, *args)
