@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 
-import gemma4_compat
 from gemma4_compat.tiny import BROAD_TARGETS, TOWERS, text_inputs
 from tests.support import (
     adapter_parameters,
@@ -548,27 +547,21 @@ def test_adapters_that_take_the_weight_of_a_tied_embedding(model_dir, name, tmp_
     assert_split_is_whole(model_dir, lambda: on_embedding(name, place), place, tmp_path)
 
 
+@pytest.mark.regression("peft_redispatch", META)
 def test_frod(model_dir, tmp_path):
-    """It raises if a target is offloaded; the way round lets PEFT undo the offload."""
     import peft
 
     if not hasattr(peft, "FrodConfig"):
         pytest.skip("this PEFT has no FRoD")
-
-    def split_model(folder):
-        return split(load_model(model_dir), tmp_path / folder, {LAYER: "disk", "": "cpu"})
-
-    config = peft.FrodConfig(target_modules=[f"{LAYER}.self_attn.q_proj"], init_weights=False)
-    one = adapted(load_model(model_dir), config)
-    one.save_pretrained(tmp_path / "adapter")
-    one = peft.PeftModel.from_pretrained(load_model(model_dir), tmp_path / "adapter").eval()
-    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        adapted(split_model("new"), config)
-    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        peft.PeftModel.from_pretrained(split_model("refused"), tmp_path / "adapter")
-    with gemma4_compat.disabled("peft_redispatch"):
-        model = peft.PeftModel.from_pretrained(split_model("loaded"), tmp_path / "adapter").eval()
-    assert_same(logits(model, ("text",)), logits(one, ("text",)))
+    assert_split_is_whole(
+        model_dir,
+        lambda: peft.FrodConfig(
+            target_modules=[f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"],
+            init_weights=False,
+        ),
+        LAYER,
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "parameter"])

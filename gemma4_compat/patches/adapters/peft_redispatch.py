@@ -21,12 +21,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from ...model.hooks import offload_hook
+from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
 from .._code import code_at
 from .._offload import executing_map, has_changed, is_dispatched, onloaded
@@ -150,6 +150,25 @@ def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """UniLoRA also has tensors that are not parameters."""
     with onloaded(self.get_base_layer()):
         return original(self, *args, **kwargs)
+
+
+@PATCH.around("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
+def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
+    """FRoD decomposes the weights of all target layers in host memory before injection."""
+    import torch
+    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+    prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
+    prepared = _maybe_include_all_linear_layers(prepared, self.model)
+    with ExitStack() as stack:
+        for name, module in self.model.named_modules():
+            weight = module._parameters.get("weight")
+            if type(weight) is torch.nn.Parameter and weight.is_meta:
+                if self._check_target_module_exists(prepared, name):
+                    value = offloaded_value(module, "weight")
+                    if value is not None:
+                        stack.enter_context(shadowed(module, weight=value))
+        return original(self, config, adapter_name)
 
 
 @PATCH.around("peft.tuners.tuners_utils", "onload_layer")
