@@ -13,6 +13,13 @@ import torch
 import gemma4_compat
 from tests.shapes import E2B_TEXT
 
+#: The patches of an import that change bits, and why.
+NAMED = {
+    "full_attention_memory": "the kernel of transformers since 5.13, which needs less memory",
+    "image_block_mask": "an image's tokens did not see each other",
+    "cudnn_attention": "cuDNN's gradients are wrong for some lengths",
+    "loss_memory": "logits and gradients are computed in rows",
+}
 _VOCABULARY = 8192
 _TEXT = {
     **E2B_TEXT,
@@ -193,8 +200,13 @@ def main(folder, out):
         results["adapter, generate, static"] = generated(model, static=True)
     for length in (300, 704, 2048):
         results[f"step {length}"] = step(model, length)
+    results["applied"] = {name for name in NAMED if gemma4_compat.status()[name].state == "applied"}
     if not is_patched():
         model = in_float64(model)
+        with torch.no_grad(), model.disable_adapter():
+            for length in _LENGTHS[1:-1]:
+                exact = last_logits(model, ids(length), min(length, 8))
+                results[f"float64 prompt of {length}"] = exact
         for length in (300, 704, 2048):
             results[f"float64 {length}"] = step(model, length)
     torch.save(results, out)

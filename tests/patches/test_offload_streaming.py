@@ -338,7 +338,7 @@ def test_uninstalled_during_a_forward(model_dir):
     forward, hook = linear._old_forward, linear._hf_hook
 
     def uninstalls(*args, **kwargs):
-        gemma4_compat.uninstall("offload_streaming", "host_embedding", "disk_read_ahead")
+        gemma4_compat.uninstall("offload_streaming", "host_embedding")
         return forward(*args, **kwargs)
 
     linear._old_forward = uninstalls
