@@ -16,7 +16,7 @@ from tests.shapes import E2B_TEXT
 #: The patches of an import that change bits, and why.
 NAMED = {
     "full_attention_memory": "the kernel of transformers since 5.13, which needs less memory",
-    "image_block_mask": "an image's tokens did not see each other",
+    "vision_uint8_pixels": "pixels become integers in front of a tower in 4 bits",
     "cudnn_attention": "cuDNN's gradients are wrong for some lengths",
     "loss_memory": "logits and gradients are computed in rows",
 }

@@ -47,7 +47,8 @@ def pretend(monkeypatch):
 
 def assert_in_parts(model, length=4096):
     with torch.no_grad():
-        most = max(keys_read(model.eval(), length))
+        keys_read(model.eval(), length)  # the first prompt also compares
+        most = max(keys_read(model, length))
     assert most <= length / 2, f"a sliding layer reads {most} keys at once"
 
 
