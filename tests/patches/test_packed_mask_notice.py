@@ -128,14 +128,6 @@ def test_no_other_forward_warns(model, notices, case):
     assert not notices()
 
 
-def test_a_name_that_transformers_lacks(notices, monkeypatch):
-    """The step runs, without a notice."""
-    model = text_model()
-    usual = model(**packed()).logits
-    monkeypatch.delattr("transformers.utils.import_utils.is_tracing")
-    assert torch.equal(model(**packed()).logits, usual)
-
-
 def test_only_the_first_steps_are_looked_at(model, notices):
     one = {**packed(), **ONES, "position_ids": torch.arange(ROW)[None]}
     for _ in range(packed_mask_notice.LOOKS):
