@@ -24,7 +24,7 @@ TEXT = {
 }  # fmt: skip
 
 
-def make(kind="gemma4", kv_heads=1):
+def make(kind="gemma4", kv_heads=1, window=16):
     import transformers
 
     own = {
@@ -42,7 +42,7 @@ def make(kind="gemma4", kv_heads=1):
     config = getattr(transformers, f"{prefix}TextConfig")
     torch.manual_seed(0)
     return getattr(transformers, f"{prefix}ForCausalLM")(
-        config(**TEXT, **options, num_key_value_heads=kv_heads)
+        config(**{**TEXT, "sliding_window": window}, **options, num_key_value_heads=kv_heads)
     )
 
 
