@@ -292,12 +292,9 @@ def test_the_speeds_of_the_recipes_are_those_of_the_benchmarks():
         if line.startswith("|")
     ]
     table = text_of("docs/recipes.md").partition('| `"static"` |')[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| .+ \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", table, re.MULTILINE)
-    assert len(rows) == 4
+    rows = re.findall(r"^\| .+ \| ([\d.]+) \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$", table, re.M)
+    assert len(rows) == table.count("\n") - 1
     assert all(any({*row} <= figures for figures in measured) for row in rows)
-    below = text_of("docs/recipes.md").partition(table)[2].partition("All figures")[0]
-    (slower,) = re.findall(r"\d\.\d+ times", below)
-    assert f"{slower} as slow" in text_of("benchmarks/DECODING.md")
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/errors.md"])
@@ -327,15 +324,17 @@ def test_the_readme_finds_the_commonest_errors():
 
 
 def test_how_much_faster_a_static_cache_is():
-    """The README's plot and its claim are those of the measured table and of the recipe's."""
+    """The README's plot and its claim are those of the measured table."""
     measured = text_of("benchmarks/DECODING.md")
     assert text_of("benchmarks/plot.svg") == drawing(measured), "run: python tools/plot.py"
-    ratios = [static / default for _, default, static in figures(measured)]
-    a_row = r"^\|.*\| ([\d.]+) \| \*\*([\d.]+)\*\* \|$"
-    recipe = re.findall(a_row, text_of("docs/recipes.md"), re.MULTILINE)
-    ratios += [float(static) / float(default) for default, static in recipe]
-    claim = re.findall(r"is (\d+) to (\d+) times as fast", text_of("README.md"))
-    assert claim == [(f"{min(ratios):.0f}", f"{max(ratios):.0f}")]
+    _, default, *static = zip(*figures(measured), strict=True)
+    claimed = []
+    for speeds in static:  # after an import alone, and with fast kernels
+        ratios = [a / b for a, b in zip(speeds, default, strict=True)]
+        claimed += [f"{min(ratios):.0f}", f"{max(ratios):.0f}"]
+    readme = " ".join(text_of("README.md").split())
+    claim = r"decoding is (\d+) to (\d+) times .* alone, and (\d+) to (\d+) times with `fast`"
+    assert re.findall(claim, readme) == [tuple(claimed)]
 
 
 @pytest.mark.slow

@@ -8,52 +8,54 @@ Writes ``benchmarks/plot.svg``.  Its grey is readable on a light and on a dark p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-#: the start of a row in the table -> its label
-ROWS = {
-    "all on the GPU, newest": "E2B, all on the GPU",
-    "PLE on the CPU, LoRA adapter, newest": "E2B, per-layer embeddings on the CPU, adapter",
-    "E4B, all on the GPU, newest": "E4B, all on the GPU",
-    "E4B, PLE on the CPU, LoRA adapter, newest": "E4B, per-layer embeddings on the CPU, adapter",
+#: the start of the table's rows that are drawn
+ROWS = "E2B, all on the GPU, newest"
+LINES = {
+    "default: dynamic cache": "#9aa0a6",
+    "static cache, import alone: upstream's bits": "#2166ac",
+    'static cache, install("fast"): rounds differently': "#d6604d",
 }
-COLOURS = {"default (dynamic cache)": "#9aa0a6", "static cache, captured as CUDA graphs": "#2166ac"}
-_LEFT, _SCALE, _WIDTH = 350, 1.3, 780  # in pixels; the scale is per token a second
+_LEFT, _TOP, _WIDTH, _HEIGHT, _STEP = 60, 112, 780, 230, 190  # in pixels; _STEP is for a context
 
 
-def figures(text: str) -> Iterator[tuple[str, float, float]]:
-    """The label, and the speeds with a dynamic cache and captured, of each row of the plot."""
-    for line in text.splitlines():
-        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        if len(cells) == 6 and cells[0] in ROWS:
-            yield f"{ROWS[cells[0]]}, {cells[1]} tokens", float(cells[2]), float(cells[4])
+def figures(text: str) -> list[tuple[int, float, float, float]]:
+    """Tokens of context, and for each of ``LINES`` the tokens a second."""
+    table = ([c.strip(" *") for c in line.strip("|").split("|")] for line in text.splitlines())
+    rows = [cells for cells in table if len(cells) == 6 and cells[0] == ROWS]
+    return [(int(c[1]), float(c[2]), float(c[4]), float(c[5])) for c in rows]
 
 
 def drawing(text: str) -> str:
     """The plot as SVG."""
     machine = re.search(r"^NVIDIA \w+", text, re.MULTILINE)
     assert machine is not None
-    body = [f'<text x="10" y="22" font-size="15">Gemma 4 in NF4 on one {machine[0]}']
-    body[0] += ", tokens a second, after a context of 64 or 1500 tokens</text>"
-    x = 10
-    for name, colour in COLOURS.items():
-        body.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{colour}"/>')
-        body.append(f'<text x="{x + 18}" y="47">{name}</text>')
-        x += 190
-    y = 66
-    for label, *speeds in figures(text):
-        body.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">{label}</text>')
-        for speed, colour in zip(speeds, COLOURS.values(), strict=True):
-            width = speed * _SCALE
-            body.append(
-                f'<rect x="{_LEFT}" y="{y}" width="{width:.0f}" height="11" fill="{colour}"/>'
-            )
-            body.append(f'<text x="{_LEFT + width + 6:.0f}" y="{y + 10}">{speed:g}</text>')
-            y += 12
-        y += 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" fill="#808890" '
+    rows = figures(text)
+    scale = _HEIGHT / max(max(speeds) for _, *speeds in rows)
+    places = [_LEFT + 40 + _STEP * number for number in range(len(rows))]
+    body = [f'<text x="10" y="22" font-size="15">Gemma 4 E2B in NF4 on one {machine[0]}']
+    body[0] += ", tokens a second, by tokens of context</text>"
+    for number, (name, colour) in enumerate(LINES.items()):
+        y = 36 + 18 * number
+        body.append(f'<rect x="10" y="{y}" width="12" height="12" fill="{colour}"/>')
+        body.append(f'<text x="28" y="{y + 11}">{name}</text>')
+        speeds = [row[1 + number] for row in rows]
+        heights = [round(_TOP + _HEIGHT - speed * scale) for speed in speeds]
+        points = " ".join(f"{x},{y}" for x, y in zip(places, heights, strict=True))
+        body.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+        )
+        for x, y, speed in zip(places, heights, speeds, strict=True):
+            body.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
+            body.append(f'<text x="{x}" y="{y - 8}" text-anchor="middle">{speed:.0f}</text>')
+    bottom = _TOP + _HEIGHT
+    body.append(f'<path d="M{_LEFT} {bottom}H{_WIDTH - 20}" stroke="#808890"/>')
+    for x, (tokens, *_) in zip(places, rows, strict=True):
+        body.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{tokens:,}</text>')
+    size = f'width="{_WIDTH}" height="{bottom + 30}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} fill="#808890" '
     return "\n".join([head + 'font-family="sans-serif" font-size="12">', *body, "</svg>", ""])
 
 
