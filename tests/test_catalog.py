@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from gemma4_compat.engine import Kind
 from gemma4_compat.model.meta import bnb_config
 from gemma4_compat.patches import load
 from tools.catalog import (

@@ -21,11 +21,12 @@ LINES = {
 _LEFT, _TOP, _WIDTH, _HEIGHT, _STEP = 60, 112, 780, 230, 190  # in pixels; _STEP is for a context
 
 
-def figures(text: str) -> list[tuple[int, float, float, float]]:
-    """Tokens of context, and for each of ``LINES`` the tokens a second."""
+def figures(text: str) -> list[tuple[int, float | None, float | None, float | None]]:
+    """Tokens of context, and for each of ``LINES`` the tokens a second, if they were measured."""
     table = ([c.strip(" *") for c in line.strip("|").split("|")] for line in text.splitlines())
     rows = [cells for cells in table if len(cells) == 6 and cells[0] == ROWS]
-    return [(int(c[1]), float(c[2]), float(c[4]), float(c[5])) for c in rows]
+    found = [[float(c) if c[0].isdigit() else None for c in cells[2:]] for cells in rows]
+    return [(int(c[1]), f[0], f[2], f[3]) for c, f in zip(rows, found, strict=True)]
 
 
 def drawing(text: str) -> str:
@@ -33,7 +34,7 @@ def drawing(text: str) -> str:
     machine = re.search(r"^NVIDIA \w+", text, re.MULTILINE)
     assert machine is not None
     rows = figures(text)
-    scale = _HEIGHT / max(max(speeds) for _, *speeds in rows)
+    scale = _HEIGHT / max(speed or 0 for _, *speeds in rows for speed in speeds)
     places = [_LEFT + 40 + _STEP * number for number in range(len(rows))]
     body = [f'<text x="10" y="22" font-size="15">Gemma 4 E2B in NF4 on one {machine[0]}']
     body[0] += ", tokens a second, by tokens of context</text>"
@@ -41,13 +42,16 @@ def drawing(text: str) -> str:
         y = 36 + 18 * number
         body.append(f'<rect x="10" y="{y}" width="12" height="12" fill="{colour}"/>')
         body.append(f'<text x="28" y="{y + 11}">{name}</text>')
-        speeds = [row[1 + number] for row in rows]
-        heights = [round(_TOP + _HEIGHT - speed * scale) for speed in speeds]
-        points = " ".join(f"{x},{y}" for x, y in zip(places, heights, strict=True))
+        spots = [
+            (x, round(_TOP + _HEIGHT - speed * scale), speed)
+            for x, row in zip(places, rows, strict=True)
+            if (speed := row[1 + number]) is not None
+        ]
+        points = " ".join(f"{x},{y}" for x, y, _ in spots)
         body.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
         )
-        for x, y, speed in zip(places, heights, speeds, strict=True):
+        for x, y, speed in spots:
             body.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
             body.append(f'<text x="{x}" y="{y - 8}" text-anchor="middle">{speed:.0f}</text>')
     bottom = _TOP + _HEIGHT
