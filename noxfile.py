@@ -37,8 +37,8 @@ TRL = {
     "oldest": ("trl==1.3.0", "datasets==4.8.5"),
     "newest": ("trl==1.16.0", "datasets==4.8.5"),
 }
-#: Another library that patches the same functions as we do, for tests/test_neighbours.py.
-NEIGHBOURS = {"newest": ("compressed-tensors==0.20.0",)}
+#: Another library that patches the same functions as we do, for tests/test_neighbors.py.
+NEIGHBORS = {"newest": ("compressed-tensors==0.20.0",)}
 #: One parameter set of each test that loads a model.
 SAMPLE = ("--sample", "1")
 #: The regression tests.
@@ -131,7 +131,7 @@ def tests(session: nox.Session, stack: str) -> None:
     On the other stacks, tools/matrix.py measured that.  Arguments after ``--`` replace those of
     pytest: ``-- tests`` runs all tests.
     """
-    others = NEIGHBOURS.get(stack, ())
+    others = NEIGHBORS.get(stack, ())
     libraries = (TORCH, *STACKS[stack], *TRL[stack], *others, "wrapt", "packaging")
     session.install(*libraries, *TEST_TOOLS)
     session.install(".", "--no-deps", "--force-reinstall", silent=True)

@@ -90,14 +90,14 @@ def load(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        # On a machine without a GPU this flag would leave all layers unquantised.
+        # On a machine without a GPU this flag would leave all layers unquantized.
         llm_int8_enable_fp32_cpu_offload=cuda,
     )
     names = list(case.away)
     if LAYERS in names:
         names = [f"model.language_model.layers.{i}" for i in offloaded_layers(shape)]
     away = dict.fromkeys(names, case.where if cuda else "disk")
-    # transformers would leave the layers that a device map offloads unquantised.
+    # transformers would leave the layers that a device map offloads unquantized.
     by_dispatch = bool(away) and ((LAYERS in case.away and four_bit) or not cuda)
     scratch = folder / f"offload-{os.getpid()}"
     model = Gemma4ForConditionalGeneration.from_pretrained(

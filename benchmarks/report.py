@@ -207,7 +207,7 @@ def markdown(results: Results) -> str:
         f"# Benchmarks: Gemma 4 {shape.upper()}, random weights",
         "",
         f"{device or 'No GPU'}; {versions}; {machine.get('date', '?')}. NF4 with double "
-        "quantisation, bfloat16 compute. Medians; tok/s at batch 1, "
+        "quantization, bfloat16 compute. Medians; tok/s at batch 1, "
         "greedy. Made by `python -m benchmarks`.",
         "",
     ]

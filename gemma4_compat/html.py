@@ -1,6 +1,6 @@
 """HTML of a result for notebooks: the verdict, then its text, with its tables as tables.
 
-Backgrounds and the colours of the text are those of the notebook's theme, light or dark.
+Backgrounds and the colors of the text are those of the notebook's theme, light or dark.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def page(result: Any) -> str:
     blocks.append((code, f"{_CODE}{escape(code)}</pre>"))
     lines = []
     if result.verdict:
-        colour = _GREEN if result.ok else _RED if result.exit_code else _YELLOW
-        lines.append(f'<p><b style="color: {colour}">{escape(result.verdict)}</b></p>')
+        color = _GREEN if result.ok else _RED if result.exit_code else _YELLOW
+        lines.append(f'<p><b style="color: {color}">{escape(result.verdict)}</b></p>')
         text = re.sub(f"^{words(result.verdict)}$\n?", "", text, count=1, flags=re.MULTILINE)
     for printed, block in sorted(blocks, key=lambda each: text.find(each[0])):
         before, found, after = text.partition(printed) if printed else ("", "", "")

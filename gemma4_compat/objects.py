@@ -1,4 +1,4 @@
-"""Other attributes on objects of users and libraries, and locks, that copies and forks survive.
+"""Attributes on objects of users and libraries, and locks: copies, pickles and forks still work.
 
 Code that only reads an object gets a ``variant`` or a ``View`` of it.  Code that stores or changes
 the object needs the object itself: ``shadowed`` replaces its attributes for the length of a

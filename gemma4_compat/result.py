@@ -27,7 +27,7 @@ class Result(ABC):
 
     @property
     def verdict(self) -> str:
-        """The part of ``str(self)`` that says whether it works; a terminal shows it in colour."""
+        """The part of ``str(self)`` that says whether it works; a terminal shows it in color."""
         return ""
 
     @abstractmethod

@@ -34,7 +34,7 @@ from tests.shapes import AUDIO, E2B_TEXT, E4B_TEXT, VISION, write_config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Deprecations inside bitsandbytes on a newer torch, once per quantised layer.
+# Deprecations inside bitsandbytes on a newer torch, once per quantized layer.
 warnings.filterwarnings("ignore", message=".*_check_is_size.*")
 
 WITHOUT = os.environ.get("GEMMA4_COMPAT") == "0"
@@ -286,7 +286,7 @@ def moe_dir(tmp_path_factory):
         head_dim=64,
         global_head_dim=128,
         enable_moe_block=True,
-        num_experts=32,  # the router is quantised too, in blocks of 32 rows
+        num_experts=32,  # the router is quantized too, in blocks of 32 rows
         top_k_experts=2,
         moe_intermediate_size=48,
     )

@@ -91,9 +91,9 @@ RESUMED = 3
 FURTHER = ("resume", "bf16")
 #: One process gets an image, the other text.
 IMAGES = ("text and images", "tower trained")
-WHOLE, QUANTISED, STORED = "float32", "4 bits", "4 bits in bfloat16 storage"
+WHOLE, QUANTIZED, STORED = "float32", "4 bits", "4 bits in bfloat16 storage"
 HOST, EXPERTS = "4 bits, PLE offloaded", "experts in 4 bits"
-FORMS = (WHOLE, QUANTISED, STORED, HOST, EXPERTS)
+FORMS = (WHOLE, QUANTIZED, STORED, HOST, EXPERTS)
 #: by form: the actions that are not played; the model with experts has no towers
 LEFT_OUT = {
     EXPERTS: (*IMAGES, "tower unused", *FURTHER),
@@ -102,7 +102,7 @@ LEFT_OUT = {
     WHOLE: FURTHER,
 }
 #: with Trainer and DeepSpeed
-TRAINED = (WHOLE, QUANTISED, EXPERTS)
+TRAINED = (WHOLE, QUANTIZED, EXPERTS)
 WITH_TRAINER = ("step", "checkpointing", "text and images", "save", "resume")
 #: by engine: the launcher, the forms and the actions
 ENGINES = {
@@ -110,12 +110,12 @@ ENGINES = {
     "accelerate launch, Accelerator, DDP": (ACCELERATE, FORMS, TRAIN),
     "torchrun, fully_shard": (TORCHRUN, FORMS, TRAIN),
     "accelerate launch, Accelerator, FSDP2": (FSDP, FORMS, (*TRAIN, "bf16")),
-    "accelerate launch, Trainer, FSDP2": (FSDP, (QUANTISED,), ("resume",)),
+    "accelerate launch, Trainer, FSDP2": (FSDP, (QUANTIZED,), ("resume",)),
     "torchrun, DeepSpeed ZeRO-2": (TORCHRUN, FORMS, TRAIN),
     "torchrun, DeepSpeed ZeRO-3": (TORCHRUN, FORMS, TRAIN),
     "torchrun, Trainer, DeepSpeed ZeRO-2": (TORCHRUN, TRAINED, WITH_TRAINER),
     "torchrun, Trainer, DeepSpeed ZeRO-3": (TORCHRUN, TRAINED, WITH_TRAINER),
-    "torchrun, tp_plan": (TORCHRUN, (WHOLE, QUANTISED, EXPERTS), ("forward",)),
+    "torchrun, tp_plan": (TORCHRUN, (WHOLE, QUANTIZED, EXPERTS), ("forward",)),
     "accelerate launch, split_between_processes": (ACCELERATE, FORMS, ("generate",)),
     "torchrun, Trainer, device_map auto": (TORCHRUN, (), ("step",)),
 }
@@ -125,15 +125,15 @@ ON_GPUS = [
     for engine, forms, actions in (
         (
             "accelerate launch, Accelerator, FSDP2",
-            (QUANTISED, HOST, WHOLE),
+            (QUANTIZED, HOST, WHOLE),
             ("save", "checkpointing"),
         ),
-        ("torchrun, fully_shard", (QUANTISED, HOST, WHOLE), ("save", "checkpointing")),
-        ("accelerate launch, Accelerator, DDP", (QUANTISED, HOST, WHOLE), ("save",)),
-        ("torchrun, Trainer, DDP", (QUANTISED, HOST, WHOLE), ("step",)),
-        ("accelerate launch, split_between_processes", (QUANTISED, HOST), ("generate",)),
-        ("torchrun, Trainer, device_map auto", (QUANTISED,), ("step",)),
-        ("accelerate launch, Accelerator, FSDP2", (QUANTISED,), IMAGES),
+        ("torchrun, fully_shard", (QUANTIZED, HOST, WHOLE), ("save", "checkpointing")),
+        ("accelerate launch, Accelerator, DDP", (QUANTIZED, HOST, WHOLE), ("save",)),
+        ("torchrun, Trainer, DDP", (QUANTIZED, HOST, WHOLE), ("step",)),
+        ("accelerate launch, split_between_processes", (QUANTIZED, HOST), ("generate",)),
+        ("torchrun, Trainer, device_map auto", (QUANTIZED,), ("step",)),
+        ("accelerate launch, Accelerator, FSDP2", (QUANTIZED,), IMAGES),
     )
     for form in forms
     for action in actions
@@ -147,13 +147,13 @@ TITLES = {
 BUGS = (
     ("torchrun, fully_shard", WHOLE, "tower trained"),
     ("accelerate launch, Accelerator, DDP", HOST, "step"),
-    ("accelerate launch, Accelerator, DDP", QUANTISED, "save"),
-    ("accelerate launch, Accelerator, FSDP2", QUANTISED, "step"),
-    ("accelerate launch, Accelerator, FSDP2", QUANTISED, "text and images"),
+    ("accelerate launch, Accelerator, DDP", QUANTIZED, "save"),
+    ("accelerate launch, Accelerator, FSDP2", QUANTIZED, "step"),
+    ("accelerate launch, Accelerator, FSDP2", QUANTIZED, "text and images"),
     ("accelerate launch, Accelerator, FSDP2", HOST, "step"),
-    ("accelerate launch, Trainer, FSDP2", QUANTISED, "resume"),
-    ("torchrun, DeepSpeed ZeRO-2", QUANTISED, "tower trained"),
-    ("torchrun, DeepSpeed ZeRO-3", QUANTISED, "text and images"),
+    ("accelerate launch, Trainer, FSDP2", QUANTIZED, "resume"),
+    ("torchrun, DeepSpeed ZeRO-2", QUANTIZED, "tower trained"),
+    ("torchrun, DeepSpeed ZeRO-3", QUANTIZED, "text and images"),
 )
 #: by engine of a plan
 PLANNED = {
@@ -165,14 +165,14 @@ PLANNED = {
 #: What the suite plays.  Those with one launcher are played together, as most time goes by before.
 SAMPLE = (
     *BUGS,
-    ("torchrun, Trainer, DDP", QUANTISED, "tower trained"),
+    ("torchrun, Trainer, DDP", QUANTIZED, "tower trained"),
     ("torchrun, fully_shard", WHOLE, "tower unused"),
     ("accelerate launch, split_between_processes", HOST, "generate"),
     ("accelerate launch, Accelerator, FSDP2", EXPERTS, "save"),
-    ("torchrun, Trainer, DeepSpeed ZeRO-3", QUANTISED, "checkpointing"),
+    ("torchrun, Trainer, DeepSpeed ZeRO-3", QUANTIZED, "checkpointing"),
 )
 #: Played with them: the bytes of a process.
-HELD = tuple((engine, QUANTISED, "bytes") for engine in PLANNED.values())
+HELD = tuple((engine, QUANTIZED, "bytes") for engine in PLANNED.values())
 VERDICTS = {
     "=": "equal to one process",
     "decayed": "equal to one process, but the optimizer also decays what got no gradient",

@@ -169,7 +169,7 @@ def step(model, length):
 
 
 def in_float64(model):
-    """The model with the same values and no quantised layer."""
+    """The model with the same values and no quantized layer."""
     import bitsandbytes as bnb
 
     for layer in [each for each in model.modules() if hasattr(each, "base_layer")]:

@@ -167,8 +167,8 @@ def load(kind=None, **options):
     return load_model(folders()[1], kind, **options)
 
 
-def labelled(model):
-    """Loss, gradients and logits of a labelled step."""
+def labeled(model):
+    """Loss, gradients and logits of a labeled step."""
     model.train()
     model.zero_grad()
     output = model(**batch(model.config))
@@ -181,7 +181,7 @@ def labelled(model):
 
 
 def plain():
-    """Forward, a labelled step, generate with two caches, save."""
+    """Forward, a labeled step, generate with two caches, save."""
     import torch
 
     from gemma4_compat.tiny import image_inputs, text_inputs
@@ -191,7 +191,7 @@ def plain():
     with torch.no_grad():
         for make in (text_inputs, image_inputs):
             found += numbers(model(**make(model.config)).logits.float())
-    found += labelled(model)
+    found += labeled(model)
     positions = torch.arange(24)[None].expand(2, -1)
     model.train()
     found += numbers(model(**batch(model.config), position_ids=positions).loss)
@@ -232,7 +232,7 @@ def offloaded():
             found += numbers(model(**image_inputs(model.config)).logits.float())
     found += saved(model)
     model = PeftModel.from_pretrained(model, folders()[2], is_trainable=True)
-    found += labelled(model)
+    found += labeled(model)
     with torch.no_grad():
         found += numbers(model(**image_inputs(model.config)).logits.float())
     ids = model.generate(**text_inputs(model.config), max_new_tokens=3, do_sample=False)
@@ -302,9 +302,9 @@ def experts():
     folder = folders()[0] / "experts"
     if not folder.exists():
         save_random("Gemma4 experts", folder)
-    quantised = bnb_config("nf4", nested=True)
+    quantized = bnb_config("nf4", nested=True)
     model = Gemma4ForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=quantised, device_map={"": "cpu"}
+        folder, dtype=torch.bfloat16, quantization_config=quantized, device_map={"": "cpu"}
     )
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():
@@ -315,7 +315,7 @@ def experts():
         r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"],
     )  # fmt: skip
     model = get_peft_model(model, config)
-    return found + labelled(model)
+    return found + labeled(model)
 
 
 def native():

@@ -8,7 +8,7 @@ processes, with and without the patches, from the same seed, in float32 on the C
 the action returns is compared: logits, tokens, the loss, all trained tensors after a step, files.
 Where both differ, or where only the patched one works, there are references, also computed without
 the patches.  A split model must equal the whole model.  A 4-bit model must equal the model with the
-dequantised weights, and the same adapter.  A step over four micro batches may weight them by their
+dequantized weights, and the same adapter.  A step over four micro batches may weight them by their
 numbers of tokens, unless the loss is the user's own.
 """
 
@@ -46,8 +46,8 @@ FORMS = ("whole", "split", "4-bit", "adapter")
 REFERENCES = {
     "whole": ("whole",),
     "split": ("whole",),
-    "4-bit": ("dequantised",),
-    "adapter": ("4-bit, adapter", "dequantised, adapter"),
+    "4-bit": ("dequantized",),
+    "adapter": ("4-bit, adapter", "dequantized, adapter"),
 }
 #: the end of the name of a form with the row's own reference
 REFERENCE = "reference"
@@ -74,7 +74,7 @@ BAD = ("WRONG", "REFUSED", "UNKNOWN", "UNREACHED", "CRASH")
 
 
 def build(folder):
-    """Save the checkpoints: dense and with experts, as they are and dequantised."""
+    """Save the checkpoints: dense and with experts, as they are and dequantized."""
     import torch
     import transformers
 
@@ -99,7 +99,7 @@ def build(folder):
         state = {n: t.float() for n, t in model.state_dict().items()}
         plain = load(folder, family, "whole")
         plain.load_state_dict(state)
-        plain.save_pretrained(folder / f"{family}-dequantised")
+        plain.save_pretrained(folder / f"{family}-dequantized")
 
 
 def load(folder, family, form, subclass=None):
@@ -118,7 +118,7 @@ def load(folder, family, form, subclass=None):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
             llm_int8_skip_modules=NOT_PACKED,
         )  # fmt: skip
-    name = f"{family}-dequantised" if form.startswith("dequantised") else family
+    name = f"{family}-dequantized" if form.startswith("dequantized") else family
     return cls.from_pretrained(folder / name, device_map={"": "cpu"}, **options).eval()
 
 
@@ -169,7 +169,7 @@ class Case:
         if self.form in ("split", "adapter"):
             self.dispatch()
         if "adapter" in self.form or (
-            self.form in ("4-bit", "dequantised") and action in (*TRAINING, "weighted")
+            self.form in ("4-bit", "dequantized") and action in (*TRAINING, "weighted")
         ):
             self.adapt()
         else:
@@ -424,8 +424,8 @@ def references_of(name, form, action):
     """The cells without the patches that are right if this one is, the most likely one first."""
     mark = "" if ROWS[name].reference is ROWS[name] else f", {REFERENCE}"
     forms = [each + mark for each in REFERENCES[form]]
-    if action == "save":  # what is saved is not dequantised
-        forms = [each for each in forms if not each.startswith("dequantised")]
+    if action == "save":  # what is saved is not dequantized
+        forms = [each for each in forms if not each.startswith("dequantized")]
     cells = [(each, action) for each in forms if (each, action) != (form, action)]
     if action == "static":  # which fails without the patches on some releases
         cells += [(each, "generate") for each in forms]
@@ -462,7 +462,7 @@ def work(rows, folder, side):
     import transformers
     from bitsandbytes.nn import modules
 
-    # The same arithmetic on all CPUs, and that of the dequantised weights.
+    # The same arithmetic on all CPUs, and that of the dequantized weights.
     modules.has_avx512bf16 = lambda: False
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

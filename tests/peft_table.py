@@ -171,7 +171,7 @@ def make_config(feature, place, adapter_dirs):
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
     from peft.utils.peft_types import PeftType
 
-    # PEFT does not train a copy of a quantised weight.
+    # PEFT does not train a copy of a quantized weight.
     four_bit = "norm" if feature.startswith("modules_to_save") else "layer"
     targets = PLACES[four_bit if place == FOUR_BIT else place][0]
     lora = {"r": 4, "lora_alpha": 8, "target_modules": targets}

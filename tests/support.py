@@ -14,7 +14,7 @@ from gemma4_compat.model.meta import bnb_config
 from gemma4_compat.tiny import TOWERS, audio_inputs, image_inputs, text_inputs
 
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
-#: bitsandbytes skips these: the quantised audio tower raises on transformers < 5.11
+#: bitsandbytes skips these: the quantized audio tower raises on transformers < 5.11
 AUDIO_IN_FLOAT = ["model.audio_tower", "lm_head"]
 #: layers of the ``config_of`` families that are too small for the packed format of some CPUs
 NOT_PACKED = ["lm_head", "router.proj", "modality_router", "prediction_coefs", "correction_coefs"]
@@ -95,7 +95,7 @@ def adapter_parameters(model):
 
 
 def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
-    """An NF4 layer with random weights; ``.to(device)`` quantises them."""
+    """An NF4 layer with random weights; ``.to(device)`` quantizes them."""
     import bitsandbytes as bnb
 
     options = {"bias": False, "compute_dtype": torch.bfloat16, **options}
@@ -108,7 +108,7 @@ def linear4bit(n_in=256, n_out=128, nested=True, seed=0, **options):
 
 
 def linear8bit_layers():
-    """Two quantised Linear8bitLt layers on the CPU, one after the other, 64 wide."""
+    """Two quantized Linear8bitLt layers on the CPU, one after the other, 64 wide."""
     from bitsandbytes.nn import Linear8bitLt
 
     torch.manual_seed(0)
@@ -136,23 +136,23 @@ def dequantized(module):
     return module
 
 
-def unquantised(model):
-    """Names of the linear layers that are not quantised; a reference model must skip them too."""
+def unquantized(model):
+    """Names of the linear layers that are not quantized; a reference model must skip them too."""
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     return [name.replace(".base_layer", "") for name in names if "lora_" not in name]
 
 
 def on_one_gpu(model_dir, kind, like):
-    """The model with the same layers quantised as in ``like``, all on one GPU."""
-    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantised(like))
-    assert unquantised(model) == unquantised(like)
+    """The model with the same layers quantized as in ``like``, all on one GPU."""
+    model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=unquantized(like))
+    assert unquantized(model) == unquantized(like)
     return model
 
 
 def transplant(split, one):
-    """Give ``one`` the quantised weights of ``split``.
+    """Give ``one`` the quantized weights of ``split``.
 
-    A layer on the CPU is quantised by the CPU's kernels, which round differently from the GPU's.
+    A layer on the CPU is quantized by the CPU's kernels, which round differently from the GPU's.
     """
     import bitsandbytes as bnb
 
@@ -274,7 +274,7 @@ def save_qat(model_dir, folder):
     model = Gemma4ForConditionalGeneration.from_pretrained(model_dir, dtype=torch.bfloat16)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     for config in (model.config, model.config.text_config):
-        config.tie_word_embeddings = False  # the table of a quantised embedding is no parameter
+        config.tie_word_embeddings = False  # the table of a quantized embedding is no parameter
     config = GemmaQuantizationConfig(
         quantize_embeddings=True,
         module_quant_configs={r"mlp\.down_proj": {"num_bits": 2}, r"o_proj": {"num_bits": 8}},

@@ -106,8 +106,8 @@ def test_errors_that_are_no_bugs(quant, mistake, cure, model_dir, tmp_path):
     assert len(found) == 1
     assert "`llm_int8_enable_fp32_cpu_offload" in found[0]
     layer = load(**cure).model.language_model.layers[0].mlp.up_proj
-    unquantised = cure["device_map"] == SPLIT  # no module is on a GPU
-    assert (type(layer).__name__ == "Linear") == unquantised
+    unquantized = cure["device_map"] == SPLIT  # no module is on a GPU
+    assert (type(layer).__name__ == "Linear") == unquantized
 
 
 def test_not_patched():

@@ -489,7 +489,7 @@ except OSError:
 
 
 @pytest.mark.slow
-def test_isolated_optimised_interpreter(ask, usual):
+def test_isolated_optimized_interpreter(ask, usual):
     """Without asserts and PYTHONPATH, the patches work and the package's code does not warn.
 
     transformers cannot import Gemma 4 without docstrings (-OO).

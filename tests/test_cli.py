@@ -329,9 +329,9 @@ def test_colour_of_the_verdict(gpu, code, verdict, paths, capsys, monkeypatch):
     assert "\033" not in plain  # the output is a pipe
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert cli.main(command) == code
-    coloured = capsys.readouterr().out
-    assert verdict in coloured
-    assert re.sub("\033\\[\\d+m", "", coloured) == plain
+    colored = capsys.readouterr().out
+    assert verdict in colored
+    assert re.sub("\033\\[\\d+m", "", colored) == plain
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         monkeypatch.setenv(name, value)
         assert cli.main(command) == code

@@ -250,7 +250,7 @@ def _computed(folder):
 
     from gemma4_compat.tiny import build_adapter, build_checkpoint
     from tests.support import load_model, logits, split
-    from tests.test_neighbours import digest, digests
+    from tests.test_neighbors import digest, digests
 
     model_dir = build_checkpoint(folder / "model")
     adapter_dir = build_adapter(folder / "adapter", model_dir)
@@ -272,7 +272,7 @@ def _outcome(use):
         return f"{type(error).__name__}: {message}"
 
 
-def behaviours():
+def behaviors():
     """The outcomes of ordinary use of the patched classes, with and without the patches."""
     import gemma4_compat
 
@@ -596,7 +596,7 @@ def test_switched_off(libraries, variables):
 
 @pytest.mark.parametrize("use", USES)
 def test_ordinary_use_is_as_without_patches(libraries, use):
-    outcome = worker("behaviours")[use]
+    outcome = worker("behaviors")[use]
     assert outcome["patched"] == outcome["unpatched"]
     if "compiled" in use:
         assert "equals eager: False" not in outcome["patched"]

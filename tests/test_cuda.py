@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cuda
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
-#: the same on every stack: offloaded modules and the head are not quantised
+#: the same on every stack: offloaded modules and the head are not quantized
 OFFLOADED = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
 
 
@@ -53,12 +53,12 @@ def adapted(model, adapter_dir, **options):
     return model
 
 
-def check(split, model_dir, adapter_dir, kind, quantised_elsewhere=False, **options):
+def check(split, model_dir, adapter_dir, kind, quantized_elsewhere=False, **options):
     """Base, adapter, second forward and generate equal those on one GPU."""
     from peft import PeftModel
 
     one = on_one_gpu(model_dir, kind, split)
-    if quantised_elsewhere:
+    if quantized_elsewhere:
         transplant(split, one)
     assert_same(logits(split), logits(one))
     one = PeftModel.from_pretrained(one, adapter_dir).eval()
@@ -150,7 +150,7 @@ def test_automatic_map_with_little_memory(model_dir, adapter_dir, kind):
         if type(module).__name__ == "Linear4bit" and module.weight.is_meta
     ]
     assert offloaded
-    check(split, model_dir, adapter_dir, kind, quantised_elsewhere=True)
+    check(split, model_dir, adapter_dir, kind, quantized_elsewhere=True)
 
 
 def tensors(state):
@@ -259,7 +259,7 @@ def int8_with_an_automatic_map(model_dir):
 
 def test_int8_with_an_automatic_map(model_dir, adapter_dir):
     split = int8_with_an_automatic_map(model_dir)
-    check(split, model_dir, adapter_dir, "int8", quantised_elsewhere=True)
+    check(split, model_dir, adapter_dir, "int8", quantized_elsewhere=True)
 
 
 # Before accelerate 1.14 loading the model itself needs hf_initialized_flag.
@@ -276,8 +276,8 @@ def test_adapter_on_offloaded_8_bit_layers(model_dir, language_adapter_dir):
 
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
-def test_quantised_towers_see_and_hear(model_dir, kind):
-    """The users left the towers unquantised, which takes a GiB; quantised towers work too."""
+def test_quantized_towers_see_and_hear(model_dir, kind):
+    """The users left the towers unquantized, which takes a GiB; quantized towers work too."""
     model = load_model(model_dir, kind, {"": 0}, llm_int8_skip_modules=["lm_head"])
     float_towers = load_model(
         model_dir, kind, {"": 0}, llm_int8_skip_modules=[*TOWERS, "embed_vision", "lm_head"]
@@ -291,7 +291,7 @@ def test_quantised_towers_see_and_hear(model_dir, kind):
             found = tower(inputs["pixel_values"], inputs["image_position_ids"])
         features.append(found.last_hidden_state.float().flatten())
     similarity = torch.cosine_similarity(*features, dim=0).item()
-    assert similarity > 0.9, f"quantised and float features: cosine {similarity:.2f}"
+    assert similarity > 0.9, f"quantized and float features: cosine {similarity:.2f}"
     assert all(values.isfinite().all() for values in logits(model).values())
 
 

@@ -32,7 +32,7 @@ PAGES = [
 SPEECH = "## Fine-tune on speech\n"
 
 #: What differs in the tests: the only device is the CPU.  With this flag, and everything on the
-#: CPU, transformers quantises nothing.
+#: CPU, transformers quantizes nothing.
 ON_CPU = {
     '"": 0}': '"": "cpu"}',
     '"": 0,\n': '"": "cpu",\n',

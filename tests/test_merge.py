@@ -1,4 +1,4 @@
-"""``gemma4-compat merge``: merges into the unquantised base, and proves the result."""
+"""``gemma4-compat merge``: merges into the unquantized base, and proves the result."""
 
 from __future__ import annotations
 
@@ -252,8 +252,8 @@ def test_interrupted(model_dir, language_adapter_dir, work, step):
 def test_usage_errors_come_before_anything_is_loaded(
     model_dir, language_adapter_dir, work, tmp_path
 ):
-    quantised = tmp_path / "quantised"
-    load_model(model_dir, "nf4").save_pretrained(quantised)
+    quantized = tmp_path / "quantized"
+    load_model(model_dir, "nf4").save_pretrained(quantized)
     (work / "there").mkdir()
     (work / "file").write_text("")
     base, adapter, out = str(model_dir), str(language_adapter_dir), str(work / "out")
@@ -265,7 +265,7 @@ def test_usage_errors_come_before_anything_is_loaded(
         [[base, adapter, str(work / "file"), "--force"], "exists and is not a folder"],
         [[base, adapter, str(work / "no" / "out")], f"{work / 'no'}: no such folder"],
         [[base, adapter, base, "--force"], f"would replace {base}"],
-        [[str(quantised), adapter, out], f"{quantised}"],
+        [[str(quantized), adapter, out], f"{quantized}"],
     ]
     program = (
         "import io, json, sys, contextlib\n"
@@ -286,11 +286,11 @@ def test_usage_errors_come_before_anything_is_loaded(
         assert expected in said
         assert code == 2
         assert not loaded
-    assert "a quantised checkpoint" in found[7][1]
+    assert "a quantized checkpoint" in found[7][1]
     assert names(work) == ["file", "there"]
 
 
-def test_unquantised_weights_with_a_quantization_config(
+def test_unquantized_weights_with_a_quantization_config(
     model_dir, language_adapter_dir, work, tmp_path
 ):
     base = shutil.copytree(model_dir, tmp_path / "base")

@@ -90,7 +90,7 @@ def check(found):
 
 
 def test_one_name_is_gone():
-    """Forward, a labelled step, generate, save."""
+    """Forward, a labeled step, generate, save."""
     found = outcomes(("plain",), KNOWN)
     assert len(found) > 100
     for name, outcome in found.items():

@@ -72,7 +72,7 @@ def results(e2b_dir, model_dir, adapter_dir, parent):
 
 
 def test_results(e2b_dir, model_dir, adapter_dir, tmp_path):
-    colours = {True: set(), False: set()}
+    colors = {True: set(), False: set()}
     for result, ok, tables in results(e2b_dir, model_dir, adapter_dir, tmp_path):
         page = Page(result)
         assert (result.ok, len(page.tables)) == (ok, tables)
@@ -80,9 +80,9 @@ def test_results(e2b_dir, model_dir, adapter_dir, tmp_path):
         assert words == sorted(str(result).split())
         if result.verdict:
             assert page.first[0] == result.verdict
-            colours[ok].add(page.first[1])
+            colors[ok].add(page.first[1])
         assert all(cell in str(result) for [row, *_] in page.tables for cell in row)
         code = getattr(result, "code", "")
         assert not ok or not code or code in page.texts
-    assert [len(each) for each in colours.values()] == [1, 1]
-    assert colours[True] != colours[False]
+    assert [len(each) for each in colors.values()] == [1, 1]
+    assert colors[True] != colors[False]

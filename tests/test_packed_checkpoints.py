@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already, by GemmaQuantizer (QAT) and by compressed-tensors."""
+"""Checkpoints that are quantized already, by GemmaQuantizer (QAT) and by compressed-tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def w4a16_dir(model_dir, tmp_path_factory):
     pytest.importorskip("compressed_tensors")
     quantizer = import_module("transformers.quantizers.quantizer_compressed_tensors")
     if not hasattr(quantizer.CompressedTensorsHfQuantizer, "get_load_operations"):
-        pytest.skip("this transformers does not dequantise while loading")
+        pytest.skip("this transformers does not dequantize while loading")
     return save_w4a16(model_dir, tmp_path_factory.mktemp("w4a16"))
 
 
@@ -89,7 +89,7 @@ def test_a_qat_checkpoint_is_planned_as_it_is(qat_dir):
 
 
 def test_activations_of_a_qat_checkpoint_hold_no_whole_table(qat_dir):
-    """Without ``packed_pad_embedding`` they hold all token embeddings, dequantised."""
+    """Without ``packed_pad_embedding`` they hold all token embeddings, dequantized."""
     table = meta.checkpoint_model(qat_dir)[0].get_submodule(f"{LANGUAGE}.embed_tokens")
     whole = 2 * table.num_embeddings * table.embedding_dim
     found = plan(qat_dir, "1GiB", context=16)
@@ -127,7 +127,7 @@ def test_inspection_names_the_bits(qat_dir):
     ids=["lora", "dora", "norm", "embeddings", "tokens"],
 )
 def test_which_adapters_fit_a_qat_checkpoint(model_dir, qat_dir, tmp_path, options, raised):
-    """Adapters of the unquantised model."""
+    """Adapters of the unquantized model."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=LANGUAGE_TARGETS, **options)
     peft.get_peft_model(load(model_dir), config).save_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_which_adapters_fit_a_qat_checkpoint(model_dir, qat_dir, tmp_path, optio
 
 def test_w4a16_is_planned_in_bfloat16(w4a16_dir):
     found = plan(w4a16_dir, "1GiB", context=16)
-    assert found.quant == "bf16, dequantised from compressed-tensors"
+    assert found.quant == "bf16, dequantized from compressed-tensors"
     assert found.device_map == {PLE: "cpu", "": 0}
     model = pasted(found)
     held, planned = bytes_by_part(model), planned_by_part(found)
@@ -157,17 +157,17 @@ def test_w4a16_becomes_bfloat16_in_the_first_forward(w4a16_dir):
     model = load(w4a16_dir)
     before = gemma4_compat.inspect_model(model)
     text = "compressed-tensors: all weights become bfloat16 in the first forward"
-    assert before.quantisation == text
+    assert before.quantization == text
     assert before.parts[0].linear == {"int32": 48}
     logits(model, ["text"])
     after = gemma4_compat.inspect_model(model)
     assert after.parts[0].linear == {"bf16": 48}
-    assert after.quantisation == "compressed-tensors"
+    assert after.quantization == "compressed-tensors"
 
 
 @pytest.mark.parametrize("place", ["layers.1", "embed_tokens_per_layer"])
 def test_w4a16_on_the_disk(w4a16_dir, tmp_path, place):
-    """Dequantised while loading, it is as any other model; packed, upstream raises."""
+    """Dequantized while loading, it is as any other model; packed, upstream raises."""
     device_map = {f"{LANGUAGE}.{place}": "disk", "": "cpu"}
     [trap] = check_device_map(w4a16_dir, device_map).traps
     assert trap.name == "compressed_tensors"

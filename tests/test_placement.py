@@ -215,7 +215,7 @@ def test_distributed_tensors(model_dir, tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_quantised(model_dir):
+def test_quantized(model_dir):
     assert input_device(load_model(model_dir, "nf4")) == CPU
 
 

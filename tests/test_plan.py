@@ -286,7 +286,7 @@ def test_pasted_code_loads(model_dir, quant, offloaded):
 
 def pasted(found):
     """The model that the printed code loads with the CPU in place of the GPU."""
-    # With the option and no GPU in the map, transformers would quantise nothing.
+    # With the option and no GPU in the map, transformers would quantize nothing.
     code = found.code.replace("    llm_int8_enable_fp32_cpu_offload=True,\n", "")
     namespace = {}
     exec(re.sub(r'": 0,$', '": "cpu",', code, flags=re.MULTILINE), namespace)
@@ -311,7 +311,7 @@ def test_a_checkpoint_in_4_bits_is_planned_as_it_is(model_dir, tmp_path):
     assert "BitsAndBytesConfig" not in found.code
     model = pasted(found)
     assert type(model.model.language_model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
-    with pytest.raises(InputError, match="quantised already: leave out --quant"):
+    with pytest.raises(InputError, match="quantized already: leave out --quant"):
         plan(tmp_path, "1GiB", quant="nf4")
 
 

@@ -83,8 +83,8 @@ def test_experts(moe_dir, kind):
     assert predicted(moe_dir, config) == held(loaded)
 
 
-def test_what_is_offloaded_is_not_quantised(model_dir):
-    """transformers does not quantise offloaded modules; the loaded model skips the same modules."""
+def test_what_is_offloaded_is_not_quantized(model_dir):
+    """transformers does not quantize offloaded modules; the loaded model skips the same modules."""
     offloaded = [*TOWERS, "model.language_model.layers.5"]
     device_map = {**dict.fromkeys(offloaded, "cpu"), "": 0}
     found = predicted(model_dir, meta.bnb_config("nf4", offload=True), device_map)
@@ -267,7 +267,7 @@ def test_static_cache(tmp_path, shape, length):
     assert sum(sizes.static_cache_bytes(plain, length).values()) == cache_bytes(cache)
 
 
-def test_kv_cache_of_a_quantised_model(model_dir):
+def test_kv_cache_of_a_quantized_model(model_dir):
     model = meta.meta_model(model_dir, meta.bnb_config("nf4"))
     real = load_model(model_dir)
     assert sum(sizes.kv_cache_bytes(model, [20, 1]).values()) == cached(real, [20, 1])

@@ -78,13 +78,13 @@ _NO_BUGS = {
     "Torch not compiled with CUDA enabled, or Cannot access accelerator device when none is "
     "available": 'the device map names a GPU, as `{"": 0}` does, and PyTorch finds none. To run on '
     'the CPU: `{"": "cpu"}`, without `llm_int8_enable_fp32_cpu_offload`, which there keeps all '
-    "modules unquantised. With a GPU: torch is a CPU-only build, as PyPI's is on Windows: `pip "
+    "modules unquantized. With a GPU: torch is a CPU-only build, as PyPI's is on Windows: `pip "
     "install torch --index-url https://download.pytorch.org/whl/cu130`; `gemma4-compat status` "
     "names the build",
     "Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit "
     "the quantized model": "the device map has modules on the CPU or the disk: set "
     "`llm_int8_enable_fp32_cpu_offload=True` in `BitsAndBytesConfig`, also in 4 bit. These modules "
-    "stay unquantised. `gemma4-compat plan MODEL --gpu 12GiB` prints the map and the code",
+    "stay unquantized. `gemma4-compat plan MODEL --gpu 12GiB` prints the map and the code",
     "size mismatch for base_model.model. ... lora_A.default.weight": "the adapter was trained on "
     "another model: use that one; `gemma4-compat adapter ADAPTER --model MODEL` compares them",
     "CUDA out of memory, or a model that becomes very slow on Windows": "`gemma4-compat plan MODEL "

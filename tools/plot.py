@@ -2,7 +2,7 @@
 
     python tools/plot.py
 
-Writes ``benchmarks/plot.svg``.  Its grey is readable on a light and on a dark page.
+Writes ``benchmarks/plot.svg``.  Its gray is readable on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def drawing(text: str) -> str:
     places = [_LEFT + 40 + _STEP * number for number in range(len(rows))]
     body = [f'<text x="10" y="22" font-size="15">Gemma 4 E2B in NF4 on one {machine[0]}']
     body[0] += ", tokens a second, by tokens of context</text>"
-    for number, (name, colour) in enumerate(LINES.items()):
+    for number, (name, color) in enumerate(LINES.items()):
         y = 36 + 18 * number
-        body.append(f'<rect x="10" y="{y}" width="12" height="12" fill="{colour}"/>')
+        body.append(f'<rect x="10" y="{y}" width="12" height="12" fill="{color}"/>')
         body.append(f'<text x="28" y="{y + 11}">{name}</text>')
         spots = [
             (x, round(_TOP + _HEIGHT - speed * scale), speed)
@@ -49,10 +49,10 @@ def drawing(text: str) -> str:
         ]
         points = " ".join(f"{x},{y}" for x, y, _ in spots)
         body.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>'
         )
         for x, y, speed in spots:
-            body.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>')
+            body.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}"/>')
             body.append(f'<text x="{x}" y="{y - 8}" text-anchor="middle">{speed:.0f}</text>')
     bottom = _TOP + _HEIGHT
     body.append(f'<path d="M{_LEFT} {bottom}H{_WIDTH - 20}" stroke="#808890"/>')

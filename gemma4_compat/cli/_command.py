@@ -210,6 +210,6 @@ def _print(result: Result, options: argparse.Namespace) -> None:
     text = str(result)
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if result.verdict and sys.stdout.isatty() and not plain:
-        colour = 32 if result.ok else 31 if result.exit_code else 33
-        text = re.sub(words(result.verdict), rf"\033[{colour}m\g<0>\033[0m", text, count=1)
+        color = 32 if result.ok else 31 if result.exit_code else 33
+        text = re.sub(words(result.verdict), rf"\033[{color}m\g<0>\033[0m", text, count=1)
     print(text)

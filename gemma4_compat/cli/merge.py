@@ -1,6 +1,6 @@
 """Merge an adapter into its base model, and check the result.
 
-If the adapter was trained on a 4-bit base (QLoRA), name the unquantised model
+If the adapter was trained on a 4-bit base (QLoRA), name the unquantized model
 as BASE.  It is loaded once, in bfloat16, and the adapter is merged in place.
 Logits and greedy tokens of the merged model are compared with those of the
 model with the adapter loaded, for text, and for a synthetic image and sound if

@@ -46,7 +46,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     help = "CPU memory that the model may use (default: what is free, without --gpu)"
     parser.add_argument("--ram", type=argument(parse_size), metavar="SIZE", help=help)
-    help = "the default is nf4, with double quantisation"
+    help = "the default is nf4, with double quantization"
     parser.add_argument("--quant", choices=QUANTS, help=help)
     help = "prompt and answer together (default: 32768), or a sequence to train on (2048)"
     parser.add_argument("--context", type=at_least_one, metavar="TOKENS", help=help)

@@ -42,13 +42,13 @@ class Stage:
         self, *, nested: bool = True, towers_in_float: bool = False, by_map: bool = False
     ) -> Any:
         """The base model in 4 bits, on one device or split by ``device_map()``."""
-        # On a machine without a GPU, the offload flag would leave all modules unquantised.
+        # On a machine without a GPU, the offload flag would leave all modules unquantized.
         skip = ["lm_head", *(TOWERS if towers_in_float else ())]
         quantization = bnb_config("nf4", nested=nested, offload=by_map, llm_int8_skip_modules=skip)
         places = device_map() if by_map else {"": device()}
         model = self.from_pretrained(device_map=places, quantization_config=quantization)
         if not any(type(module).__name__ == "Linear4bit" for module in model.modules()):
-            raise Failure("nothing was quantised")
+            raise Failure("nothing was quantized")
         return model
 
     def split(self, *, nested: bool = True, towers_in_float: bool = False) -> Any:
@@ -63,7 +63,7 @@ class Stage:
         """
         if device() == "cpu":
             return self.split(towers_in_float=True)
-        # Named explicitly, every transformers version leaves the same modules unquantised.
+        # Named explicitly, every transformers version leaves the same modules unquantized.
         model = self.load(towers_in_float=True, by_map=True)
         self.placed = offloaded(model)
         return model

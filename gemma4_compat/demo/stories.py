@@ -55,7 +55,7 @@ def offload_single_quant(stage: Stage) -> None:
 
 
 @story("use an image with the vision tower in 4 bits")
-def quantised_vision(stage: Stage) -> None:
+def quantized_vision(stage: Stage) -> None:
     import torch
 
     model = stage.load()
@@ -131,7 +131,7 @@ def merge(stage: Stage) -> None:
     stage.compare(model, _on_one_device(stage).merge_and_unload())
 
 
-@story("dequantise a 4-bit model with an adapter, then merge")
+@story("dequantize a 4-bit model with an adapter, then merge")
 def dequantize_and_merge(stage: Stage) -> None:
     model = stage.with_adapter(stage.load(), "named")
     model.dequantize()

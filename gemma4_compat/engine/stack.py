@@ -142,9 +142,9 @@ class Stack:
         return sorted(closure, key=self.layers.index)
 
     def _peel(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Remove the layers that are on top until none is; returns the removed layers.
+        """Remove one layer after the other, always one that is on top; returns those removed.
 
-        Layers that the others do not need come first, then the highest one.
+        Of several, a layer that the others do not need comes first, then the highest one.
         """
         off: list[Layer] = []
         while free := [layer for layer in reversed(layers) if self._is_on_top(layer)]:

@@ -151,7 +151,7 @@ class Repository:
 
         if isinstance(error, errors.GatedRepoError):
             url = f"{constants.ENDPOINT}/{self.id}"
-            why = f"gated: accept the licence at {url} and log in: hf auth login"
+            why = f"gated: accept the license at {url} and log in: hf auth login"
         elif isinstance(error, errors.RepositoryNotFoundError):
             why = (
                 "not a folder here, and not found on the Hub. Is it misspelt? If it is private, "

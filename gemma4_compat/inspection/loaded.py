@@ -167,14 +167,14 @@ class Loaded:
 
     # -- what is wrong
 
-    def problems(self, quantisation: str | None) -> Iterator[Problem]:
+    def problems(self, quantization: str | None) -> Iterator[Problem]:
         damaged = [
             each.module.removesuffix(".base_layer")
             for each in self.own
             if any(place == "meta" for _, place in self._quant_state(each))
         ]
         if damaged:
-            text = f"the quant state of {plural(len(damaged), 'quantised layer')} has no values"
+            text = f"the quant state of {plural(len(damaged), 'quantized layer')} has no values"
             text += ": import gemma4_compat before the model is loaded, and load it again"
             yield Problem(text, tuple(damaged), "quant_state_offload")
         for tensors, of, patch in (
@@ -186,12 +186,12 @@ class Loaded:
                     f"{plural(len(lost), 'tensor')}{of} on meta, without a hook that onloads them"
                 )
                 yield Problem(f"{text}: no weights were loaded", tuple(lost), patch)
-        bits = (quantisation or "").partition(" ")[0]
+        bits = (quantization or "").partition(" ")[0]
         if bits in ("4-bit", "8-bit") and self.linear and bits not in self.linear.values():
             layers = [path.removesuffix(".base_layer") for path in sorted(self.linear)]
             text = (
                 f"{bits} was requested, but not one of {plural(len(layers), 'linear layer')} is "
-                f"quantised: with {OFFLOAD_FLAG}=True transformers quantises nothing that the "
+                f"quantized: with {OFFLOAD_FLAG}=True transformers quantizes nothing that the "
                 "device map puts on the CPU or the disk. Load the model without that flag, or "
                 "with a device map that uses a GPU"
             )
@@ -258,10 +258,10 @@ def _linear_kind(module: Any) -> str | None:
 
 
 def _weight_kind(weight: Any) -> str:
-    quantised = {"Params4bit": "4-bit", "Int8Params": "8-bit"}.get(type(weight).__name__)
+    quantized = {"Params4bit": "4-bit", "Int8Params": "8-bit"}.get(type(weight).__name__)
     dtype = str(getattr(weight, "dtype", "")).removeprefix("torch.")
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-    return quantised or short.get(dtype, dtype)
+    return quantized or short.get(dtype, dtype)
 
 
 def _adapter_tensors(module: Any) -> Iterator[tuple[str, Any]]:

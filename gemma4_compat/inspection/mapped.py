@@ -29,10 +29,10 @@ class Mapped:
 
     def __init__(self, model_dir: Location, given: Mapping[str, int | str]) -> None:
         folder = located(model_dir)
-        #: the ``quantization_config`` of a checkpoint that is quantised already
+        #: the ``quantization_config`` of a checkpoint that is quantized already
         self.quantization: Any = read_config(folder).get("quantization_config")
         self.map = given
-        # The sizes of quantised layers need bitsandbytes itself.
+        # The sizes of quantized layers need bitsandbytes itself.
         has_bnb = find_spec("bitsandbytes") and find_spec("accelerate")
         self.quants = QUANTS if has_bnb else ("bf16",)
         self.method = (self.quantization or {}).get("quant_method")
@@ -43,11 +43,11 @@ class Mapped:
         #: the execution device of offloaded modules; their buffers stay on it
         self.main: int | str = min(gpus, key=device_order) if gpus else "cpu"
         self.offloads = {"cpu", "disk"} & devices if gpus else {"disk"} & devices
-        #: transformers refuses a quantised model on such a map without the offload flag
+        #: transformers refuses a quantized model on such a map without the offload flag
         self.splits = bool({"cpu", "disk"} & devices) and devices != {"cpu"}
         self.tensors: dict[str, tuple[TensorSize, ...]] = {}
         self.whole: dict[str, tuple[TensorSize, ...]] = {}
-        #: by quantisation: linear layers that are not quantised because of the map
+        #: by quantization: linear layers that are not quantized because of the map
         self.kept: dict[str, list[str]] = {}
         self.model = checkpoint_model(folder)[0] if self.method == QAT else meta_model(folder)
         self._measure(folder)
@@ -56,7 +56,7 @@ class Mapped:
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
 
     def _measure(self, folder: Location) -> None:
-        # When it quantises, transformers treats the names as regular expressions.
+        # When it quantizes, transformers treats the names as regular expressions.
         patterns = {}
         for key, device in self.map.items():
             with suppress(re.error):
@@ -68,7 +68,7 @@ class Mapped:
             if self.splits and by_bnb:
                 placed = meta_model(folder, bnb_config(quant, offload=True), patterns)
                 self.tensors[quant] = tensor_sizes(placed)
-                self.kept[quant] = sorted(_quantised(model) - _quantised(placed))
+                self.kept[quant] = sorted(_quantized(model) - _quantized(placed))
 
     # -- names and devices
 
@@ -117,7 +117,7 @@ class Mapped:
                 seen.append(name)
         return seen
 
-    # -- bytes, by quantisation
+    # -- bytes, by quantization
 
     def entries(self) -> Sizes:
         return {
@@ -151,6 +151,6 @@ class Mapped:
         return saved
 
 
-def _quantised(model: Any) -> set[str]:
+def _quantized(model: Any) -> set[str]:
     kinds = ("Linear4bit", "Linear8bitLt")
     return {name for name, module in model.named_modules() if type(module).__name__ in kinds}

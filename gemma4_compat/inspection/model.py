@@ -32,7 +32,7 @@ class ModelInspection(Result):
 
     model: str
     base: str
-    quantisation: str | None
+    quantization: str | None
     input_device: str | None
     decoding: str | None
     at_work: Mapping[str, str]
@@ -68,7 +68,7 @@ class ModelInspection(Result):
 
     def _lines(self) -> Iterator[str]:
         yield wrap(self.base if self.model == self.base else f"{self.base} in {self.model}")
-        yield self.quantisation or "not quantised"
+        yield self.quantization or "not quantized"
         if self.input_device is not None:
             yield f"inputs go to {self.input_device}"
         yield ""
@@ -89,10 +89,10 @@ class ModelInspection(Result):
 def inspect_model(model: Any) -> ModelInspection:
     """Inspect the placement of a loaded model; nothing is moved, loaded or changed.
 
-    Works for plain models and ``PeftModel``, on one device or several, quantised or not.  Tensors
+    Works for plain models and ``PeftModel``, on one device or several, quantized or not.  Tensors
     without values are damaged: 4-bit layers whose quant state is on meta, and tensors of the model
     or of an adapter that are on meta without a hook that onloads them.  It is also a problem if 4
-    or 8 bit were requested and no linear layer is quantised.
+    or 8 bit were requested and no linear layer is quantized.
 
     Args:
         model: a ``torch.nn.Module``, also inside ``torch.compile`` or ``DataParallel``.  Input
@@ -117,16 +117,16 @@ def inspect_model(model: Any) -> ModelInspection:
     base = base_of(model)
     loaded = Loaded(model)
     config = getattr(getattr(base, "config", None), "quantization_config", None)
-    quantisation = _quantisation(config)
+    quantization = _quantization(config)
     if hasattr(base, "ct_decompress_hook"):
-        quantisation = f"{quantisation}: all weights become bfloat16 in the first forward"
+        quantization = f"{quantization}: all weights become bfloat16 in the first forward"
     inputs = None
     with suppress(TypeError, ValueError, AttributeError):
         inputs = device_text(input_device(model))
     return ModelInspection(
         model=type(model).__name__,
         base=type(base).__name__,
-        quantisation=quantisation,
+        quantization=quantization,
         input_device=inputs,
         decoding=how_it_decodes(base),
         at_work=at_work(base),
@@ -135,7 +135,7 @@ def inspect_model(model: Any) -> ModelInspection:
         offloaded=loaded.offloaded(),
         adapters=loaded.adapters(),
         active=loaded.active(),
-        problems=tuple(loaded.problems(quantisation)),
+        problems=tuple(loaded.problems(quantization)),
     )
 
 
@@ -145,12 +145,12 @@ def _fast() -> dict[str, str]:
     return {name: state for name, state in states.items() if state in ("applied", "optional")}
 
 
-def _quantisation(config: Any) -> str | None:
+def _quantization(config: Any) -> str | None:
     if config is None:
         return None
     options = config if isinstance(config, dict) else config.to_dict()
     if options.get("load_in_4bit") or options.get("_load_in_4bit"):
-        nested = ", double quantisation" if options.get("bnb_4bit_use_double_quant") else ""
+        nested = ", double quantization" if options.get("bnb_4bit_use_double_quant") else ""
         return f"4-bit ({options.get('bnb_4bit_quant_type')}{nested})"
     if options.get("load_in_8bit") or options.get("_load_in_8bit"):
         return "8-bit"

@@ -307,8 +307,8 @@ def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
     }
     if shared := text.get("num_kv_shared_layers"):
         facts["layers"] += f", {shared} of them share keys and values"
-    if quantised := config.get("quantization_config"):
-        facts["already quantised"] = str(quantised.get("quant_method"))
+    if quantized := config.get("quantization_config"):
+        facts["already quantized"] = str(quantized.get("quant_method"))
     if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
         headers = weight_headers(model_dir)
         entries = [entry for header in headers for entry in header.values()]

@@ -185,7 +185,7 @@ class BaseModel:
     """A model to match names in.
 
     ``modules`` maps names to modules; a layer that PEFT has wrapped stands under its own name,
-    without the adapter.  ``method`` is the quantisation of a checkpoint.
+    without the adapter.  ``method`` is the quantization of a checkpoint.
     """
 
     name: str

@@ -43,23 +43,23 @@ def compressed_tensors(mapped: Mapped) -> str | None:
     )
 
 
-def quantised_already(mapped: Mapped) -> str | None:
+def quantized_already(mapped: Mapped) -> str | None:
     if mapped.quantization is None or mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
     method = mapped.quantization.get("quant_method", "unknown")
     return (
-        f"the checkpoint is already quantised ({method}) and is loaded as it is; "
-        "the sizes above are for the unquantised checkpoint, quantised while loading"
+        f"the checkpoint is already quantized ({method}) and is loaded as it is; "
+        "the sizes above are for the unquantized checkpoint, quantized while loading"
     )
 
 
-def quantised_checkpoint(mapped: Mapped) -> str | None:
+def quantized_checkpoint(mapped: Mapped) -> str | None:
     if mapped.quantization is None or not mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
     return (
-        "the checkpoint is already quantised: transformers refuses this map, or leaves the "
-        "offloaded layers unquantised, which its quantised weights do not fit. Offload the "
-        "unquantised checkpoint instead"
+        "the checkpoint is already quantized: transformers refuses this map, or leaves the "
+        "offloaded layers unquantized, which its quantized weights do not fit. Offload the "
+        "unquantized checkpoint instead"
     )
 
 
@@ -110,56 +110,56 @@ def split_layer(mapped: Mapped) -> str | None:
     )
 
 
-def not_quantised_by_name(mapped: Mapped) -> str | None:
+def not_quantized_by_name(mapped: Mapped) -> str | None:
     for quant, names in mapped.kept.items():
         modules = [name for name in names if mapped.rests_on(name) not in OFFLOADED]
         if modules:
-            kept, quantised = _bytes(mapped, quant, modules)
+            kept, quantized = _bytes(mapped, quant, modules)
             return (
                 f"{quant}: {_grouped(modules)} also stay in bfloat16, though they are not "
                 "offloaded: transformers treats the map's names as patterns. They take "
-                f"{size(kept - quantised)} more"
+                f"{size(kept - quantized)} more"
             )
     return None
 
 
-def not_quantised(mapped: Mapped) -> str | None:
+def not_quantized(mapped: Mapped) -> str | None:
     most, instead = 0, []
     for quant, names in mapped.kept.items():
         modules = [name for name in names if mapped.rests_on(name) in OFFLOADED]
-        kept, quantised = _bytes(mapped, quant, modules)
+        kept, quantized = _bytes(mapped, quant, modules)
         most = max(most, kept)
-        instead += [f"{size(quantised)} ({quant})"] if modules else []
+        instead += [f"{size(quantized)} ({quant})"] if modules else []
     if not instead:
         return None
     return (
-        f"offloaded modules are not quantised (transformers' design): {size(most)} instead "
+        f"offloaded modules are not quantized (transformers' design): {size(most)} instead "
         f"of {', '.join(instead)}"
     )
 
 
 #: each trap's function and its level, in the order in which they are shown
 TRAPS: dict[Callable[[Mapped], str | None], str] = {
-    quantised_checkpoint: "error",
+    quantized_checkpoint: "error",
     no_such_gpu: "error",
     tied: "warning",
     split_layer: "warning",
-    not_quantised_by_name: "warning",
+    not_quantized_by_name: "warning",
     left_out_parts: "note",
     compressed_tensors: "note",
-    quantised_already: "note",
+    quantized_already: "note",
     offload_flag: "note",
-    not_quantised: "note",
+    not_quantized: "note",
 }
 
 
 def _bytes(mapped: Mapped, quant: str, modules: list[str]) -> tuple[int, int]:
     """The bytes of these modules under the map, and those without it."""
-    kept, quantised = (
+    kept, quantized = (
         sum(t.bytes for t in tensors[quant] if parts.is_under(t.name, modules))
         for tensors in (mapped.tensors, mapped.whole)
     )
-    return kept, quantised
+    return kept, quantized
 
 
 def _grouped(names: Iterable[str]) -> str:

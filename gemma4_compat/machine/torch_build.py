@@ -31,7 +31,7 @@ def notes() -> Iterator[str]:
         return
     if why := cpu_only():
         yield why
-    # `is_available` would initialise CUDA, after which a fork of the user's cannot use it.
+    # `is_available` would initialize CUDA, after which a fork of the user's cannot use it.
     elif torch.version.cuda and not torch.cuda.device_count():
         yield (
             f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and sees no GPU: "

@@ -1,4 +1,4 @@
-"""Merge an adapter into an unquantised checkpoint; write it only if it gives the same outputs.
+"""Merge an adapter into an unquantized checkpoint; write it only if it gives the same outputs.
 
 ``merge`` is also the command ``gemma4-compat merge BASE ADAPTER OUT``.
 """
@@ -32,7 +32,7 @@ def merge(
     """Merge a PEFT adapter into its base model and write the result as a checkpoint.
 
     Files and arguments are checked first, and base and adapter are loaded on the meta device,
-    without weights.  Then the base is loaded once, unquantised, and merged in place.  The logits
+    without weights.  Then the base is loaded once, unquantized, and merged in place.  The logits
     of several prompts are compared with those of the model with the adapter loaded; if the model
     accepts them, a synthetic image and sound are among the prompts.  The written files are loaded
     again, and must give the merged model's logits bit for bit.  Only then does ``out`` appear.
@@ -42,7 +42,7 @@ def merge(
 
     Args:
         base: folder or Hub id ("NAMESPACE/NAME", or "NAMESPACE/NAME@REVISION") of the checkpoint
-            that the adapter is for; not quantised.
+            that the adapter is for; not quantized.
         adapter: folder or Hub id of the adapter.
         out: folder to write.  It gets the tokenizer and processor files of ``base``, or those of
             ``adapter`` if it has its own.

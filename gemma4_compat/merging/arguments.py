@@ -64,7 +64,7 @@ def locate(name: str | os.PathLike[str]) -> Path:
 
 
 def check_base(folder: Path) -> int:
-    """Refuse damaged files and quantised weights, even if the config names no quantisation.
+    """Refuse damaged files and quantized weights, even if the config names no quantization.
 
     Returns the number of elements of all tensors.
     """
@@ -75,8 +75,8 @@ def check_base(folder: Path) -> int:
         beside = entry.name.endswith((".SCB", ".absmax")) or ".quant_state." in entry.name
         if beside or entry.dtype not in _FLOATS:
             raise InputError(
-                f"{entry.file}: a quantised checkpoint ({entry.name} is {entry.dtype}); merging "
-                f"into it would not keep the adapter's outputs. Name the unquantised checkpoint "
+                f"{entry.file}: a quantized checkpoint ({entry.name} is {entry.dtype}); merging "
+                f"into it would not keep the adapter's outputs. Name the unquantized checkpoint "
                 f"instead"
             )
     return elements

@@ -198,7 +198,7 @@ def _from_pretrained(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    if hasattr(config, "quantization_config"):  # check_base found no quantised weights
+    if hasattr(config, "quantization_config"):  # check_base found no quantized weights
         del config.quantization_config
     name = (config.architectures or ["AutoModelForImageTextToText"])[0]
     architecture = getattr(transformers, name, transformers.AutoModelForImageTextToText)

@@ -163,7 +163,7 @@ def _token_embedding(model: Any) -> Any:
 
 
 def _table(embedding: Any) -> Any:
-    """The weight.  In a QAT checkpoint ``weight`` is a property, which dequantises all rows."""
+    """The weight.  In a QAT checkpoint ``weight`` is a property, which dequantizes all rows."""
     packed = getattr(embedding, "embedding_quantized", None)
     return getattr(embedding, "weight", None) if packed is None else packed
 

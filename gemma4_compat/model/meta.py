@@ -1,6 +1,6 @@
 """Builds a model on the meta device, from its ``config.json`` alone.
 
-transformers' own quantiser decides which layers are quantised.
+transformers' own quantizer decides which layers are quantized.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def meta_model(
     With a ``BitsAndBytesConfig``, its linear layers are replaced by those of bitsandbytes.
     transformers keeps some layers, among others those that ``device_map`` puts on "cpu" or "disk".
     With the config of a QAT checkpoint, the layers are those of this checkpoint.
-    The quantisation of the checkpoint itself does not matter.
+    The quantization of the checkpoint itself does not matter.
 
     Raises:
         InputError: there is no such folder or repository, its ``config.json`` describes no model
             that the installed transformers knows, weights here are damaged or do not fit it, or it
-            cannot be quantised.
+            cannot be quantized.
     """
     import torch
     import transformers
 
     folder = located(model_dir)
     file, version = folder / CONFIG, f"transformers {transformers.__version__}"
-    quantised = read_config(folder).get("quantization_config")  # refuses what is no model's config
+    quantized = read_config(folder).get("quantization_config")  # refuses what is no model's config
     header = check_weights(folder)
     config_dir = config_file(folder).parent
     with failures_of(f"{file}: not understood by {version}"):
@@ -60,18 +60,18 @@ def meta_model(
         raise InputError(f"{file}: num_kv_shared_layers is too large: {what}. Download it again")
     with failures_of(f"{file}: {name} cannot be built from it"):
         model = on_meta(architecture, config)
-    if header and not quantised and is_ours(model):
+    if header and not quantized and is_ours(model):
         _check_tensors(f"{folder}: its weights do not fit {CONFIG}", header, model)
     if quantization_config is not None:
         from transformers.quantizers import AutoHfQuantizer
 
-        # As before any load: a patch of the quantiser applies after the import of all its modules.
+        # As before any load: a patch of the quantizer applies after the import of all its modules.
         importlib.import_module("transformers.integrations.bitsandbytes")
-        with failures_of(f"{file}: {version} cannot quantise it"):
+        with failures_of(f"{file}: {version} cannot quantize it"):
             packed = quantization_config.quant_method != "bitsandbytes"
             quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=packed)
-            # As in from_pretrained, where they are not tied yet: the quantiser leaves the module of
-            # the last parameter unquantised.
+            # As in from_pretrained, where they are not tied yet: the quantizer leaves the module of
+            # the last parameter unquantized.
             _untie(model)
             with torch.device("meta"):
                 quantizer.preprocess_model(model, device_map=dict(device_map or {"": 0}))
@@ -98,7 +98,7 @@ def _check_tensors(refusal: str, header: Mapping[str, Any], model: Any) -> None:
 
 
 def on_meta(architecture: Any, config: Any) -> Any:
-    """The unquantised model of this class and config on the meta device, in bfloat16."""
+    """The unquantized model of this class and config on the meta device, in bfloat16."""
     import torch
 
     config = copy.deepcopy(config)
@@ -117,11 +117,11 @@ def _untie(model: Any) -> None:
 
 
 def checkpoint_model(folder: Location) -> tuple[Any, str | None]:
-    """The model of a checkpoint on meta, and its quantisation method, or ``None``.
+    """The model of a checkpoint on meta, and its quantization method, or ``None``.
 
-    With bitsandbytes, the model is built as if it were quantised now: the layers have the same
+    With bitsandbytes, the model is built as if it were quantized now: the layers have the same
     classes, however the weights are stored.  So are the layers of `QAT`.  With other methods, they
-    are those of the unquantised model.
+    are those of the unquantized model.
 
     Raises:
         InputError: as in `meta_model`.
@@ -158,7 +158,7 @@ def bnb_config(quant: str, *, offload: bool = False, nested: bool = True, **opti
 def bnb_options(quant: str, *, offload: bool, nested: bool = True) -> dict[str, Any]:
     """The arguments of a ``BitsAndBytesConfig``, as plain values.
 
-    With ``nested``, the statistics of "nf4" are quantised too (double quantisation).
+    With ``nested``, the statistics of "nf4" are quantized too (double quantization).
     """
     options: dict[str, Any] = {"load_in_8bit": True}
     if quant == "nf4":

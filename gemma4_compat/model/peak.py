@@ -134,7 +134,7 @@ def _bias(mask: Any, dtype: torch.dtype) -> Any:
 
 
 class _Linear4bit(torch.autograd.Function):  # type: ignore[misc]
-    """Dequantises the whole weight for a forward and for a backward, as bitsandbytes does."""
+    """Dequantizes the whole weight for a forward and for a backward, as bitsandbytes does."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, shape: tuple[int, int]) -> Any:
@@ -147,12 +147,12 @@ class _Linear4bit(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Linear8bit(_Linear4bit):
-    """Quantises the input but for outliers, and multiplies into int32, as bitsandbytes does."""
+    """Quantizes the input but for outliers, and multiplies into int32, as bitsandbytes does."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, shape: tuple[int, int]) -> Any:
         ctx.shape = shape
-        quantised = torch.empty_like(input, dtype=torch.int8)
+        quantized = torch.empty_like(input, dtype=torch.int8)
         half = torch.empty_like(input, dtype=torch.float16)
         magnitudes = torch.empty_like(half)
         outliers = torch.empty_like(half, dtype=torch.bool)
@@ -161,7 +161,7 @@ class _Linear8bit(_Linear4bit):
         products = input.new_empty(output, dtype=torch.int32)
         half = input.new_empty(output, dtype=torch.float16)
         result = input.new_empty(output)
-        del quantised, products, half
+        del quantized, products, half
         return result
 
 
@@ -191,9 +191,9 @@ def _linear(kernel: Any, shape: tuple[int, int], dtype: Any, input: Any) -> Any:
 def _experts(
     module: Any, packed: list[Any], states: Any, indices: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The module's own forward, and what it takes to dequantise its experts.
+    """The module's own forward, and what it takes to dequantize its experts.
 
-    Few tokens dequantise their own experts.  More tokens dequantise all, and again for a backward.
+    Few tokens dequantize their own experts.  More tokens dequantize all, and again for a backward.
     """
     experts = packed[0].shape[0]
     trains = torch.is_grad_enabled() and states.requires_grad

@@ -1,7 +1,7 @@
 """Computes the bytes of a model, tensor by tensor, without its weights.
 
 The model is on the meta device (`meta.meta_model`).  The tensors are those of a loaded model:
-parameters, buffers, and the statistics that bitsandbytes stores beside a quantised weight.
+parameters, buffers, and the statistics that bitsandbytes stores beside a quantized weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .parts import decoder_layers, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
 _CUDA_ROUNDING = 512
-_NESTED_BLOCKSIZE = 256  # of bitsandbytes' double quantisation
+_NESTED_BLOCKSIZE = 256  # of bitsandbytes' double quantization
 
 
 def on_cuda(nbytes: int) -> int:
@@ -28,7 +28,7 @@ def on_cuda(nbytes: int) -> int:
 class TensorSize:
     """A tensor of a loaded model.
 
-    ``name`` is the name of the parameter or buffer.  The statistics of a quantised weight have its
+    ``name`` is the name of the parameter or buffer.  The statistics of a quantized weight have its
     name with a suffix such as ``.absmax``.  ``buffer`` tells buffers from parameters, as accelerate
     leaves the buffers of an offloaded module on the execution device.  ``rows`` is the number of
     rows that FSDP2 can distribute; each process holds all of a tensor without rows.
@@ -61,8 +61,8 @@ class TensorSize:
 def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
     """Every tensor of ``model`` after loading; tied ones once, by their first name.
 
-    ``model`` is on meta, from `meta.meta_model`.  bitsandbytes' layers are not quantised yet, but
-    get their size after quantisation.
+    ``model`` is on meta, from `meta.meta_model`.  bitsandbytes' layers are not quantized yet, but
+    get their size after quantization.
     """
     tensors: list[TensorSize] = []
     seen: set[int] = set()

@@ -121,7 +121,7 @@ def _is_copy(first: Any, second: Any) -> bool:
 def has_changed(module: Any, hook: Any) -> bool:
     """Whether onloaded floating-point weights differ from the weights that the hook stores.
 
-    Quantised weights are not compared, because their layout may depend on their device.
+    Quantized weights are not compared, because their layout may depend on their device.
     """
     import torch
 

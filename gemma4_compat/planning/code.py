@@ -59,7 +59,7 @@ def zero_config(engine: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Load:
-    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantised already.
+    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantized already.
 
     With an ``engine``, GPU 0 is that of the process.  ``dequantize`` is for compressed-tensors.
     Products in 4 bits are computed in the dtype ``compute``, all else in bfloat16.
@@ -91,7 +91,7 @@ class Load:
         return bool(self.offloaded) if self.quant is None else self.quant == "nf4" and layers
 
     def options(self) -> dict[str, Any]:
-        """The arguments of the quantisation config; empty without one."""
+        """The arguments of the quantization config; empty without one."""
         if self.dequantize:
             return {"dequantize": True}
         if self.quant is None or self.quant == "bf16":
@@ -100,7 +100,7 @@ class Load:
         if "bnb_4bit_compute_dtype" in options:
             options["bnb_4bit_compute_dtype"] = self.compute
         if self.dispatches:
-            options["llm_int8_skip_modules"] = unquantised(self.offloaded)
+            options["llm_int8_skip_modules"] = unquantized(self.offloaded)
         return options
 
     def lines(self) -> Iterable[str]:
@@ -138,7 +138,7 @@ class Load:
         yield ")"
         if self.dispatches:
             if self.quant is not None:
-                yield "# A device_map for from_pretrained leaves layers on the CPU unquantised."
+                yield "# A device_map for from_pretrained leaves layers on the CPU unquantized."
             yield "skip_keys = model._skip_keys_device_placement"
             yield "model = dispatch_model(model, device_map, skip_keys=skip_keys)"
         if self.adapter_dir is not None:
@@ -162,7 +162,7 @@ class Load:
             yield '# model.generate(..., cache_implementation="static") is several times as fast'
 
 
-def unquantised(offloaded: Iterable[str]) -> list[str]:
+def unquantized(offloaded: Iterable[str]) -> list[str]:
     """The modules that are not in 4 bits in a model that is dispatched after loading."""
     others = (parts.LAYERS, parts.PLE)
     return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]

@@ -68,7 +68,7 @@ class Placement:
         return [unit for unit in self.units if unit.device == "cpu"]
 
     def cpu(self) -> int:
-        """The bytes of offloaded weights of all processes, if all of them are quantised."""
+        """The bytes of offloaded weights of all processes, if all of them are quantized."""
         return self.processes * sum(unit.weights for unit in self.offloaded())
 
     def device_map(self) -> dict[str, int | str]:
@@ -175,7 +175,7 @@ def _fill(placement: Placement, demand: Demand, keep_ple: bool) -> None:
 
 
 def _move(placement: Placement, unit: Unit, demand: Demand, first: int) -> None:
-    """Move a unit to the first GPU from ``first`` on that has room, else to the CPU."""
+    """Move a unit to the first GPU with room, starting at ``first``; to the CPU if none has."""
     for gpu in range(first, len(placement.gpus)):
         unit.device = gpu
         if placement.fits_on(demand, gpu):

@@ -14,7 +14,7 @@ from ..model.device_maps import covering
 from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..text import command_line
-from .code import ENGINES, Load, launch, unquantised, zero_config
+from .code import ENGINES, Load, launch, unquantized, zero_config
 from .demand import (
     BUCKET,
     CONTEXT,
@@ -30,9 +30,9 @@ from .gpus import Gpu, gpus_of, parse_size
 from .placement import Placement, Unit, place, units_of
 from .result import COSTS, Memory, Offload, Plan
 
-#: the names of checkpoints that are quantised already, by other methods than bitsandbytes
+#: the names of checkpoints that are quantized already, by other methods than bitsandbytes
 _QAT = "QAT checkpoint"
-_COMPRESSED = f"bf16, dequantised from {COMPRESSED}"
+_COMPRESSED = f"bf16, dequantized from {COMPRESSED}"
 
 
 def plan(
@@ -61,10 +61,10 @@ def plan(
             ("google/gemma-4-E4B-it", or "google/gemma-4-E4B-it@REVISION"); no weights are read.
         gpu: a GPU's memory as "12GiB" or in bytes, the name of a card as "RTX 4070", or several of
             these.  The default is the GPUs of this machine, with the memory that is free now.
-        quant: "nf4" (the default, with double quantisation), "int8" or "bf16".  Offloaded modules
+        quant: "nf4" (the default, with double quantization), "int8" or "bf16".  Offloaded modules
             stay in bfloat16.  With "nf4", offloaded decoder layers are in 4 bits too: the code
             loads the model on the CPU first, and then dispatches it.  A checkpoint that is
-            quantised already is planned as it is, one of compressed-tensors in bfloat16.
+            quantized already is planned as it is, one of compressed-tensors in bfloat16.
         context: the tokens of prompt and answer together; 32768 by default.  When training, the
             tokens of a sequence; 2048 by default.
         adapter: the folder or Hub id of a PEFT adapter; it counts in float32, the dtype that PEFT
@@ -104,7 +104,7 @@ def plan(
     compute = "bfloat16" if bfloat16 else "float32"  # float16 overflows, and bfloat16 is emulated
     model, quant, label = _model(model_dir, asked, compute)
     if train and label == _QAT:
-        raise InputError(f"{model_dir}: a {label} cannot be trained: use the unquantised one")
+        raise InputError(f"{model_dir}: a {label} cannot be trained: use the unquantized one")
     limit = _limit(model, context)
     if adapter is not None:
         _check_adapter(adapter, model_dir)
@@ -229,7 +229,7 @@ def _check_adapter(adapter: Location, model_dir: Location) -> None:
 
 
 def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str | None, str]:
-    """The model on meta, its ``quant`` or ``None`` if it is quantised already, and its name."""
+    """The model on meta, its ``quant`` or ``None`` if it is quantized already, and its name."""
     if quant is not None and quant not in QUANTS:
         raise InputError(f"quant must be one of {', '.join(QUANTS)}, not {quant!r}")
     quantization = read_config(folder).get("quantization_config")
@@ -237,7 +237,7 @@ def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str 
         quant = quant or QUANTS[0]
         return meta_model(folder, bnb_config(quant, bnb_4bit_compute_dtype=compute)), quant, quant
     if quant is not None:
-        raise InputError(f"{folder}: the checkpoint is quantised already: leave out --quant")
+        raise InputError(f"{folder}: the checkpoint is quantized already: leave out --quant")
     model, method = checkpoint_model(folder)
     if method == QAT:
         return model, None, _QAT
@@ -245,14 +245,14 @@ def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str 
         import transformers
         from transformers.quantizers import quantizer_compressed_tensors as quantizers
 
-        # transformers < 5.21 dequantises after loading
+        # transformers < 5.21 dequantizes after loading
         if not hasattr(quantizers.CompressedTensorsHfQuantizer, "get_load_operations"):
             version = transformers.__version__
             raise InputError(f"{folder}: transformers {version} cannot offload {method}: update it")
         return model, "bf16", _COMPRESSED
     if method != "bitsandbytes":
         known = f"bitsandbytes, {COMPRESSED} and {QAT} (QAT)"
-        raise InputError(f"{folder}: quantised by {method}: only {known} are supported")
+        raise InputError(f"{folder}: quantized by {method}: only {known} are supported")
     if quantization.get("load_in_8bit"):
         return model, None, "8-bit checkpoint"
     return model, None, f"4-bit checkpoint ({quantization.get('bnb_4bit_quant_type', 'fp4')})"
@@ -261,14 +261,14 @@ def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str 
 def _placed_sizes(
     whole: tuple[TensorSize, ...], load: Load, model_dir: Location
 ) -> tuple[TensorSize, ...]:
-    """The tensors of the loaded model: offloaded modules are not all quantised."""
+    """The tensors of the loaded model: offloaded modules are not all quantized."""
     kept = [name for name in load.offloaded if parts.part_of(name) != parts.PLE]
     if load.quant in (None, "bf16") or not kept:
         return whole
     if load.dispatches:
-        config = bnb_config("nf4", llm_int8_skip_modules=unquantised(load.offloaded))
+        config = bnb_config("nf4", llm_int8_skip_modules=unquantized(load.offloaded))
         return sizes.tensor_sizes(meta_model(model_dir, config))
-    # transformers leaves offloaded modules unquantised
+    # transformers leaves offloaded modules unquantized
     config = bnb_config(load.quant, offload=True)
     return sizes.tensor_sizes(meta_model(model_dir, config, load.device_map))
 

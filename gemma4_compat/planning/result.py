@@ -61,7 +61,7 @@ class Plan(Result):
 
     Attributes:
         gpus: the GPUs, with the memory that may be used.
-        quant: "nf4", "int8", "bf16", or how the checkpoint is quantised already.
+        quant: "nf4", "int8", "bf16", or how the checkpoint is quantized already.
         train: whether the plan is for training an adapter.
         memory: the bytes on each device, by kind.
         longest_context: the longest context in tokens that fits with this device map; 0 if none.

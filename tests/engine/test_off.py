@@ -34,7 +34,7 @@ def engine_for(environ, about=None):
 
 
 @pytest.mark.parametrize(
-    ("environ", "verdict", "code", "colour"),
+    ("environ", "verdict", "code", "color"),
     [
         ({}, "all well: 2 applied (2 fix errors)", 0, GREEN),
         ({"OFF_TEST": "0"}, "OFF: all 2 patches are switched off by OFF_TEST=0", 0, YELLOW),
@@ -60,14 +60,14 @@ def engine_for(environ, about=None):
     ],
     ids=["on", "0", "only", "typo", "half a typo", "only nothing"],
 )  # fmt: skip
-def test_verdict(environ, verdict, code, colour, monkeypatch, capsys):
+def test_verdict(environ, verdict, code, color, monkeypatch, capsys):
     engine = engine_for(environ)
     monkeypatch.setattr(gemma4_compat, "_started", engine)
     try:
         status = engine.install()
         assert set(status.verdict.replace(",", "").split()) == set(verdict.replace(",", "").split())
-        assert (status.ok, status.exit_code) == (colour is GREEN, code)
-        assert re.search("color: (#[0-9a-f]+)", status._repr_html_())[1] == colour
+        assert (status.ok, status.exit_code) == (color is GREEN, code)
+        assert re.search("color: (#[0-9a-f]+)", status._repr_html_())[1] == color
         assert cli.main(["status"]) == code
         assert status.verdict in " ".join(capsys.readouterr().out.split())
     finally:

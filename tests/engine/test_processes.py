@@ -122,7 +122,7 @@ def test_probe_waits_for_a_package_that_waits_for_the_engine(lib, make, monkeypa
         gates.probing.set()
         from importlib import import_module
 
-        import_module(f"{lib.name}.pack")  # half-initialised in the other thread: waits for it
+        import_module(f"{lib.name}.pack")  # half-initialized in the other thread: waits for it
         return broken()
 
     engine = make(lib.patch("a", "pack.one:f", "m:f", probe=probe), lib.patch("b", "pack.two:f"))

@@ -402,7 +402,7 @@ ACTIONS = st.one_of(
 )
 def test_any_order_with_another_library(targets, requires, actions):
     """What another library has put in place stays and is called once; so is what is ours."""
-    name = f"neighbours{next(_numbers)}"
+    name = f"neighbors{next(_numbers)}"
     module = sys.modules[name] = types.ModuleType(name)
     try:
         exec(SOURCE, vars(module))

@@ -75,15 +75,15 @@ def test_shards(sharded_dir):
     assert len(files.weight_headers(sharded_dir)) == len(list(sharded_dir.glob("*.safetensors")))
 
 
-def test_quantised_checkpoint(model_dir, tmp_path):
+def test_quantized_checkpoint(model_dir, tmp_path):
     pytest.importorskip("bitsandbytes")
     from tests.support import load_model
 
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
     found = read_tensors(tmp_path)
-    quantised = [name for name in found if name.endswith("q_proj.weight.absmax")]
-    assert quantised
-    for name in quantised:
+    quantized = [name for name in found if name.endswith("q_proj.weight.absmax")]
+    assert quantized
+    for name in quantized:
         assert found[name.removesuffix(".absmax")].dtype == "U8"
 
 

@@ -289,7 +289,7 @@ def test_refusals(on_hub):
     on_hub.add("google/bin", {"config.json": MODEL_FILES["config.json"], "pytorch_model.bin": b""})
     for read, id, message in (
         (files.read_config, "google/typo", "not a folder here, and not found on the Hub."),
-        (files.read_config, "google/gated", f"gated: accept the licence at {on_hub.url}/google/ga"),
+        (files.read_config, "google/gated", f"gated: accept the license at {on_hub.url}/google/ga"),
         (files.read_config, "google/broken", "not a folder here, and the cache of the Hub"),
         (files.read_config, ADAPTER, "no config.json (an adapter's folder?)"),
         (files.weight_headers, "google/bin", "no model.safetensors and no model"),

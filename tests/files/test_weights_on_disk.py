@@ -127,7 +127,7 @@ def test_weights_that_do_not_fit_the_config(model_dir, tmp_path, change, message
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_quantised_weights_fit(model_dir, tmp_path, kind):
+def test_quantized_weights_fit(model_dir, tmp_path, kind):
     load_model(model_dir, kind).save_pretrained(tmp_path)
     for command, options in COMMANDS.items():
         assert run_command(command, tmp_path, *options) == 0

@@ -644,14 +644,14 @@ def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
     assert (found.loads, ignored) == peft_loads(load_model(model_dir), folder)
 
 
-def test_quantised_model(adapter_dir, model_dir, tmp_path):
+def test_quantized_model(adapter_dir, model_dir, tmp_path):
     """A checkpoint that was saved in 4 bits, without the data of its tensors."""
     pytest.importorskip("bitsandbytes")
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
     header_only(tmp_path / "model.safetensors")
-    plain, quantised = (inspect_adapter(adapter_dir, each) for each in (model_dir, tmp_path))
-    assert quantised.ok
-    assert (quantised.loads, quantised.groups) == (plain.loads, plain.groups)
+    plain, quantized = (inspect_adapter(adapter_dir, each) for each in (model_dir, tmp_path))
+    assert quantized.ok
+    assert (quantized.loads, quantized.groups) == (plain.loads, plain.groups)
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_users_map_works(e4b_dir):
     assert not found.unknown
     assert not found.uncovered
     assert {t.level for t in found.traps} == {"note"}
-    # In bfloat16 it saves the towers' parameters; quantised, their quantised size.
+    # In bfloat16 it saves the towers' parameters; quantized, their quantized size.
     towers = [p for n, p in meta.meta_model(e4b_dir).named_parameters() if n.startswith(TOWERS)]
     assert found.saves["bf16"] == pytest.approx(2 * sum(p.numel() for p in towers), rel=0.01)
     assert 200 * MIB < found.saves["nf4"] < found.saves["int8"] < found.saves["bf16"]
@@ -162,7 +162,7 @@ def test_everything_on_one_gpu(model_dir):
     assert str(found).endswith("\nfine")
 
 
-def test_everything_on_the_cpu_is_quantised(model_dir):
+def test_everything_on_the_cpu_is_quantized(model_dir):
     found = check_device_map(model_dir, {"": "cpu"})
     assert found.ok
     assert not found.traps
@@ -199,7 +199,7 @@ def test_a_parameter_may_have_an_entry(model_dir):
     assert on(found, "GPU 1")["bf16"] == meta.meta_model(model_dir).get_parameter(name).nbytes
 
 
-def test_the_flag_that_quantised_models_want(model_dir):
+def test_the_flag_that_quantized_models_want(model_dir):
     assert trap(check_device_map(model_dir, SPLIT), "offload_flag").level == "note"
     with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload"):
         load_model(model_dir, "nf4", {"model.vision_tower": "disk", "": "cpu"})
@@ -215,13 +215,13 @@ def test_tied_weights_with_one_on_the_gpu(model_dir):
     assert check_device_map(model_dir, both).saves["bf16"] == 512 * 128 * 2
 
 
-def test_a_quantised_checkpoint(model_dir, tmp_path):
-    saved = tmp_path / "quantised"
+def test_a_quantized_checkpoint(model_dir, tmp_path):
+    saved = tmp_path / "quantized"
     load_model(model_dir, "nf4").save_pretrained(saved)
     assert check_device_map(saved, {"": 0}).ok
     given = {"model.vision_tower": "disk", "": "cpu"}
     found = check_device_map(saved, given)
-    assert trap(found, "quantised_checkpoint").level == "error"
+    assert trap(found, "quantized_checkpoint").level == "error"
     from transformers import Gemma4ForConditionalGeneration
 
     with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload"):
@@ -238,14 +238,14 @@ def test_a_layer_over_two_gpus(model_dir):
     assert trap(found, "split_layer") is None  # offloaded modules compute on the GPU
 
 
-def test_what_the_map_keeps_from_being_quantised(model_dir):
+def test_what_the_map_keeps_from_being_quantized(model_dir):
     found = check_device_map(model_dir, SPLIT)
     linear = [
         module.weight.numel() * 2
         for name, module in meta.meta_model(model_dir).named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith(TOWERS)
     ]
-    assert f"{sum(linear) / MIB:.1f} MiB" in trap(found, "not_quantised").text
+    assert f"{sum(linear) / MIB:.1f} MiB" in trap(found, "not_quantized").text
     assert on(found, "CPU")["nf4"] == on(found, "CPU")["bf16"]
 
 
@@ -255,13 +255,13 @@ def test_names_that_transformers_takes_for_patterns(deep_dir):
     config = meta.bnb_config("nf4", offload=True)
     placed = meta.meta_model(deep_dir, config, given)
     kept = type(placed.get_submodule(LAYER.format(30) + ".mlp.up_proj")).__name__ == "Linear"
-    found = trap(check_device_map(deep_dir, given), "not_quantised_by_name")
+    found = trap(check_device_map(deep_dir, given), "not_quantized_by_name")
     assert (found is not None) is kept
     if kept:
         assert LAYER.format(30) in found.text
     # The root as a name: every name begins with it, in all versions.
     found = check_device_map(deep_dir, {"model.language_model": 0, "": "cpu"})
-    assert trap(found, "not_quantised_by_name").level == "warning"
+    assert trap(found, "not_quantized_by_name").level == "warning"
     assert on(found, "GPU 0")["nf4"] == on(found, "GPU 0")["bf16"]
 
 
@@ -461,7 +461,7 @@ def test_json(model_dir, capsys):
 
 @pytest.mark.parametrize("key", ["model.layers[0", "C:\\Users\\me\\model", "("])
 def test_keys_that_are_no_patterns(model_dir, key):
-    """transformers treats the names as regular expressions when it quantises."""
+    """transformers treats the names as regular expressions when it quantizes."""
     found = check_device_map(model_dir, {key: "cpu", "": 0})
     assert list(found.unknown) == [key]
     assert found.saves == dict.fromkeys(meta.QUANTS, 0)
@@ -471,9 +471,9 @@ def trap_names(found):
     return {trap.name for trap in found.traps}
 
 
-def test_a_quantised_checkpoint_as_it_is(model_dir, tmp_path):
+def test_a_quantized_checkpoint_as_it_is(model_dir, tmp_path):
     load_model(model_dir, "nf4").save_pretrained(tmp_path)
     found = check_device_map(tmp_path, {"": 0})
-    assert trap(found, "quantised_already").level == "note"
-    assert "bitsandbytes" in trap(found, "quantised_already").text
-    assert "quantised_already" not in trap_names(check_device_map(model_dir, {"": 0}))
+    assert trap(found, "quantized_already").level == "note"
+    assert "bitsandbytes" in trap(found, "quantized_already").text
+    assert "quantized_already" not in trap_names(check_device_map(model_dir, {"": 0}))

@@ -79,7 +79,7 @@ def test_every_byte_of_a_whole_model(model_dir, kind):
     assert found.offloaded == {}
     assert found.adapters == {}
     kinds = {"int8": "8-bit", None: None}
-    assert (found.quantisation or "None").startswith(str(kinds.get(kind, "4-bit")))
+    assert (found.quantization or "None").startswith(str(kinds.get(kind, "4-bit")))
 
 
 def test_linear_layers_are_counted(model_dir):
@@ -321,7 +321,7 @@ def test_shown_in_a_terminal(model_dir, adapter_dir, tmp_path):
     text = str(found)
     assert repr(found) == text
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("per-layer embeddings", "double quantisation", "inputs go to cpu", DISK):
+    for word in ("per-layer embeddings", "double quantization", "inputs go to cpu", DISK):
         assert word in text
 
 
@@ -329,7 +329,7 @@ def test_json(model_dir):
     found = inspect_model(load_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
-        "model", "base", "quantisation", "input_device", "decoding", "at_work", "fast", "parts",
+        "model", "base", "quantization", "input_device", "decoding", "at_work", "fast", "parts",
         "offloaded", "adapters", "active", "problems", "bytes", "ok",
     }  # fmt: skip
     assert plain["bytes"] == found.bytes
@@ -387,8 +387,8 @@ def test_on_a_gpu(model_dir, adapter_dir):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_asked_for_and_not_quantised(model_dir, kind):
-    """With this flag transformers leaves modules on the CPU, here all, unquantised."""
+def test_asked_for_and_not_quantized(model_dir, kind):
+    """With this flag transformers leaves modules on the CPU, here all, unquantized."""
     from transformers import Gemma4ForConditionalGeneration
 
     flag = "llm_int8_enable_fp32_cpu_offload"

@@ -123,8 +123,8 @@ def test_llama(llama_dir):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_quantised(model_dir, tmp_path, kind):
-    """Saved and loaded quantised models, with the class names that the users saw."""
+def test_quantized(model_dir, tmp_path, kind):
+    """Saved and loaded quantized models, with the class names that the users saw."""
     pytest.importorskip("bitsandbytes")
     name = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
     model = load_model(model_dir, kind)
@@ -136,7 +136,7 @@ def test_quantised(model_dir, tmp_path, kind):
         == classes(scan_targets(model_dir, BROAD_TARGETS))["language", "Linear"]
     )
     inner = [scan_targets(each, ["q_proj.linear"]) for each in (model, tmp_path)]
-    # This checkpoint leaves some modules unquantised, such as the audio tower.
+    # This checkpoint leaves some modules unquantized, such as the audio tower.
     assert {*map(str, map(classes, inner))} == {str({("vision", name): 2, ("audio", "Linear"): 2})}
     assert saved.parameters == loaded.parameters == made(model, BROAD_TARGETS, 16)[0]
 
@@ -234,16 +234,16 @@ def test_command_names_what_is_wrong(model_dir, tmp_path, capsys):
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "config.json").write_text('{"model_type": "no_such_model"}')
-    quantised = tmp_path / "quantised"
-    quantised.mkdir()
-    (quantised / "config.json").write_text(
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").write_text(
         '{"model_type": "no_such_model", "quantization_config": {"quant_method": "gptq"}}'
     )
     for arguments, message in (
         ((tmp_path / "nowhere", "--targets", "q_proj"), f"{tmp_path / 'nowhere'}: no such folder"),
         ((tmp_path, "--targets", "q_proj"), f"{broken}: not JSON"),
         ((unknown, "--targets", "q_proj"), f"{unknown / 'config.json'}: not understood"),
-        ((quantised, "--targets", "q_proj"), f"{quantised / 'config.json'}: not understood"),
+        ((quantized, "--targets", "q_proj"), f"{quantized / 'config.json'}: not understood"),
         ((model_dir, "--targets", "(q_proj"), "--targets: '(q_proj' is not a regular expression"),
         ((model_dir, "--targets", "q_proj", "--rank", 0), "--rank: '0' is not a whole number"),
     ):

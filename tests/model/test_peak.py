@@ -92,16 +92,16 @@ def test_training_needs_what_a_training_of_all_layers_needs(model_dir, monkeypat
     assert 0.95 * every <= few <= 1.15 * every
 
 
-def test_4_bit_layers_dequantise_their_weight(model_dir):
+def test_4_bit_layers_dequantize_their_weight(model_dir):
     pytest.importorskip("bitsandbytes")
-    plain, quantised = (
+    plain, quantized = (
         meta.meta_model(model_dir),
         meta.meta_model(model_dir, meta.bnb_config("nf4")),
     )
-    more = peak.forward_peak(quantised, 16, 0) - peak.forward_peak(plain, 16, 0)
+    more = peak.forward_peak(quantized, 16, 0) - peak.forward_peak(plain, 16, 0)
     weights = [
         2 * module.in_features * module.out_features
-        for module in quantised.modules()
+        for module in quantized.modules()
         if type(module).__name__ == "Linear4bit"
     ]
     assert 0 < more <= max(weights)
@@ -109,7 +109,7 @@ def test_4_bit_layers_dequantise_their_weight(model_dir):
 
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_4_bit_experts_take_what_real_ones_take(moe_dir, tokens):
-    """4 tokens dequantise the experts that they are routed to, 40 dequantise all."""
+    """4 tokens dequantize the experts that they are routed to, 40 dequantize all."""
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM
 

@@ -147,7 +147,7 @@ def heard(model_dir, tmp_path_factory):
 
 
 def cells():
-    """Family x quantisation x dtype x float32 weights or a model prepared for QLoRA."""
+    """Family x quantization x dtype x float32 weights or a model prepared for QLoRA."""
     for family in FAMILIES:
         for kind in (None, "nf4", "int8"):
             for name in DTYPES:
@@ -243,7 +243,7 @@ def test_what_was_exact_is_unchanged(model, dtype):
     ],
 )
 def test_float32_states_between_float16_products(model, part):
-    """Some layers are quantised, or are a user's, and return float32; also in one graph."""
+    """Some layers are quantized, or are a user's, and return float32; also in one graph."""
     layer = model.model.audio_tower.layers[0]
     states = torch.randn(1, 12, 128, generator=torch.Generator().manual_seed(0))
     attention = layer.self_attn

@@ -1,4 +1,4 @@
-"""A model processes audio when its audio tower is quantised as well."""
+"""A model processes audio when its audio tower is quantized as well."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def features(model):
 @pytest.mark.regression("audio_uint8_weights", FINFO, then="cpu_strided_input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
-    """The reference has the same weights, dequantised.  It lacks the rounding of the activations to
+    """The reference has the same weights, dequantized.  It lacks the rounding of the activations to
     bfloat16 (2 ** -8) or to int8 (2 ** -7) in two layers."""
     found = features(quantized(model_dir, kind))
     expected = features(dequantized(quantized(model_dir, kind)))

@@ -602,7 +602,7 @@ def while_capturing(monkeypatch, action):
         yield
 
 
-def synchronise(tensor):
+def synchronize(tensor):
     tensor.sum().item()
 
 
@@ -616,7 +616,7 @@ def run_out_of_memory(tensor):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("action", [synchronise, draw_and_raise, run_out_of_memory])
+@pytest.mark.parametrize("action", [synchronize, draw_and_raise, run_out_of_memory])
 def test_failed_capture(model, action, monkeypatch, caplog):
     inputs = prompt(model)
     expected = generated(model, inputs, eager=True)

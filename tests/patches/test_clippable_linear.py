@@ -275,7 +275,7 @@ def test_eva(base):
 def test_lora_ga(base):
     """The names of the inner layers beside those of the wrappers select all layers."""
 
-    def initialised(targets):
+    def initialized(targets):
         model = copy.deepcopy(base)
         torch.manual_seed(0)
         config = peft.LoraConfig(
@@ -291,8 +291,8 @@ def test_lora_ga(base):
         return peft.get_peft_model(model, config).eval()
 
     with unpatched():
-        expected = initialised(r".*language_model.*\.q_proj|.*_tower\..*\.q_proj\.linear")
-    found = initialised(with_inner_layers(["q_proj"]))
+        expected = initialized(r".*language_model.*\.q_proj|.*_tower\..*\.q_proj\.linear")
+    found = initialized(with_inner_layers(["q_proj"]))
     assert in_towers(tuned(found))
     assert_same_state(found, expected)
 

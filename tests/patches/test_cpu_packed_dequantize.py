@@ -1,4 +1,4 @@
-"""A 4-bit weight is dequantised correctly after bitsandbytes has repacked it for the CPU."""
+"""A 4-bit weight is dequantized correctly after bitsandbytes has repacked it for the CPU."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def layer(nested, storage=torch.uint8):
     return module.to("cpu").eval()
 
 
-def dequantised(module):
+def dequantized(module):
     return functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
 
 
 @pytest.mark.regression("cpu_packed_dequantize", WRONG)
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
-def test_dequantised_values(nested, storage):
+def test_dequantized_values(nested, storage):
     module = layer(nested, storage)
-    expected = dequantised(module)
+    expected = dequantized(module)
     weight = module.weight
     weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
         weight.data, weight.quant_state
     )
     packed, state = weight.data.clone(), dict(vars(weight.quant_state))
     for _ in range(2):
-        assert torch.equal(dequantised(module), expected), "dequantised values differ"
+        assert torch.equal(dequantized(module), expected), "dequantized values differ"
     assert torch.equal(weight.data, packed)
     assert vars(weight.quant_state).keys() == state.keys()
     assert all(vars(weight.quant_state)[key] is value for key, value in state.items())
@@ -100,11 +100,11 @@ def test_dora(model_dir, monkeypatch):
 def test_without_the_other_patch():
     """Without cpu_packed_state, packing rounds the scales to bfloat16: unpacking is approximate."""
     module = layer(False)
-    expected = dequantised(module)
+    expected = dequantized(module)
     with gemma4_compat.disabled("cpu_packed_state"):
         weight = module.weight
         weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(
             weight.data, weight.quant_state
         )
-        found = dequantised(module)
+        found = dequantized(module)
     assert torch.allclose(found.float(), expected.float(), rtol=2**-7)

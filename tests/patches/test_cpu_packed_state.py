@@ -51,7 +51,7 @@ def test_state_dict_is_that_of_the_checkpoint(nested):
 
 @pytest.mark.skipif(not functional.has_avx512bf16(), reason="on this CPU nothing is repacked")
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
-def test_forward_serialise_forward(nested):
+def test_forward_serialize_forward(nested):
     module, x = layer(nested), torch.randn(3, 256, dtype=torch.bfloat16)
     expected = contents(module)
     with torch.no_grad():
@@ -102,4 +102,4 @@ def test_scales_that_a_user_changed_are_kept(nested, through):
     contents(module)  # unpacks
     found = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
     error = (found.float() - 2 * expected.float()).norm() / expected.float().norm()
-    assert error < 2e-2  # absmax was rounded to bfloat16, and quantised again in a nested state
+    assert error < 2e-2  # absmax was rounded to bfloat16, and quantized again in a nested state

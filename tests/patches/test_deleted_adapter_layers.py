@@ -10,7 +10,7 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("native_adapters")
 
 Q_PROJ = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
-#: from_pretrained initialises missing weights randomly; it fails if they are quantised
+#: from_pretrained initializes missing weights randomly; it fails if they are quantized
 RANDOM = r"text logits differ|\"normal_kernel_cpu\" not implemented for 'Byte'"
 LEFT = r"base_layer"
 
@@ -32,7 +32,7 @@ def test_deleted_and_saved(model_dir, tmp_path, kind):
     model.delete_adapter("default")
     model.save_pretrained(tmp_path)
     assert_same(logits(model), expected)
-    # The saved config contains the quantisation config.
+    # The saved config contains the quantization config.
     from transformers import Gemma4ForConditionalGeneration
 
     again = Gemma4ForConditionalGeneration.from_pretrained(

@@ -30,7 +30,7 @@ CONFIGS = {
     "hira": lambda: peft.HiraConfig(target_modules=MLP, r=8),
     "pvera": lambda: peft.PveraConfig(target_modules=MLP, r=8),
 }
-# PEFT cannot merge these into quantised weights; without the patch, dequantize does not help.
+# PEFT cannot merge these into quantized weights; without the patch, dequantize does not help.
 NEVER_MERGED = {
     "ia3": lambda: peft.IA3Config(target_modules=MLP, feedforward_modules=[]),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=MLP, total_step=10),
@@ -58,7 +58,7 @@ def adapted(model, tuner, name="default"):
 
 
 def plain(model_dir, kind, tuner, model):
-    """The expected result of dequantize(): an adapter on a base that was dequantised before."""
+    """The expected result of dequantize(): an adapter on a base that was dequantized before."""
     base = load_model(model_dir, kind)
     base.dequantize()
     expected = adapted(base, tuner)
@@ -82,8 +82,8 @@ def assert_close(found, expected, tolerance):
 
 
 # The merged model differs from the model with the adapter only in the order of rounding to
-# bfloat16.  In the unquantised model, merging changes the logits by 0.02.  In 8 bit, activations
-# are quantised as well, but not after dequantize.
+# bfloat16.  In the unquantized model, merging changes the logits by 0.02.  In 8 bit, activations
+# are quantized as well, but not after dequantize.
 TOLERANCE = {"nf4": 0.05, "nf4-nested": 0.05, "int8": 0.1}
 
 
@@ -114,7 +114,7 @@ def test_other_tuners(model_dir, tuner):
 
 @pytest.mark.regression("dequantized_merge", r"NotImplementedError|Cannot merge ia3 layers")
 @pytest.mark.parametrize("tuner", NEVER_MERGED)
-def test_tuners_that_do_not_merge_into_quantised_weights(model_dir, tuner):
+def test_tuners_that_do_not_merge_into_quantized_weights(model_dir, tuner):
     model = adapted(load_model(model_dir, "nf4"), tuner)
     model.dequantize()
     expected = plain(model_dir, "nf4", tuner, model)
@@ -140,7 +140,7 @@ def test_merge_unmerge_and_a_second_adapter(model_dir):
 
 
 @pytest.mark.parametrize("tuner", CONFIGS | NEVER_MERGED)
-def test_layers_are_those_of_an_unquantised_model(model_dir, tuner):
+def test_layers_are_those_of_an_unquantized_model(model_dir, tuner):
     expected = layers(adapted(load_model(model_dir), tuner))
     model = adapted(load_model(model_dir, "nf4"), tuner)
     model.dequantize()
@@ -166,7 +166,7 @@ def test_training_and_copies_after_dequantize(model_dir):
     assert_same(logits(twin.merge_and_unload()), logits(model.merge_and_unload()))
 
 
-def test_quantised_layers_are_left_alone(model_dir):
+def test_quantized_layers_are_left_alone(model_dir):
     """dequantize() of one model does not change the layers of another model."""
     model = adapted(load_model(model_dir, "nf4"), "lora")
     other = adapted(load_model(model_dir, "nf4"), "lora")

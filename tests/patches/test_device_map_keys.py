@@ -176,7 +176,7 @@ def test_adapter_on_a_model_with_such_a_map(model_dir, language_adapter_dir, lis
     assert ours == []
 
 
-def test_quantised(model_dir, listen):
+def test_quantized(model_dir, listen):
     model, _, (message,) = listen(load_model, model_dir, "nf4", device_map=PARTS)
     assert f"{PROJECTOR} (closest: model.embed_vision)" in message
     assert model.is_loaded_in_4bit

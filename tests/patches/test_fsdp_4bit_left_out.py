@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines import QUANTISED, check
+from tests.engines import QUANTIZED, check
 
 
 @pytest.mark.xdist_group("engines")
 @pytest.mark.regression("fsdp_4bit_left_out", "replicated", behind="shared_kv_states")
 def test_each_process_holds_half():
-    check("accelerate launch, Accelerator, FSDP2", QUANTISED, "step")
+    check("accelerate launch, Accelerator, FSDP2", QUANTIZED, "step")

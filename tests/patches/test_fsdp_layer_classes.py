@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines import QUANTISED, check
+from tests.engines import QUANTIZED, check
 
 
 @pytest.mark.xdist_group("engines")
 @pytest.mark.regression("fsdp_layer_classes", "HANG")
 def test_one_process_has_text_alone():
-    check("accelerate launch, Accelerator, FSDP2", QUANTISED, "text and images")
+    check("accelerate launch, Accelerator, FSDP2", QUANTIZED, "text and images")
 
 
 def plugin(**options):

@@ -1,6 +1,6 @@
-"""load_in_4bit quantises the fused experts of Gemma 4.
+"""load_in_4bit quantizes the fused experts of Gemma 4.
 
-The reference is the same module with the weights that bitsandbytes dequantises.  It uses the same
+The reference is the same module with the weights that bitsandbytes dequantizes.  It uses the same
 kernels, so outputs are compared bit for bit.  One token is multiplied with two matrices in 4 bits,
 and its routing weights are rounded before the second product instead of after it: four roundings of
 2**-9 in bfloat16.  In float32, the product with values in 4 bits does not round the weights to
@@ -24,7 +24,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat.patches.offloading import fused_experts_4bit
 from gemma4_compat.runtime.experts import kernel as experts_kernel
-from gemma4_compat.runtime.experts.packed import IN_HOST_MEMORY, Packed, is_packed, quantised
+from gemma4_compat.runtime.experts.packed import IN_HOST_MEMORY, Packed, is_packed, quantized
 from gemma4_compat.runtime.host import blocks, page_locked
 from tests import support
 
@@ -43,9 +43,9 @@ SIZES = {
     "num_global_key_value_heads": 1,
 }
 NOTICE = re.compile(
-    r"load_in_4bit quantises the experts of (?P<layers>\d+) layers, too \(fused tensors such as "
+    r"load_in_4bit quantizes the experts of (?P<layers>\d+) layers, too \(fused tensors such as "
     r"(?P<name>[\w.]+)\): (?P<before>[\d.e+-]+) GiB become (?P<after>[\d.e+-]+) GiB\.  To keep "
-    r"them unquantised, set BitsAndBytesConfig\(llm_int8_skip_modules=\['lm_head', 'experts'\]\)\."
+    r"them unquantized, set BitsAndBytesConfig\(llm_int8_skip_modules=\['lm_head', 'experts'\]\)\."
 )
 
 
@@ -80,7 +80,7 @@ def experts_of(model, layer=0):
 
 
 def values_of(parameter, dtype=None):
-    """The values that bitsandbytes dequantises, rounded to a dtype: its own, if none is given.
+    """The values that bitsandbytes dequantizes, rounded to a dtype: its own, if none is given.
 
     Its kernel for the CPU is wrong if the blocks do not begin with the rows (0.49 to 0.50.2).
     """
@@ -92,8 +92,8 @@ def values_of(parameter, dtype=None):
     return dequantize_4bit(parameter.data, state).view(shape)
 
 
-def dequantised(experts, dtype=torch.bfloat16):
-    """The module with the weights that bitsandbytes dequantises."""
+def dequantized(experts, dtype=torch.bfloat16):
+    """The module with the weights that bitsandbytes dequantizes."""
     plain = copy.deepcopy(experts)
     for name in FUSED:
         weight = values_of(getattr(experts, name)).to(dtype)
@@ -135,7 +135,7 @@ def messages(caplog, function, *args, **kwargs):
 
 
 def needs_fp4():
-    """Skips where bitsandbytes quantises nothing to fp4 on the CPU (0.46)."""
+    """Skips where bitsandbytes quantizes nothing to fp4 on the CPU (0.46)."""
     from bitsandbytes.functional import quantize_4bit
 
     try:
@@ -150,7 +150,7 @@ def needs_fp4():
 @pytest.mark.regression("fused_experts_4bit", "the experts take .* bytes")
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @KINDS
-def test_experts_are_quantised(folder, kind, quant_type, caplog):
+def test_experts_are_quantized(folder, kind, quant_type, caplog):
     if quant_type == "fp4":
         needs_fp4()
     model, said = messages(caplog, load, folder, kind, bnb_4bit_quant_type=quant_type)
@@ -189,7 +189,7 @@ def test_values_are_those_of_linear_layers(folder):
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 @pytest.mark.parametrize("width", [48, 64, 1024], ids="inner size {}".format)
 def test_experts_are_slices(width, kind):
-    """1024: the maxima of an expert are whole blocks of double quantisation."""
+    """1024: the maxima of an expert are whole blocks of double quantization."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
@@ -219,10 +219,10 @@ def test_experts_that_the_config_skips(folder, skipped, caplog):
     packed = [is_packed(experts_of(model, layer).down_proj) for layer in range(LAYERS)]
     assert packed == ([False] * 3 if skipped == "experts" else [True, False, True])
     assert len(said) == (skipped != "experts")
-    unquantised = load(folder, None)
+    unquantized = load(folder, None)
     for layer in [i for i in range(LAYERS) if not packed[i]]:
         for name in FUSED:
-            expected = getattr(experts_of(unquantised, layer), name)
+            expected = getattr(experts_of(unquantized, layer), name)
             assert torch.equal(getattr(experts_of(model, layer), name), expected)
 
 
@@ -241,7 +241,7 @@ def test_experts_that_share_blocks(tmp_path, caplog):
         model, said = messages(caplog, load, tmp_path, llm_int8_skip_modules=skipped)
     assert not any(map(is_packed, model.parameters()))
     (message,) = said
-    assert "the experts of 3 layers are not quantised" in message
+    assert "the experts of 3 layers are not quantized" in message
     assert "no multiple of the blocksize" in message
     model.set_experts_implementation("eager")
     assert logits(model).isfinite().all()
@@ -278,7 +278,7 @@ def test_other_models(tmp_path, monkeypatch):
 
     def open_gate(self, model, *args, **kwargs):
         before(self, model, *args, **kwargs)
-        fused_experts_4bit.quantise_while_loading(self, model, Qwen3MoeExperts)
+        fused_experts_4bit.quantize_while_loading(self, model, Qwen3MoeExperts)
 
     monkeypatch.setattr(Bnb4BitHfQuantizer, "_process_model_before_weight_loading", open_gate)
     ours = fused_experts_4bit.experts_forward(Qwen3MoeExperts.forward)
@@ -288,7 +288,7 @@ def test_other_models(tmp_path, monkeypatch):
     assert all(is_packed(getattr(each, name)) for each in experts for name in FUSED)
     found = [logits(opened), logits(opened, 1)]
     for layer in opened.model.layers:
-        layer.mlp.experts = dequantised(layer.mlp.experts)
+        layer.mlp.experts = dequantized(layer.mlp.experts)
     assert torch.equal(found[0], logits(opened))
     assert_near(found[1], logits(opened, 1), ROUNDINGS)
 
@@ -322,9 +322,9 @@ def test_a_subclass_with_a_forward_of_its_own(folder):
 @KINDS
 @pytest.mark.parametrize("tokens", [2, 8, 9, 40])
 def test_forward(folder, kind, implementation, tokens):
-    """From 9 tokens on, whole tensors are dequantised; grouped_mm stands in for batched_mm."""
+    """From 9 tokens on, whole tensors are dequantized; grouped_mm stands in for batched_mm."""
     experts = experts_of(load(folder, kind))
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     few = 2 * tokens * TOP_K <= EXPERTS
     implement(implementation, experts)
     if implementation != "eager":
@@ -337,7 +337,7 @@ def test_forward(folder, kind, implementation, tokens):
 def test_calls(folder, implementation):
     """By keyword; without any token; with inputs of another dtype."""
     experts = experts_of(load(folder))
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     implement(implementation, experts, plain)
     states, indices, weights = routed(20)
     names = {"hidden_states": states, "top_k_index": indices, "top_k_weights": weights}
@@ -356,7 +356,7 @@ def test_one_token(folder, kind, implementation, dtype):
     model = load(folder, kind, bnb_4bit_compute_dtype=dtype)
     for layer in range(LAYERS):
         experts = experts_of(model, layer)
-        plain = dequantised(experts, dtype)
+        plain = dequantized(experts, dtype)
         implement(implementation, experts, plain)
         with torch.no_grad():
             for seed in range(4):
@@ -368,7 +368,7 @@ def test_one_token_with_narrow_experts(moe_dir):
     """Blocks contain values of two rows, so that the 4-bit matrices cannot be put together."""
     model = load(moe_dir)
     experts = experts_of(model)
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     implement("batched_mm", experts, plain)
     with torch.no_grad():
         assert torch.equal(experts(*routed(1)), plain(*routed(1)))
@@ -379,7 +379,7 @@ def test_one_token_with_narrow_experts(moe_dir):
 def test_compute_dtype(folder, implementation, tokens):
     """The inputs are cast to the compute dtype, as those of a Linear4bit are, and back."""
     experts = experts_of(load(folder, bnb_4bit_compute_dtype=torch.float32))
-    plain = dequantised(experts, torch.float32)
+    plain = dequantized(experts, torch.float32)
     implement(implementation, experts, plain)
     states, indices, weights = routed(tokens)
     with torch.no_grad():
@@ -405,18 +405,18 @@ def test_compiled(folder, tokens):
 
 
 def test_logits(folder):
-    """The whole model equals the model with dequantised experts."""
+    """The whole model equals the model with dequantized experts."""
     model = load(folder)
     plain = copy.deepcopy(model)
     for layer in plain.model.layers:
-        layer.experts = dequantised(layer.experts)
+        layer.experts = dequantized(layer.experts)
     assert torch.equal(logits(model, 40), logits(plain, 40))
     assert_near(logits(model, 1), logits(plain, 1), LAYERS * ROUNDINGS)
 
 
 @pytest.mark.regression("fused_experts_4bit", "has no attribute 'quant_state'")
 def test_as_good_as_linear_layers(folder):
-    """The outputs are as near to those in bfloat16 as with each expert quantised as nn.Linear."""
+    """The outputs are as near to those in bfloat16 as with each expert quantized as nn.Linear."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     def cosine(model):
@@ -452,7 +452,7 @@ def gradients(experts, tokens, dtype=torch.bfloat16):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_gradients(folder, implementation, tokens):
     experts = experts_of(load(folder))
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     implement(implementation, experts, plain)
     if implementation == "batched_mm":
         implement("grouped_mm", plain)
@@ -461,7 +461,7 @@ def test_gradients(folder, implementation, tokens):
 
 
 @IMPLEMENTATIONS
-def test_autograd_keeps_no_dequantised_weights(folder, implementation):
+def test_autograd_keeps_no_dequantized_weights(folder, implementation):
     experts = experts_of(load(folder))
     implement(implementation, experts)
     states, *rest = routed(20)
@@ -474,7 +474,7 @@ def test_autograd_keeps_no_dequantised_weights(folder, implementation):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         experts(states.requires_grad_(), *rest)
     assert kept, "the hooks outside the experts were not called"
-    assert max(kept) < 128 * 64 * 2, "autograd keeps a dequantised expert"
+    assert max(kept) < 128 * 64 * 2, "autograd keeps a dequantized expert"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -682,7 +682,7 @@ def test_gradients_of_a_registered_function(folder, register, name):
     assert is_packed(experts_of(model).down_proj), "the experts are not in 4 bits"
     plain = copy.deepcopy(model)
     for layer in plain.model.layers:
-        layer.experts = dequantised(layer.experts)
+        layer.experts = dequantized(layer.experts)
         layer.experts.config = plain.config
     for each in (model, plain):
         each.config._experts_implementation = "mine"
@@ -711,7 +711,7 @@ def test_a_registered_function_is_called(folder, register, name, tokens, trains)
 
     experts = experts_of(load(folder))
     assert is_packed(experts.down_proj), "the experts are not in 4 bits"
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     states, *rest = routed(tokens)
     for each in ["eager", "grouped_mm", "batched_mm"]:
         register(each, not_mine)
@@ -754,7 +754,7 @@ def test_an_unknown_name(folder):
 def test_gates_of_a_user(folder, monkeypatch, implementation, tokens, what):
     """The loop of transformers does not use ``_apply_gate``; the other functions do."""
     experts = experts_of(load(folder))
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     few = 2 * tokens * TOP_K <= EXPERTS
     implement(implementation, experts, plain)
     if implementation != "eager":
@@ -783,7 +783,7 @@ def test_gates_of_a_user(folder, monkeypatch, implementation, tokens, what):
 
 
 def test_a_class_with_another_forward(folder, monkeypatch, caplog):
-    """Its experts stay unquantised, as without us."""
+    """Its experts stay unquantized, as without us."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
     monkeypatch.setattr(Gemma4TextExperts, "forward", loop)
@@ -838,7 +838,7 @@ def test_names_are_those_of_bitsandbytes(folder):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-def test_files_with_unquantised_experts(folder, tmp_path, caplog):
+def test_files_with_unquantized_experts(folder, tmp_path, caplog):
     """The file decides, not the flag: a checkpoint that was written without this patch."""
     with gemma4_compat.disabled("fused_experts_4bit"):
         model = load(folder)
@@ -848,7 +848,7 @@ def test_files_with_unquantised_experts(folder, tmp_path, caplog):
     assert {p.dtype for p in experts_of(again).parameters()} == {torch.bfloat16}
     assert torch.equal(logits(again), logits(model))
     (message,) = said
-    assert "because the checkpoint has them unquantised" in message
+    assert "because the checkpoint has them unquantized" in message
 
 
 def test_switching_the_patch_off_is_said(folder, caplog):
@@ -897,7 +897,7 @@ def test_copies(folder, how):
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_dequantize(folder, dtype):
     model = load(folder)
-    expected = [dequantised(layer.experts, dtype or torch.bfloat16) for layer in model.model.layers]
+    expected = [dequantized(layer.experts, dtype or torch.bfloat16) for layer in model.model.layers]
     model = model.dequantize(dtype=dtype)
     for layer, plain in enumerate(expected):
         experts = experts_of(model, layer)
@@ -954,9 +954,9 @@ def test_offloaded_models_are_saved(folder, tmp_path, disk):
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["cpu", "disk"])
-def test_offloaded_models_are_dequantised(folder, tmp_path, disk):
+def test_offloaded_models_are_dequantized(folder, tmp_path, disk):
     model = load(folder)
-    expected = dequantised(experts_of(model))
+    expected = dequantized(experts_of(model))
     split = offloaded(model, tmp_path, disk=disk).dequantize()
     experts = experts_of(split)
     with torch.no_grad():
@@ -1031,7 +1031,7 @@ def test_training_with_offloaded_experts(folder, implementation):
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_on_cuda(folder, kind, implementation, tokens):
     experts = experts_of(load(folder, kind, device=0))
-    plain = dequantised(experts)
+    plain = dequantized(experts)
     implement(implementation, experts, plain)
     with torch.no_grad():
         inputs = routed(tokens, device="cuda")
@@ -1059,7 +1059,7 @@ def wide(kind, blocksize=64, dtype=torch.bfloat16):
             quant_type="nf4",
         )
         value.normal_(0, 0.02, generator=generator)
-        experts._parameters[name] = quantised(value, like)
+        experts._parameters[name] = quantized(value, like)
     return experts
 
 
@@ -1119,7 +1119,7 @@ def test_kernels_skip_absent_experts():
 @pytest.mark.cuda
 @KINDS
 def test_kernels_of_copied_experts(kind):
-    """Experts in host memory are copied first; their maxima are dequantised then."""
+    """Experts in host memory are copied first; their maxima are dequantized then."""
     experts = wide(kind)
     inputs = routed_wide(2)
     expected = in_kernels(experts, *inputs)
@@ -1143,7 +1143,7 @@ def test_hooks_of_the_activation_run():
 @pytest.mark.cuda
 @KINDS
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_without_synchronisation(folder, kind, tokens):
+def test_without_synchronization(folder, kind, tokens):
     """Few tokens need nothing from the GPU, so that a CUDA graph can hold the forward."""
     experts = experts_of(load(folder, kind, device=0))
     implement("grouped_mm", experts)
@@ -1169,7 +1169,7 @@ def test_without_synchronisation(folder, kind, tokens):
 
 @pytest.mark.cuda
 def test_loading_peak(tmp_path):
-    """The device never holds more than one fused tensor unquantised."""
+    """The device never holds more than one fused tensor unquantized."""
     support.save_random(
         "Gemma4 experts", tmp_path, **SIZES | {"num_experts": 128, "moe_intermediate_size": 704}
     )

@@ -1,4 +1,4 @@
-"""A warning says that load_in_8bit does not quantise the experts of Gemma 4."""
+"""A warning says that load_in_8bit does not quantize the experts of Gemma 4."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.support import load_model, quantization
 OURS = "gemma4_compat.patches.offloading.fused_experts_notice"
 LAYERS = 3
 NOTICE = re.compile(
-    r"load_in_8bit does not quantise the experts of (?P<layers>\d+) layers "
+    r"load_in_8bit does not quantize the experts of (?P<layers>\d+) layers "
     r"\(fused tensors such as (?P<name>[\w.]+)\): "
     r"they are loaded in (?P<dtype>\w+) and take (?P<size>[\d.e+-]+) GiB\.  "
-    r"load_in_4bit quantises them\.  "
+    r"load_in_4bit quantizes them\.  "
     r"To find a device map that fits your GPU, run gemma4-compat plan MODEL --gpu SIZE\."
 )
 
@@ -56,11 +56,11 @@ def logits(model):
         return model(**inputs).logits
 
 
-@pytest.mark.regression("fused_experts_notice", r"no warning that the experts are not quantised")
+@pytest.mark.regression("fused_experts_notice", r"no warning that the experts are not quantized")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, "auto"], ids=str)
 def test_the_notice_is_true(moe_dir, dtype, notices):
     model, said = notices(load, moe_dir, "int8", dtype)
-    assert said, "no warning that the experts are not quantised"
+    assert said, "no warning that the experts are not quantized"
     (said,) = (NOTICE.fullmatch(message) for message in said)
     linears = {type(layer.mlp.up_proj).__name__ for layer in model.model.layers}
     assert linears == {"Linear8bitLt"}
@@ -85,7 +85,7 @@ def test_nothing_else_changes(moe_dir, notices):
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_quantised_checkpoint(moe_dir, tmp_path, notices, eight_bit_files):
+def test_quantized_checkpoint(moe_dir, tmp_path, notices, eight_bit_files):
     """When an 8-bit model is saved and loaded again, its experts are still in bfloat16."""
     model, (first,) = notices(load, moe_dir, "int8")
     model.save_pretrained(tmp_path)
@@ -95,13 +95,13 @@ def test_quantised_checkpoint(moe_dir, tmp_path, notices, eight_bit_files):
     assert first == second
 
 
-def test_not_quantised(moe_dir, notices):
+def test_not_quantized(moe_dir, notices):
     _, said = notices(load, moe_dir)
     assert said == []
 
 
 def test_four_bits(moe_dir, notices):
-    """load_in_4bit quantises them."""
+    """load_in_4bit quantizes them."""
     model, said = notices(load, moe_dir, "nf4")
     assert said == []
     assert {p.dtype for p in fused(model).values()} == {torch.uint8}

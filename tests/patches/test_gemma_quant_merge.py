@@ -44,7 +44,7 @@ def adapted(model, targets=LANGUAGE_TARGETS):
 def test_merge_is_refused(qat_dir):
     model = adapted(load(qat_dir), INTEGERS)
     expected = logits(model, ["text"])
-    with pytest.raises(ValueError, match="cannot be merged into 6 quantised layers"):
+    with pytest.raises(ValueError, match="cannot be merged into 6 quantized layers"):
         model.merge_and_unload(safe_merge=True)
     assert_same(logits(model, ["text"]), expected)
 

@@ -55,7 +55,7 @@ TEXT = {
 def unified(model_dir):
     pytest.importorskip("transformers.models.gemma4_unified")
     vision = {"patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 64, "mm_posemb_size": 16}
-    return randomised(
+    return randomized(
         transformers.Gemma4UnifiedForConditionalGeneration,
         transformers.Gemma4UnifiedConfig(
             text_config={**TEXT, "global_head_dim": 64},
@@ -90,10 +90,10 @@ def gemma3n(model_dir):
     )
     vision.vocab_size, vision.vocab_offset, vision.rms_norm_eps = 8, 496, 1e-6
     vars(config)["vision_config"] = vision  # setattr would check the type
-    return randomised(transformers.Gemma3nForConditionalGeneration, config)
+    return randomized(transformers.Gemma3nForConditionalGeneration, config)
 
 
-def randomised(cls, config):
+def randomized(cls, config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = cls(config)
@@ -229,8 +229,8 @@ def test_checkpointing(model_dir, tmp_path):
     assert_equal(gradients(model, tmp_path, rows(), micro_batches=2, **options), expected)
 
 
-def test_quantised_and_split(model_dir, tmp_path):
-    """The reference is one batch on a quantised model that is not split.
+def test_quantized_and_split(model_dir, tmp_path):
+    """The reference is one batch on a quantized model that is not split.
 
     Much of the arithmetic is in bfloat16.  A row alone is rounded like a row in a batch, but the
     final division differs.

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 
 def stamped(name, device="cpu"):
-    """A module whose quantised parameter has the flag, as after loading with transformers."""
+    """A module whose quantized parameter has the flag, as after loading with transformers."""
     import bitsandbytes as bnb
 
     if name == "Params4bit":

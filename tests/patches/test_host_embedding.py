@@ -524,8 +524,8 @@ def test_memory_that_cannot_be_page_locked(caplog):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_packed_embedding_of_a_qat_checkpoint(tmp_path, monkeypatch, where, bits):
     """Its two tables are looked up where they are stored, and none is loaded."""
-    quantised = pytest.importorskip("transformers.integrations.gemma_quant").QuantizedEmbedding
-    packed = type("QuantizedEmbedding", (quantised,), {"__module__": GEMMA})
+    quantized = pytest.importorskip("transformers.integrations.gemma_quant").QuantizedEmbedding
+    packed = type("QuantizedEmbedding", (quantized,), {"__module__": GEMMA})
 
     def make(rows, width):
         table = packed(rows, width, torch.bfloat16, embed_scale=3.0, num_bits=bits)

@@ -52,7 +52,7 @@ def assert_same_training(found, expected):
 
 @pytest.mark.regression("kbit_offload_training", REFUSED)
 def test_frozen_tower_on_disk(accelerator, model_dir, tmp_path):
-    """transformers does not quantise modules that a map offloads, so the tower is not quantised."""
+    """transformers does not quantize modules that a map offloads, so the tower is not quantized."""
     model = load_model(model_dir, "nf4", llm_int8_skip_modules=[*TOWERS, "lm_head"])
     device_map = {"model.audio_tower": "disk", "": "cpu"}
     model = split(model, tmp_path, device_map).requires_grad_(False)

@@ -149,7 +149,7 @@ def assert_lazy_and_equal(model):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
-def test_quantised_models(model_dir, kind):
+def test_quantized_models(model_dir, kind):
     assert_lazy_and_equal(adapted(load_model(model_dir, kind)))
 
 

@@ -126,11 +126,11 @@ def test_its_own_state_dict(model_dir, tmp_path):
     assert_same(logits(model), expected)
 
 
-def test_quantised_layers_are_refused(model_dir, tmp_path):
+def test_quantized_layers_are_refused(model_dir, tmp_path):
     whole = load_model(model_dir, "nf4")
     model = split(load_model(model_dir, "nf4"), tmp_path)
     expected = logits(model)
-    with pytest.raises(ValueError, match="its layer is quantised and offloaded"):
+    with pytest.raises(ValueError, match="its layer is quantized and offloaded"):
         model.load_state_dict(whole.state_dict(), strict=False)
     assert_same(logits(model), expected)
 

@@ -210,8 +210,8 @@ def test_second_adapter_with_tokens_of_tied_ends(model_dir, tmp_path):
     assert_same(logits(model, ("text",)), expected["default"])
 
 
-def test_quantised_base(model_dir, tmp_path):
-    """Only modules that bitsandbytes does not quantise can be copied: others cannot be trained."""
+def test_quantized_base(model_dir, tmp_path):
+    """Only modules that bitsandbytes does not quantize can be copied: others cannot be trained."""
     from peft import PeftModel
 
     one = adapted(load_model(model_dir, "nf4-nested"), "embed_tokens")

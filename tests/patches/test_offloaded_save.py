@@ -125,7 +125,7 @@ def test_offloaded_without_a_device_map(model_dir, offload, tmp_path):
 
 
 @pytest.mark.parametrize("offload", [whole_cpu, whole_disk])
-def test_quantised_without_a_device_map(model_dir, offload, tmp_path):
+def test_quantized_without_a_device_map(model_dir, offload, tmp_path):
     reference = saved(load_model(model_dir, "nf4-nested"), tmp_path / "reference")
     model = offload(load_model(model_dir, "nf4-nested"), tmp_path / "offload")
     assert_same_files(saved(model, tmp_path / "saved"), reference)
@@ -163,7 +163,7 @@ def test_offloaded_buffers(model_dir, tmp_path):
 
 @pytest.fixture
 def _stable_eight_bit():
-    """Skip old releases: moving an 8-bit weight to the CPU quantises it again."""
+    """Skip old releases: moving an 8-bit weight to the CPU quantizes it again."""
     import bitsandbytes
     from packaging.version import Version
 
@@ -332,7 +332,7 @@ SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested", "int8"])
 def test_split_by_the_users_map_on_a_gpu(model_dir, kind, tmp_path):
-    """The towers are not quantised, because the map places them on the CPU."""
+    """The towers are not quantized, because the map places them on the CPU."""
     options = {"llm_int8_enable_fp32_cpu_offload": True, "llm_int8_skip_modules": None}
     model = load_model(model_dir, kind, SPLIT, **(options if kind else {}))
     assert any(name.startswith("model.vision_tower") for name in offloaded(model))
@@ -348,7 +348,7 @@ def test_split_by_the_users_map_on_a_gpu(model_dir, kind, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
 @pytest.mark.parametrize("device_map", [SPLIT, {**dict.fromkeys(TOWERS, "disk"), "": 0}])
-def test_quantised_towers_offloaded_from_a_gpu(model_dir, kind, device_map, tmp_path):
+def test_quantized_towers_offloaded_from_a_gpu(model_dir, kind, device_map, tmp_path):
     from accelerate import dispatch_model
 
     whole = load_model(model_dir, kind, {"": 0})

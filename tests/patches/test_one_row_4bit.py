@@ -196,7 +196,7 @@ def test_blocks_and_float32(blocksize):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("case", ["dominant", "cancelled", "subnormal", "empty blocks", "large"])
+@pytest.mark.parametrize("case", ["dominant", "canceled", "subnormal", "empty blocks", "large"])
 def test_errors_of_unusual_values(case):
     from bitsandbytes import functional
 
@@ -207,7 +207,7 @@ def test_errors_of_unusual_values(case):
         row = torch.randn(1, 1, 1536, device="cuda", dtype=torch.bfloat16)
         if case == "dominant":
             weight[:, 5], row[..., 5] = 300, 300
-        elif case == "cancelled":
+        elif case == "canceled":
             row[..., 1::2] = -row[..., ::2]
             weight[:, 1::2] = weight[:, ::2]
         elif case == "subnormal":

@@ -1,6 +1,6 @@
 """LoRA through PEFT's target_parameters on experts in 4 bits.
 
-The reference is LoRA on the same model with the weights that bitsandbytes dequantises.  The update
+The reference is LoRA on the same model with the weights that bitsandbytes dequantizes.  The update
 is added to the same weights by the same operations, so outputs and gradients are equal bit for bit.
 """
 
@@ -21,7 +21,7 @@ from tests.patches.test_fused_experts_4bit import (
     FUSED,
     SIZES,
     assert_near,
-    dequantised,
+    dequantized,
     experts_of,
     load,
     logits,
@@ -45,15 +45,15 @@ def config(**options):
 
 
 def plain(model):
-    """The model with dequantised experts."""
+    """The model with dequantized experts."""
     model = copy.deepcopy(model)
     for layer in model.model.layers:
-        layer.experts = dequantised(layer.experts)
+        layer.experts = dequantized(layer.experts)
         layer.experts.config = model.config
     return model
 
 
-def randomise(model, seed=0):
+def randomize(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in support.adapter_parameters(model).values():
@@ -62,7 +62,7 @@ def randomise(model, seed=0):
 
 
 def adapted(base, **options):
-    return randomise(peft.get_peft_model(base, config(**options)))
+    return randomize(peft.get_peft_model(base, config(**options)))
 
 
 def gradients(model, implementation="grouped_mm"):
@@ -83,7 +83,7 @@ def test_training(folder, implementation):
     except RuntimeError as error:
         if implementation != "batched_mm" or "modified by an inplace operation" not in str(error):
             raise
-        pytest.skip("this release cannot train unquantised experts with batched_mm (5.8, 5.9)")
+        pytest.skip("this release cannot train unquantized experts with batched_mm (5.8, 5.9)")
     found = gradients(adapted(base), implementation)
     assert found.keys() == expected.keys()
     if implementation == "batched_mm":  # which copies the weights of an expert for each token
@@ -175,7 +175,7 @@ def test_modules_to_save(folder, tmp_path, offloaded):
     model = peft.get_peft_model(base, config(**options))
     ids = torch.arange(3, 15)[None]
     for each in (model, expected):
-        randomise(each)
+        randomize(each)
         each(input_ids=ids, labels=ids).loss.backward()
     found, wanted = (
         {name: p.grad for name, p in each.named_parameters() if p.requires_grad}
@@ -218,7 +218,7 @@ def test_two_adapters(folder):
         return
     for model in models:
         model.add_adapter("second", config(r=8))
-        randomise(model, seed=1)
+        randomize(model, seed=1)
         model.base_model.set_adapter(["default", "second"])
     assert torch.equal(logits(models[0]), logits(models[1]))
     both = logits(models[0])
@@ -229,14 +229,14 @@ def test_two_adapters(folder):
 
 
 def test_merging(folder):
-    """The sum is quantised again, as in 4-bit layers: within the step between two values."""
+    """The sum is quantized again, as in 4-bit layers: within the step between two values."""
     base = load(folder)
     expected, model = adapted(plain(base)).merge_and_unload(), adapted(copy.deepcopy(base))
 
     def weights(model):
         layers = (experts_of(model, layer) for layer in range(3))
         modules = (getattr(each, "get_base_layer", lambda each=each: each)() for each in layers)
-        return [getattr(dequantised(m), name).data for m in modules for name in FUSED]
+        return [getattr(dequantized(m), name).data for m in modules for name in FUSED]
 
     model.merge_adapter()
     merged = weights(model.get_base_model())
@@ -253,7 +253,7 @@ def test_merging(folder):
     assert not torch.equal(logits(model), logits(base))
 
 
-def test_merge_into_the_unquantised_base(folder, tmp_path):
+def test_merge_into_the_unquantized_base(folder, tmp_path):
     """An adapter that was trained over 4-bit experts, merged by the command."""
     from gemma4_compat.merging import merge
 

@@ -1,4 +1,4 @@
-"""A QAT checkpoint dequantises one row of its token embeddings for the pad token, not all."""
+"""A QAT checkpoint dequantizes one row of its token embeddings for the pad token, not all."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_every_kind_of_adapter_on_offloaded_layers(model_dir, name, tmp_path):
     assert offloaded(model)
 
 
-def test_dora_on_a_quantised_split_model(model_dir, tmp_path):
+def test_dora_on_a_quantized_split_model(model_dir, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -579,7 +579,7 @@ def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["nf4-nested", "int8"])
-def test_merged_adapter_of_quantised_layers_is_disabled(model_dir, kind):
+def test_merged_adapter_of_quantized_layers_is_disabled(model_dir, kind):
     """The weights that are kept are those from before the forward, which may repack them."""
     from accelerate import cpu_offload
     from peft import LoraConfig

@@ -18,7 +18,7 @@ LOST = r"Tensor\.item\(\) cannot be called on meta tensors|Cannot copy out of me
 
 
 def network(nested):
-    """Two 4-bit layers, 128 -> 256 -> 128, quantised on the CPU."""
+    """Two 4-bit layers, 128 -> 256 -> 128, quantized on the CPU."""
     first, last = (
         linear4bit(128, 256, nested, bias=True),
         linear4bit(256, 128, nested, 1, bias=True),
@@ -180,7 +180,7 @@ def test_lost_values_are_named_not_invented(tmp_path):
         to_cpu(model, tmp_path)
 
 
-def test_dtype_only_moves_and_unquantised_weights_are_untouched():
+def test_dtype_only_moves_and_unquantized_weights_are_untouched():
     import bitsandbytes as bnb
 
     fresh = bnb.nn.Linear4bit(128, 64)

@@ -1,4 +1,4 @@
-"""A warning is logged before an adapter is merged into quantised weights."""
+"""A warning is logged before an adapter is merged into quantized weights."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_each_model_warns(model_dir, language_adapter_dir, caplog):
     assert len(said(caplog)) == 2
 
 
-def test_unquantised_and_dequantised_models_do_not_warn(model_dir, language_adapter_dir, caplog):
+def test_unquantized_and_dequantized_models_do_not_warn(model_dir, language_adapter_dir, caplog):
     adapted(model_dir, language_adapter_dir, None).merge_and_unload()
-    dequantised = adapted(model_dir, language_adapter_dir, "nf4")
-    dequantised.dequantize()
-    dequantised.merge_and_unload()
+    dequantized = adapted(model_dir, language_adapter_dir, "nf4")
+    dequantized.dequantize()
+    dequantized.merge_and_unload()
     assert not said(caplog)
 
 

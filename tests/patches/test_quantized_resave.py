@@ -1,4 +1,4 @@
-"""A model from a quantised checkpoint can be saved and loaded again."""
+"""A model from a quantized checkpoint can be saved and loaded again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support import assert_same, load_model, logits, split
 FOUR_BIT = ["nf4", "nf4-nested"]
 
 
-def from_quantised(folder, model_class="Gemma4ForConditionalGeneration"):
-    """Load a quantised checkpoint; its config contains the quantisation config."""
+def from_quantized(folder, model_class="Gemma4ForConditionalGeneration"):
+    """Load a quantized checkpoint; its config contains the quantization config."""
     import transformers
 
     found = getattr(transformers, model_class).from_pretrained(
@@ -24,7 +24,7 @@ def from_quantised(folder, model_class="Gemma4ForConditionalGeneration"):
 
 
 def checkpoint(model_dir, kind, folder):
-    """Save a quantised checkpoint, and return the logits of its model."""
+    """Save a quantized checkpoint, and return the logits of its model."""
     model = load_model(model_dir, kind)
     model.save_pretrained(folder)
     return logits(model)
@@ -32,10 +32,10 @@ def checkpoint(model_dir, kind, folder):
 
 def assert_resaved(model_dir, kind, folder):
     expected = checkpoint(model_dir, kind, folder / "first")
-    again = from_quantised(folder / "first")
+    again = from_quantized(folder / "first")
     again.save_pretrained(folder / "second")
     assert_same_files(folder / "second", folder / "first")
-    assert_same(logits(from_quantised(folder / "second")), expected)
+    assert_same(logits(from_quantized(folder / "second")), expected)
     assert_same(logits(again), expected)
 
 
@@ -56,11 +56,11 @@ def test_eight_bit(model_dir, tmp_path):
 )
 def test_split(model_dir, tmp_path):
     expected = checkpoint(model_dir, "nf4-nested", tmp_path / "first")
-    model = split(from_quantised(tmp_path / "first"), tmp_path / "offload")
+    model = split(from_quantized(tmp_path / "first"), tmp_path / "offload")
     assert model.model.vision_tower.encoder.layers[0].self_attn.q_proj.linear.weight.is_meta
     model.save_pretrained(tmp_path / "second")
     assert_same_files(tmp_path / "second", tmp_path / "first")
-    assert_same(logits(from_quantised(tmp_path / "second")), expected)
+    assert_same(logits(from_quantized(tmp_path / "second")), expected)
 
 
 @pytest.mark.regression("quantized_resave", "NotImplementedError")
@@ -83,14 +83,14 @@ def test_another_model_with_conversions_of_its_own(tmp_path):
         dtype=torch.bfloat16,
     )
     model.save_pretrained(tmp_path / "first")
-    again = from_quantised(tmp_path / "first", "MixtralForCausalLM")
+    again = from_quantized(tmp_path / "first", "MixtralForCausalLM")
     again.save_pretrained(tmp_path / "second")
     assert_same_files(tmp_path / "second", tmp_path / "first")
     names = load_file(tmp_path / "second" / "model.safetensors")
     assert any(".experts.0." in name for name in names)
 
 
-def test_unquantised(model_dir, tmp_path):
+def test_unquantized(model_dir, tmp_path):
     load_model(model_dir).save_pretrained(tmp_path / "first")
     load_model(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert_same_files(tmp_path / "second", tmp_path / "first")

@@ -139,7 +139,7 @@ def test_trainer_restores_what_from_pretrained_restores(tmp_path, caplog, make, 
 @SHOWS
 @pytest.mark.parametrize("make", [own_names, unified])
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path, make):
-    """With the optimiser; the base has other weights than the checkpoint."""
+    """With the optimizer; the base has other weights than the checkpoint."""
     model_class, mapping = make(tmp_path)
     options = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2, "seed": 3}
     whole = moved(model_class.from_pretrained(tmp_path, **mapping))

@@ -128,7 +128,7 @@ def test_logits(model_dir, tmp_path, device_map, offload_buffers):
 
 @pytest.mark.parametrize("device_map", [MAPS["towers"], MAPS["entries in entries"]])
 @KINDS
-def test_quantised_with_adapter_and_generate(
+def test_quantized_with_adapter_and_generate(
     model_dir, adapter_dir, tmp_path, kind, device_map, pristine
 ):
     from peft import PeftModel

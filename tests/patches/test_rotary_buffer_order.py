@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines import QUANTISED, check
+from tests.engines import QUANTIZED, check
 from tests.support import config_of
 
 
@@ -43,4 +43,4 @@ def test_order():
 @pytest.mark.xdist_group("engines")
 @pytest.mark.regression("rotary_buffer_order", "WRONG")
 def test_ddp():
-    check("accelerate launch, Accelerator, DDP", QUANTISED, "save")
+    check("accelerate launch, Accelerator, DDP", QUANTIZED, "save")

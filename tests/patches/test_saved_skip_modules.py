@@ -1,4 +1,4 @@
-"""A saved checkpoint names the modules that were not quantised because of the device map."""
+"""A saved checkpoint names the modules that were not quantized because of the device map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from gemma4_compat.tiny import TOWERS
 from tests.support import assert_same, load_model, logits
 
-#: For bitsandbytes' quantisers, "cpu" in a map means offloaded, but a torch.device does not.
+#: For bitsandbytes' quantizers, "cpu" in a map means offloaded, but a torch.device does not.
 DEVICE = torch.device("cpu")
 RESIDENT = ("model.language_model", "model.embed_vision", "model.embed_audio", "lm_head")
 MAP = {**dict.fromkeys(TOWERS, "cpu"), **dict.fromkeys(RESIDENT, DEVICE)}

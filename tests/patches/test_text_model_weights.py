@@ -50,7 +50,7 @@ def text_weights(model):
 
 
 def assert_same_weights(found, expected):
-    """transformers 5.8 does not initialise weights that a checkpoint lacks; they may be nan."""
+    """transformers 5.8 does not initialize weights that a checkpoint lacks; they may be nan."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
@@ -66,7 +66,7 @@ def test_weights_and_logits_of_the_text_part(model_dir):
 
 @pytest.mark.regression("text_model_weights", RANDOM)
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
-def test_quantised(model_dir, kind):
+def test_quantized(model_dir, kind):
     whole = load_model(model_dir, kind)
     text = load_text(model_dir, kind)
     assert_same(text_logits(text, whole), logits(whole, ["text"]))
@@ -74,7 +74,7 @@ def test_quantised(model_dir, kind):
 
 @pytest.mark.regression("text_model_weights", r"not implemented for 'Byte'")
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
-def test_from_a_quantised_checkpoint(model_dir, tmp_path, kind):
+def test_from_a_quantized_checkpoint(model_dir, tmp_path, kind):
     from transformers import AutoConfig
 
     whole = load_model(model_dir, kind)
@@ -89,12 +89,12 @@ def test_from_a_quantised_checkpoint(model_dir, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
-def test_quantised_checkpoint_without_its_config_is_refused(
+def test_quantized_checkpoint_without_its_config_is_refused(
     model_dir, tmp_path, kind, eight_bit_files
 ):
     load_model(model_dir, kind).save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"(?s)quantised by bitsandbytes.*config\.quantization_config"
+        ValueError, match=r"(?s)quantized by bitsandbytes.*config\.quantization_config"
     ):
         load_text(tmp_path)
 

@@ -1,4 +1,4 @@
-"""A quantised Gemma 4 unified processes images and sound."""
+"""A quantized Gemma 4 unified processes images and sound."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def audio_features(model):
 @pytest.mark.parametrize("features", [vision_features, audio_features])
 @torch.no_grad()
 def test_quantized_embedders_compute_what_their_weights_say(unified_dir, kind, features):
-    """The reference is dequantised; see test_vision_uint8_pixels for the tolerance."""
+    """The reference is dequantized; see test_vision_uint8_pixels for the tolerance."""
     found = features(load(unified_dir, kind))
     expected = features(dequantized(load(unified_dir, kind)))
     error = ((found - expected).norm() / expected.norm()).item()

@@ -1,4 +1,4 @@
-"""A model processes images when its vision tower is quantised as well."""
+"""A model processes images when its vision tower is quantized as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemma4_compat.tiny import image_inputs
 from tests.support import assert_same, dequantized, load_model, logits, split
 
 KINDS = ["nf4", "nf4-nested", "int8"]
-#: bitsandbytes quantises all of the vision tower; the audio tower has its own patch.
+#: bitsandbytes quantizes all of the vision tower; the audio tower has its own patch.
 VISION_TOO = {"llm_int8_skip_modules": ["model.audio_tower", "lm_head"]}
 
 
@@ -76,7 +76,7 @@ def test_logits_of_float32_pixels(model_dir):
 @pytest.mark.regression("vision_uint8_pixels", r"the images are lost")
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_tower_computes_what_its_weights_say(model_dir, kind):
-    """The reference has the same weights, dequantised.  It lacks the rounding of the activations to
+    """The reference has the same weights, dequantized.  It lacks the rounding of the activations to
     bfloat16 (2 ** -8) or to int8 (2 ** -7) in two layers."""
     found = features(quantized(model_dir, kind))
     expected = features(dequantized(quantized(model_dir, kind)))

@@ -7,7 +7,7 @@ import torch
 
 from gemma4_compat.patches.training import zero_unused_tower
 from gemma4_compat.tiny import audio_inputs, image_inputs
-from tests.engines import QUANTISED, check
+from tests.engines import QUANTIZED, check
 from tests.support import load_model
 
 
@@ -15,7 +15,7 @@ from tests.support import load_model
 @pytest.mark.regression("zero_unused_tower", "HANG")
 @pytest.mark.parametrize(("stage", "action"), [(2, "tower trained"), (3, "text and images")])
 def test_one_process_has_an_image(stage, action):
-    check(f"torchrun, DeepSpeed ZeRO-{stage}", QUANTISED, action)
+    check(f"torchrun, DeepSpeed ZeRO-{stage}", QUANTIZED, action)
 
 
 @pytest.mark.parametrize("kind", ["image", "sound"])

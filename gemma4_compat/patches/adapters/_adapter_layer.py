@@ -48,7 +48,7 @@ def unmerge(layer: Any) -> None:
     """Unmerge a PEFT layer with its weights, and those of its adapters, onloaded.
 
     With adapters disabled, the forward of a merged layer begins with this.  It has to be done
-    before, because a quantised weight that ran once may be in another layout than the one to keep.
+    before, because a quantized weight that ran once may be in another layout than the one to keep.
     """
     from peft.tuners import tuners_utils
 

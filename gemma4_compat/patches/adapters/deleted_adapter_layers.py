@@ -33,7 +33,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def layers_are_left() -> Finding:
-    """Look whether the method restores the wrapped layers."""
+    """Check whether the method restores the wrapped layers."""
     code = code_at("transformers.integrations.peft", "PeftAdapterMixin.delete_adapter")
     if "_hf_peft_config_loaded" not in code.co_names:
         return drifted("delete_adapter does not set _hf_peft_config_loaded")

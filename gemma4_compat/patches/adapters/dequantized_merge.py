@@ -1,15 +1,15 @@
-"""A dequantised model keeps PEFT's layers for quantised weights.
+"""A dequantized model keeps PEFT's layers for quantized weights.
 
 ``model.dequantize()`` replaces every ``bnb.nn.Linear4bit`` and ``Linear8bitLt`` by an
 ``nn.Linear``, also inside PEFT's adapter layers, but it does not replace the adapter layers.
 PEFT's layers for bitsandbytes still read ``weight.quant_state`` or ``base_layer.state`` when they
 merge or unmerge, and some read it in every forward.  Those of AdaLoRA and IA3 have no ``merge``,
-because PEFT does not merge them into quantised weights.  The new weights also require gradients, so
-an optimiser would train them along with the adapter.
+because PEFT does not merge them into quantized weights.  The new weights also require gradients, so
+an optimizer would train them along with the adapter.
 
-The fix changes these layers into those that PEFT makes for an unquantised model: each gets the
+The fix changes these layers into those that PEFT makes for an unquantized model: each gets the
 tuner's class for ``nn.Linear``, which stores its adapters in the same attributes.  Some tuners of
-newer PEFT releases have one class for both, with a quantisation backend; the fix removes it.
+newer PEFT releases have one class for both, with a quantization backend; the fix removes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATCH = Patch(
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
         "dequantize() of a model with PEFT adapters turns PEFT's bitsandbytes layers into its "
-        "layers for nn.Linear (merge, unmerge and forward are then those of an unquantised model), "
+        "layers for nn.Linear (merge, unmerge and forward are then those of an unquantized model), "
         "keeps the base frozen, and removes is_loaded_in_4bit and is_loaded_in_8bit."
     ),
     unreported=("Found by the tests of this package; no report is known upstream."),

@@ -57,9 +57,9 @@ def check_merge_allowed(original: Any, self: Any) -> Any:
     layers = (each.get_base_layer() for each in self.model.modules() if _is_wrapper(each))
     if count := sum(isinstance(layer, QuantizedLinear) for layer in layers):
         raise RefusedError(
-            f"an adapter cannot be merged into {count} quantised layers of this QAT checkpoint: "
+            f"an adapter cannot be merged into {count} quantized layers of this QAT checkpoint: "
             "they hold integers, and round their outputs with ranges that were measured without "
-            "the adapter.  Keep the adapter loaded, or merge it into the unquantised checkpoint: "
+            "the adapter.  Keep the adapter loaded, or merge it into the unquantized checkpoint: "
             "gemma4-compat merge BASE ADAPTER OUT"
         )
     return allowed

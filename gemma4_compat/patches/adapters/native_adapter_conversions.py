@@ -36,7 +36,7 @@ _CONVERSIONS = "_weight_conversions"
 
 @PATCH.probe
 def conversions_are_kept_on_the_model() -> Finding:
-    """Look whether loading stores the conversions on the model, and load_adapter keeps them."""
+    """Check whether loading stores the conversions on the model, and load_adapter keeps them."""
     from transformers import core_model_loading
 
     code = code_of(core_model_loading.convert_and_load_state_dict_in_model)

@@ -5,10 +5,10 @@ it registers a parametrisation that returns ``weight + update``.  It takes the s
 the device of the adapter from the parameter.  A parameter in 4 bits is a column of bytes, so the
 adapter gets wrong shapes, and the first forward raises.
 
-The fix lets PEFT read the shape and the dtype of the dequantised weight.  In a forward, the experts
-get the update and add it to the weight that they dequantise.  Merging dequantises, adds the update
-and quantises again, as PEFT does for 4-bit layers.  A copy that ``modules_to_save`` trains is
-dequantised: bytes have no gradient.
+The fix lets PEFT read the shape and the dtype of the dequantized weight.  In a forward, the experts
+get the update and add it to the weight that they dequantize.  Merging dequantizes, adds the update
+and quantizes again, as PEFT does for 4-bit layers.  A copy that ``modules_to_save`` trains is
+dequantized: bytes have no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...errors import RefusedError
 from ...model.hooks import execution_device
 from ...objects import hidden, shadowed
 from ...runtime.experts.forward import updates
-from ...runtime.experts.packed import Packed, dequantise, experts_in, is_packed, quantised
+from ...runtime.experts.packed import Packed, dequantize, experts_in, is_packed, quantized
 from .._code import code_at, mentions
 from .._offload import onloaded
 
@@ -37,8 +37,8 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
-        "PEFT's target_parameters adapts the experts that fused_experts_4bit quantises: training, "
-        "saving, loading, several adapters, merging.  PEFT's modules_to_save trains a dequantised "
+        "PEFT's target_parameters adapts the experts that fused_experts_4bit quantizes: training, "
+        "saving, loading, several adapters, merging.  PEFT's modules_to_save trains a dequantized "
         "copy of them."
     ),
     unreported="Only fused_experts_4bit, a patch of this package, stores experts in 4 bits.",
@@ -50,9 +50,9 @@ _LAYER = "peft.tuners.lora.layer"
 
 @PATCH.probe
 def wrapper_reads_the_parameter() -> Finding:
-    """Look whether PEFT's wrapper knows quantised parameters."""
+    """Check whether PEFT's wrapper knows quantized parameters."""
     adapts = mentions(code_at(_LAYER, "ParamWrapper.get_param"), "quant_state")
-    return fixed_if(adapts, "ParamWrapper adapts quantised parameters itself")
+    return fixed_if(adapts, "ParamWrapper adapts quantized parameters itself")
 
 
 @PATCH.around("peft.utils.other", "ModulesToSaveWrapper.update")
@@ -61,15 +61,15 @@ def modules_to_save_update(
 ) -> None:
     with ExitStack() as stack:
         for _, module in experts_in(self.original_module):
-            copied = partial(_dequantised_copy, module)
+            copied = partial(_dequantized_copy, module)
             stack.enter_context(shadowed(module, __deepcopy__=copied))
         original(self, adapter_name, *args, **kwargs)
 
 
-def _dequantised_copy(module: Any, memo: dict[int, Any]) -> Any:
+def _dequantized_copy(module: Any, memo: dict[int, Any]) -> Any:
     with hidden(module, "__deepcopy__"):
         copied = copy.deepcopy(module, memo)
-    dequantise(copied)
+    dequantize(copied)
     return copied
 
 
@@ -127,7 +127,7 @@ def _packed(wrapper: Any) -> Any | None:
 
 
 def _stand_in(wrapper: Any, parameter: Any) -> Any:
-    """A tensor with the shape, dtype and device of the dequantised weight; it has one value."""
+    """A tensor with the shape, dtype and device of the dequantized weight; it has one value."""
     import torch
 
     experts, state = wrapper.get_base_layer(), parameter.quant_state
@@ -152,7 +152,7 @@ def _update(wrapper: Any, adapters: list[str]) -> Callable[[Any], Any]:
 
 
 def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
-    """Add an adapter's update to the weight, or subtract it, and quantise the sum."""
+    """Add an adapter's update to the weight, or subtract it, and quantize the sum."""
     import torch
 
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
@@ -164,4 +164,4 @@ def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:
             raise RefusedError(
                 f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
             )
-        experts._parameters[name] = quantised(weight, before)
+        experts._parameters[name] = quantized(weight, before)

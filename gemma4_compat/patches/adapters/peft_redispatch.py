@@ -184,7 +184,7 @@ def onload_layer(original: Any, layer: Any) -> Iterator[None]:
 
 
 def _takes_share(config: Any) -> bool:
-    """Whether LoRA's initialisation changes the base weight, even a quantised one."""
+    """Whether LoRA's initialization changes the base weight, even a quantized one."""
     method = getattr(config, "init_lora_weights", None)
     return isinstance(method, str) and method.lower() not in ("gaussian", "eva")
 

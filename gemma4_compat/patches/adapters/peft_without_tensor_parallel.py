@@ -1,6 +1,6 @@
 """PEFT 0.19 prepares tensor parallelism for every LoRA adapter that several processes load.
 
-Where ``torch.distributed`` is initialised (``accelerate launch``, DDP, FSDP), PEFT shards a loaded
+Where ``torch.distributed`` is initialized (``accelerate launch``, DDP, FSDP), PEFT shards a loaded
 adapter as the model is sharded.  It imports the styles of tensor parallelism from transformers, and
 reads the device of each base weight, before it checks whether a layer is sharded at all.  One of
 the styles, ``EmbeddingParallel``, is gone in transformers 5.16, so loading raises.  The experts of

@@ -7,7 +7,7 @@ error, unless it runs out of memory before.
 
 The fix gives virtual tokens the per-layer embeddings of the pad token.  Gemma 4 uses these for all
 embeddings that do not belong to a token: those of images, video and audio.  The virtual tokens of
-CPT are initialised from tokens of the vocabulary, and get the per-layer embeddings of these tokens.
+CPT are initialized from tokens of the vocabulary, and get the per-layer embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def embeddings_are_searched() -> Finding:
-    """Look whether PEFT passes per-layer embeddings, and whether the model searches for ids."""
+    """Check whether PEFT passes per-layer embeddings, and whether the model searches for ids."""
     from peft.peft_model import PeftModelForCausalLM
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 

@@ -1,12 +1,12 @@
-"""Merging into a quantised base changes the model's outputs, and PEFT's warning hardly shows it.
+"""Merging into a quantized base changes the model's outputs, and PEFT's warning hardly shows it.
 
-PEFT merges into a 4-bit or 8-bit weight by dequantising it, adding the adapter's update and
-quantising the sum again.  An adapter's update is small compared with the steps between the values
+PEFT merges into a 4-bit or 8-bit weight by dequantizing it, adding the adapter's update and
+quantizing the sum again.  An adapter's update is small compared with the steps between the values
 that four bits can store, so much of it is lost in rounding, and the new scales round the base
 weight once more.  The merged model gives neither the outputs of the adapter nor those of the base.
 PEFT mentions "rounding errors" through ``warnings``, once per process or once per layer.
 
-The arithmetic cannot be fixed, because the quantised format cannot store the merged weight.  This
+The arithmetic cannot be fixed, because the quantized format cannot store the merged weight.  This
 patch warns once per model, before the first merge, and names a way that keeps the outputs.
 """
 
@@ -30,10 +30,10 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
-        "One warning per model before an adapter is merged into quantised weights, with a way that "
+        "One warning per model before an adapter is merged into quantized weights, with a way that "
         "keeps the outputs.  The merge itself does not change."
     ),
-    note="It is inherent in quantised weights; no upstream change can fix it.",
+    note="It is inherent in quantized weights; no upstream change can fix it.",
     links=("https://github.com/huggingface/peft/issues/2321",),
 )
 
@@ -46,7 +46,7 @@ def merging_is_in_base_tuner() -> Finding:
     from peft.tuners.tuners_utils import BaseTuner
 
     handled = mentions(code_of(BaseTuner._check_merge_allowed), "quanti")
-    return fixed_if(handled, "BaseTuner._check_merge_allowed handles quantised weights itself")
+    return fixed_if(handled, "BaseTuner._check_merge_allowed handles quantized weights itself")
 
 
 @PATCH.around("peft.tuners.tuners_utils", "BaseTuner._check_merge_allowed")
@@ -65,11 +65,11 @@ def _warn(model: Any) -> None:
         return
     _warned.add(model)
     logger.warning(
-        "an adapter is being merged into %d quantised layers (bitsandbytes, %s).  The sum is "
-        "quantised again, which rounds much of the adapter away, so the merged model does not give "
+        "an adapter is being merged into %d quantized layers (bitsandbytes, %s).  The sum is "
+        "quantized again, which rounds much of the adapter away, so the merged model does not give "
         "the outputs of the model with the adapter loaded (on a small model, its logits were off "
-        "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantisation).  To keep the "
-        "outputs, merge into the unquantised checkpoint: run gemma4-compat merge BASE ADAPTER OUT, "
+        "by 27%% in 4 bit and 5%% in 8 bit, against 2%% without quantization).  To keep the "
+        "outputs, merge into the unquantized checkpoint: run gemma4-compat merge BASE ADAPTER OUT, "
         "or call gemma4_compat.merge.",
         len(quantized), " and ".join(sorted(set(quantized))),
     )  # fmt: skip

@@ -37,7 +37,7 @@ _LARGEST_HEAD = 256
 
 @PATCH.probe
 def head_size_is_not_asked() -> Finding:
-    """Look whether transformers considers the head size."""
+    """Check whether transformers considers the head size."""
     code = code_of(sys.modules[_MODULE].use_gqa_in_sdpa)
     return fixed_if(_LARGEST_HEAD in code.co_consts, "transformers passes no large heads in groups")
 

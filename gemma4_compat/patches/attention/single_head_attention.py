@@ -43,7 +43,7 @@ _BLOCK = 32
 
 @PATCH.probe
 def keys_are_views() -> Finding:
-    """Look whether transformers copies the keys itself.  PyTorch is examined at the first call."""
+    """Check whether transformers copies the keys itself.  PyTorch is examined at the first call."""
     code = code_of(sys.modules[_MODULE].repeat_kv)
     return fixed_if(mentions(code, "contiguous"), "transformers copies the keys itself")
 

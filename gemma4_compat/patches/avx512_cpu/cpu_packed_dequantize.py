@@ -1,13 +1,13 @@
-"""Dequantising a 4-bit weight that has run on the CPU gives garbage.
+"""Dequantizing a 4-bit weight that has run on the CPU gives garbage.
 
 On a CPU with AVX512-BF16, ``Linear4bit.forward`` repacks weight and quant state for the CPU on
 first use.  ``bitsandbytes.functional.dequantize_4bit`` does not know this format and reads the
 repacked weight as if it were unpacked.  It raises no exception, but returns values in the wrong
-places with the wrong scales.  All code that dequantises the weight of a layer after its first
+places with the wrong scales.  All code that dequantizes the weight of a layer after its first
 forward gets wrong values: PEFT's merge and unmerge, ``model.dequantize()``, and the forward of
 adapters that compute with the base weight (DoRA, HiRA).
 
-The fix dequantises an unpacked copy of such a weight.  The layer itself stays packed.
+The fix dequantizes an unpacked copy of such a weight.  The layer itself stays packed.
 """
 
 from __future__ import annotations

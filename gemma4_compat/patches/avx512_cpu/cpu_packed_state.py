@@ -1,10 +1,10 @@
-"""Serialising a 4-bit layer that has run on the CPU changes its quant state.
+"""Serializing a 4-bit layer that has run on the CPU changes its quant state.
 
 On a CPU with AVX512-BF16, ``Linear4bit.forward`` repacks weight and quant state for the CPU on
 first use, and ``state_dict()`` unpacks them again, in place.  Unpacking is lossy: the absmax of a
-nested state is quantised again from bfloat16, and a single state keeps the repacked absmax beside
+nested state is quantized again from bfloat16, and a single state keeps the repacked absmax beside
 the unpacked weight.  So ``state_dict()``, ``save_pretrained`` or a dispatch of the model after a
-forward writes values that are not in the checkpoint.  With single quantisation, the next forward of
+forward writes values that are not in the checkpoint.  With single quantization, the next forward of
 the same model is also wrong, without an error.
 
 The fix stores the original quant state when it is repacked, and restores exactly this state when it
@@ -28,7 +28,7 @@ PATCH = Patch(
     name="cpu_packed_state",
     symptom=(
         "state_dict(), saving or offloading a 4-bit model that has run on an AVX512-BF16 CPU "
-        "writes a changed quant state; single-quantised layers then give wrong outputs"
+        "writes a changed quant state; single-quantized layers then give wrong outputs"
     ),
     affects=("transformers", "bitsandbytes>=0.49"),
     changes=(

@@ -40,7 +40,7 @@ _packing = ForkableLock()
 
 @PATCH.probe
 def packing_takes_no_lock() -> Finding:
-    """Look whether the forward repacks weights, and for a lock."""
+    """Check whether the forward repacks weights, and for a lock."""
     from bitsandbytes.functional import has_avx512bf16
     from bitsandbytes.nn.modules import Linear4bit
 

@@ -1,7 +1,7 @@
-"""A static cache does not make a quantised or split model faster: its decode steps stay eager.
+"""A static cache does not make a quantized or split model faster: its decode steps stay eager.
 
 The documentation recommends ``generate(cache_implementation="static")`` for speed, because it
-compiles the decode step.  transformers does not compile a model that bitsandbytes quantised, or
+compiles the decode step.  transformers does not compile a model that bitsandbytes quantized, or
 that has a module on the CPU or on disk, and does not warn.  Such a model decodes eagerly: the GPU
 works for a tenth of each step and waits for Python during the rest.
 
@@ -78,7 +78,7 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
         return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
     code = code_at("transformers.generation.utils", "GenerationMixin._valid_auto_compile_criteria")
     if not (mentions(code, "hf_quantizer") or mentions(code, "hf_device_map")):
-        return fixed("transformers compiles the steps of quantised and split models")
+        return fixed("transformers compiles the steps of quantized and split models")
     return broken()
 
 

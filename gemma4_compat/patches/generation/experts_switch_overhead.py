@@ -32,7 +32,7 @@ _MODULE, _NAME = "transformers.generation.utils", "GenerationMixin._optimize_mod
 
 @PATCH.probe
 def each_token_switches() -> Finding:
-    """Look whether the function asks submodels, as it does since it is called once."""
+    """Check whether the function asks submodels, as it does since it is called once."""
     names = code_at(_MODULE, _NAME).co_names
     return fixed_if("get_experts_implementation" in names, "the implementation is switched once")
 

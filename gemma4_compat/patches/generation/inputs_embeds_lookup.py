@@ -47,7 +47,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def compares_all_rows_at_once() -> Finding:
-    """Look whether the method still compares the rows."""
+    """Check whether the method still compares the rows."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
     searches = mentions(code_of(Gemma4TextModel.get_per_layer_inputs), "nonzero")

@@ -2,7 +2,7 @@
 
 Each layer in 4 bits has one product in a step of one token.  bitsandbytes' kernel for one row takes
 about 9 us for the small layers of E2B, whose bytes the memory sends in one.  Before 0.50, double
-quantisation adds two kernels for the maxima of the blocks.  This is most of the time of a captured
+quantization adds two kernels for the maxima of the blocks.  This is most of the time of a captured
 step.
 
 In such a forward of the text model, the fix uses a kernel of its own, see

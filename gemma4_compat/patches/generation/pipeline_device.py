@@ -32,7 +32,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def reads_the_device_map() -> Finding:
-    """Look whether a pipeline still reads the device map."""
+    """Check whether a pipeline still reads the device map."""
     code = code_at("transformers.pipelines.base", "Pipeline.__init__")
     reads = mentions(code, "hf_device_map")
     return fixed_if(not reads, "a pipeline no longer reads the device map")

@@ -1,6 +1,6 @@
 """A compute dtype for upstream forwards that read ``layer.weight.dtype``.
 
-The weight of a layer that bitsandbytes quantised has a storage dtype, uint8 or int8, which is not
+The weight of a layer that bitsandbytes quantized has a storage dtype, uint8 or int8, which is not
 the dtype that the layer computes with.
 """
 
@@ -20,7 +20,7 @@ def claiming(module: Any, layer: str, dtype: Any) -> Any:
     """A stand-in for ``module`` in which ``layer.weight.dtype`` is ``dtype``.
 
     Pass it as ``self`` to the module's forward.  ``layer`` is a dotted name in ``module``; the
-    layer itself computes as before.  If its weight is not quantised, this is ``module`` itself.
+    layer itself computes as before.  If its weight is not quantized, this is ``module`` itself.
     """
     if module.get_submodule(layer).weight.dtype.is_floating_point:
         return module

@@ -1,10 +1,10 @@
-"""A quantised audio tower raises an error, because it reads the dtype of its weights.
+"""A quantized audio tower raises an error, because it reads the dtype of its weights.
 
 The feed-forward and convolution modules take their clamp bounds from ``torch.finfo`` of a weight's
-dtype, and the attention casts its output to a weight's dtype.  The dtype of a quantised weight is
+dtype, and the attention casts its output to a weight's dtype.  The dtype of a quantized weight is
 uint8 (4-bit) or int8 (8-bit): ``finfo`` raises, and the cast would truncate the activations.
 
-The fix uses the dtype of the activations, which is the dtype of unquantised weights.
+The fix uses the dtype of the activations, which is the dtype of unquantized weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A quantised Gemma 4 unified truncates images and sound to integers.
+"""A quantized Gemma 4 unified truncates images and sound to integers.
 
 This is the same bug as in the towers of Gemma 4 (see ``vision_uint8_pixels``): the embedders of
-pixels and of sound cast to the dtype of a weight, which is uint8 or int8 if it is quantised.
+pixels and of sound cast to the dtype of a weight, which is uint8 or int8 if it is quantized.
 
-The fix casts pixels to the dtype of the position embeddings, as an unquantised model does.  The
+The fix casts pixels to the dtype of the position embeddings, as an unquantized model does.  The
 inputs of ``Gemma4UnifiedMultimodalEmbedder`` keep their floating-point dtype.
 """
 
@@ -22,7 +22,7 @@ PATCH = Patch(
         "mixed dtype (CPU)"
     ),
     affects=("transformers>=5.10,<5.13", "bitsandbytes"),
-    changes="Image and audio inputs keep a floating-point dtype if a layer is quantised.",
+    changes="Image and audio inputs keep a floating-point dtype if a layer is quantized.",
     links=(
         "https://github.com/huggingface/transformers/issues/46899",
         "https://github.com/huggingface/transformers/pull/46904",

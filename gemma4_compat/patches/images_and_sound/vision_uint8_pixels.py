@@ -1,11 +1,11 @@
-"""A quantised vision tower truncates pixels to integers.
+"""A quantized vision tower truncates pixels to integers.
 
 ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to the dtype of ``input_proj.weight``, which
 is uint8 for a 4-bit weight and int8 for an 8-bit weight.  Pixels between -1 and 1 become -1 (or
-255), 0 and 1, and the model describes grey shapes.  This looks like poor quantisation, but the
+255), 0 and 1, and the model describes gray shapes.  This looks like poor quantization, but the
 image is lost.
 
-The fix casts to the dtype of the position embeddings, which is the dtype of an unquantised
+The fix casts to the dtype of the position embeddings, which is the dtype of an unquantized
 ``input_proj``.
 """
 
@@ -19,7 +19,7 @@ from ._claimed_dtype import claiming
 
 PATCH = Patch(
     name="vision_uint8_pixels",
-    symptom="a 4-bit or 8-bit model describes images wrongly, as grey shapes",
+    symptom="a 4-bit or 8-bit model describes images wrongly, as gray shapes",
     affects=("transformers<5.13", "bitsandbytes"),
     changes="Pixels are cast to the vision tower's floating-point dtype, not to uint8 or int8.",
     links=(

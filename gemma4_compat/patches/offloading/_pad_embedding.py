@@ -16,7 +16,7 @@ FORWARD = "transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward"
 
 
 def weight_is_read_outside_its_module() -> Finding:
-    """Look whether the model's forward still reads the embedding's weight."""
+    """Check whether the model's forward still reads the embedding's weight."""
     reads = {"language_model", "embed_tokens", "weight"} <= set(code_at(*FORWARD).co_names)
     return fixed_if(not reads, "Gemma4Model.forward no longer reads the weight of its embeddings")
 

@@ -1,18 +1,18 @@
-"""``load_in_4bit`` does not quantise the experts of 26B-A4B.
+"""``load_in_4bit`` does not quantize the experts of 26B-A4B.
 
-bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
+bitsandbytes quantizes ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
 two three-dimensional parameters, so transformers skips them.  Nine tenths of the model, some 42
 GiB, are loaded in bfloat16 although the config asks for four bits.
 
 The fix makes each of the two parameters a ``Params4bit``, as the weight of a ``Linear4bit`` is.
-The loader quantises it as soon as it is read, so there is never more than one fused tensor in
-bfloat16 on the device.  The class of the module stays; its forward dequantises what the tokens are
+The loader quantizes it as soon as it is read, so there is never more than one fused tensor in
+bfloat16 on the device.  The class of the module stays; its forward dequantizes what the tokens are
 routed to.  In a file, the statistics of the parameter follow its name, as those of a
 ``Linear4bit`` do.  For up to eight tokens on a GPU, two CUDA kernels multiply with the packed
 experts.  They are compiled at run time; where this fails, bitsandbytes' kernels are used.
 
 Loading warns with the sizes.  Experts that the config excludes, or whose number of values is no
-multiple of the blocksize, stay as they are.  The patch ends when the quantiser handles experts.
+multiple of the blocksize, stay as they are.  The patch ends when the quantizer handles experts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ...engine.gate import holds
 from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
     FUSED,
-    dequantise,
+    dequantize,
     experts_in,
     fits_in_blocks,
     has_fused_form,
     is_packed,
     packed_parameters,
-    quantised,
+    quantized,
 )
 from .._code import code_of, mentions
 from .._offload import onloaded
@@ -46,12 +46,12 @@ PATCH = Patch(
     name="fused_experts_4bit",
     kind=Kind.MEMORY,
     symptom=(
-        "load_in_4bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
+        "load_in_4bit of 26B-A4B needs far more memory than expected: the experts stay unquantized "
         "(some 42 GiB in bfloat16)"
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
-        "Loading a Gemma 4 model with load_in_4bit quantises the fused experts too, and warns once "
+        "Loading a Gemma 4 model with load_in_4bit quantizes the fused experts too, and warns once "
         "with their size before and after.  Their forward multiplies with the experts that the "
         "tokens are routed to.  save_pretrained writes them in 4 bits; from_pretrained reads them; "
         "dequantize() restores them.  llm_int8_skip_modules excludes them."
@@ -78,7 +78,7 @@ _IN_FILES = (
 
 @PATCH.probe
 def quantizer_skips_experts() -> Finding:
-    """Look whether the quantizer mentions experts, and for the methods that it loads with."""
+    """Check whether the quantizer mentions experts, and for the methods that it loads with."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     code = code_of(Bnb4BitHfQuantizer.param_needs_quantization)
@@ -87,7 +87,7 @@ def quantizer_skips_experts() -> Finding:
 
 @PATCH.on_revert
 def warn_of_packed_experts() -> None:
-    if any(is_packed(module._parameters.get(FUSED[0])) for module in _quantised):
+    if any(is_packed(module._parameters.get(FUSED[0])) for module in _quantized):
         logger.warning(
             "fused_experts_4bit is off now, while models with experts in 4 bits are loaded. Do not "
             "run or save these models before it is on again: without it, a forward raises an "
@@ -105,7 +105,7 @@ def process_model_before_weight_loading(
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
 
     result = original(self, model, *args, **kwargs)
-    quantise_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
+    quantize_while_loading(self, model, Gemma4TextExperts, kwargs.get("checkpoint_files"))
     return result
 
 
@@ -157,7 +157,7 @@ def bnb4bit_quantize_convert(
     (value,) = input_dict.values()
     value = value[0] if isinstance(value, list) else value
     module._is_hf_initialized = True
-    return {f"{path}.{leaf}": quantised(value, module._parameters[leaf])}
+    return {f"{path}.{leaf}": quantized(value, module._parameters[leaf])}
 
 
 @PATCH.around(_INTEGRATION, "Bnb4bitDeserialize.convert")
@@ -180,11 +180,11 @@ def bnb4bit_deserialize_convert(
     return {name: Params4bit.from_prequantized(packed, tensors, device=packed.device)}
 
 
-def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
-    """Mark the fused experts of a model on meta, so that the loader quantises them; warn once.
+def quantize_while_loading(quantizer: Any, model: Any, experts: Any, files: Any = None) -> None:
+    """Mark the fused experts of a model on meta, so that the loader quantizes them; warn once.
 
     ``experts`` is their class; a subclass may have its own forward.  ``files`` are those of the
-    checkpoint.  If it is quantised, they tell which experts are.
+    checkpoint.  If it is quantized, they tell which experts are.
     """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -196,9 +196,9 @@ def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any 
         and should_convert_module(name, quantizer.modules_to_not_convert)
     }
     if modules and experts.forward not in _forwards:
-        return _warn_unquantised(modules, f"another program replaced {experts.__name__}.forward")
+        return _warn_unquantized(modules, f"another program replaced {experts.__name__}.forward")
     if quantizer.pre_quantized and modules and not _are_packed_in(files):
-        return _warn_unquantised(modules, "the checkpoint has them unquantised")
+        return _warn_unquantized(modules, "the checkpoint has them unquantized")
     quantizer._reads_experts = bool(modules) and quantizer.pre_quantized
     refused = {}
     sizes = [0, 0]
@@ -216,25 +216,25 @@ def quantise_while_loading(quantizer: Any, model: Any, experts: Any, files: Any 
                 parameter.data = parameter.data.to(options.bnb_4bit_quant_storage)
             module._parameters[own] = parameter
         module.compute_dtype = options.bnb_4bit_compute_dtype
-        _quantised.add(module)
+        _quantized.add(module)
     if refused:
-        _warn_unquantised(refused, "the size of an expert is no multiple of the blocksize")
+        _warn_unquantized(refused, "the size of an expert is no multiple of the blocksize")
     if len(modules) > len(refused) and not quantizer.pre_quantized:
         first = next(name for name in modules if name not in refused)
         logger.warning(
-            "load_in_4bit quantises the experts of %d layers, too (fused tensors such as %s): "
-            "%.3g GiB become %.3g GiB.  To keep them unquantised, set "
+            "load_in_4bit quantizes the experts of %d layers, too (fused tensors such as %s): "
+            "%.3g GiB become %.3g GiB.  To keep them unquantized, set "
             "BitsAndBytesConfig(llm_int8_skip_modules=['lm_head', 'experts']).",
             len(modules) - len(refused), f"{first}.{FUSED[0]}", sizes[0] / 2**30, sizes[1] / 2**30,
         )  # fmt: skip
 
 
-def _warn_unquantised(modules: dict[str, Any], why: str) -> None:
+def _warn_unquantized(modules: dict[str, Any], why: str) -> None:
     parameters = [module._parameters[own] for module in modules.values() for own in FUSED]
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     logger.warning(
-        "the experts of %d layers are not quantised (fused tensors such as %s), because %s: they "
+        "the experts of %d layers are not quantized (fused tensors such as %s), because %s: they "
         "are loaded in %s and take %.3g GiB.  To find a device map that fits your GPU, run "
         "gemma4-compat plan MODEL --gpu SIZE.",
         len(modules), f"{next(iter(modules))}.{FUSED[0]}", why, " and ".join(sorted(dtypes)),
@@ -243,7 +243,7 @@ def _warn_unquantised(modules: dict[str, Any], why: str) -> None:
 
 
 def _on_meta(parameter: Any, options: Any) -> Any:
-    """The parameter as one that is quantised when it is moved to a device."""
+    """The parameter as one that is quantized when it is moved to a device."""
     from bitsandbytes.nn import Params4bit
 
     return Params4bit(
@@ -261,14 +261,14 @@ def _packed_bytes(elements: int, parameter: Any) -> int:
 
 
 def _is_marked(module: Any, name: str) -> bool:
-    """Whether a parameter of experts is to be quantised, or is quantised."""
+    """Whether a parameter of experts is to be quantized, or is quantized."""
     from bitsandbytes.nn import Params4bit
 
     return isinstance(module._parameters.get(name), Params4bit)
 
 
 def _are_packed_in(files: Iterable[str] | None) -> bool:
-    """Whether the files of a quantised checkpoint have experts in 4 bits."""
+    """Whether the files of a quantized checkpoint have experts in 4 bits."""
     if not files or not all(os.fspath(file).endswith(".safetensors") for file in files):
         return True
     from safetensors import safe_open
@@ -284,7 +284,7 @@ def _are_packed_in(files: Iterable[str] | None) -> bool:
 
 
 _forwards: weakref.WeakSet[Any] = weakref.WeakSet()  # those that compute with experts in 4 bits
-_quantised: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose experts were loaded in 4 bits
+_quantized: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose experts were loaded in 4 bits
 
 
 @PATCH.replaces(_EXPERTS, "Gemma4TextExperts.forward")
@@ -324,5 +324,5 @@ def dequantize_and_replace(
     model = original(model, quantization_config=quantization_config, dtype=dtype)
     for _, module in list(experts_in(model)):
         with onloaded(module, keep_changes=True):
-            dequantise(module, dtype)
+            dequantize(module, dtype)
     return model

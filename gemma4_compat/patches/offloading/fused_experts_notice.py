@@ -1,12 +1,12 @@
-"""``load_in_8bit`` does not quantise the experts of 26B-A4B, and nothing reports it.
+"""``load_in_8bit`` does not quantize the experts of 26B-A4B, and nothing reports it.
 
-bitsandbytes quantises ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
+bitsandbytes quantizes ``nn.Linear`` modules.  ``Gemma4TextExperts`` holds all experts of a layer in
 two three-dimensional parameters, so transformers skips them.  Nine tenths of the model, some 42
 GiB, are loaded in bfloat16 although the config asks for eight bits.
 
 This patch repairs nothing.  It warns, with the size, before the weights are read, and names
-``load_in_4bit``, with which this package quantises them.  It asks the quantizer which parameters it
-skips, so the warning ends when a release quantises them.
+``load_in_4bit``, with which this package quantizes them.  It asks the quantizer which parameters it
+skips, so the warning ends when a release quantizes them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PATCH = Patch(
     name="fused_experts_notice",
     kind=Kind.WARNING,
     symptom=(
-        "load_in_8bit of 26B-A4B needs far more memory than expected: the experts stay unquantised "
+        "load_in_8bit of 26B-A4B needs far more memory than expected: the experts stay unquantized "
         "(some 42 GiB in bfloat16), and nothing reports it"
     ),
     affects=("transformers", "bitsandbytes"),
     changes=(
         "Loading a Gemma 4 model with fused experts in 8 bits warns once per load that they are "
-        "not quantised, with their size.  The loaded model does not change."
+        "not quantized, with their size.  The loaded model does not change."
     ),
     links=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1849",
@@ -43,7 +43,7 @@ _QUANTIZER = "transformers.quantizers.quantizer_bnb_8bit"
 
 @PATCH.probe
 def quantizers_can_be_asked() -> Finding:
-    """Look for the method that decides what is quantised, and whether it mentions experts."""
+    """Look for the method that decides what is quantized, and whether it mentions experts."""
     from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
     code = code_of(Bnb8BitHfQuantizer.param_needs_quantization)
@@ -71,8 +71,8 @@ def _warn(quantizer: Any, model: Any) -> None:
     size = sum(parameter.numel() * parameter.element_size() for parameter in skipped.values())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in skipped.values()}
     logger.warning(
-        "load_in_8bit does not quantise the experts of %d layers (fused tensors such as %s): they "
-        "are loaded in %s and take %.3g GiB.  load_in_4bit quantises them.  To find a device map "
+        "load_in_8bit does not quantize the experts of %d layers (fused tensors such as %s): they "
+        "are loaded in %s and take %.3g GiB.  load_in_4bit quantizes them.  To find a device map "
         "that fits your GPU, run gemma4-compat plan MODEL --gpu SIZE.",
         len({name.rpartition(".")[0] for name in skipped}), next(iter(skipped)),
         " and ".join(sorted(dtypes)), size / 2**30,

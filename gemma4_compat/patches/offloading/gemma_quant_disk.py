@@ -33,9 +33,9 @@ PATCH = Patch(
 
 @PATCH.probe
 def weights_on_disk_are_not_marked() -> Finding:
-    """Look whether the loader marks a weight that it leaves on the disk."""
+    """Check whether the loader marks a weight that it leaves on the disk."""
     loader = code_at("transformers.core_model_loading", "offload_and_maybe_resave_param")
-    return fixed_if(mentions(loader, _FLAG), "the loader marks weights on the disk as initialised")
+    return fixed_if(mentions(loader, _FLAG), "the loader marks weights on the disk as initialized")
 
 
 @PATCH.around(_MODULE, "GemmaQuantizer._process_model_before_weight_loading")

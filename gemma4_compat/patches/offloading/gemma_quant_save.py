@@ -1,7 +1,7 @@
 """``save_pretrained`` of a QAT checkpoint in Google's own format raises.
 
 ``PreTrainedModel.save_pretrained`` calls ``hf_quantizer.is_serializable()``.  In every other
-quantiser that is a method; in ``GemmaQuantizer`` it is a property, and its value is called.
+quantizer that is a method; in ``GemmaQuantizer`` it is a property, and its value is called.
 With the fix, the value can be called.
 """
 
@@ -24,7 +24,7 @@ _MODULE = "transformers.quantizers.quantizer_gemma"
 
 @PATCH.probe
 def is_a_property() -> Finding:
-    """Look whether the value of a property is called."""
+    """Check whether the value of a property is called."""
     from transformers.quantizers.quantizer_gemma import GemmaQuantizer
 
     is_property = isinstance(vars(GemmaQuantizer).get("is_serializable"), property)

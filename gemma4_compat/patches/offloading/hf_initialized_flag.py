@@ -1,7 +1,7 @@
 """An internal flag of transformers reaches constructors of bitsandbytes that do not accept it.
 
 transformers 5 sets ``_is_hf_initialized`` on every parameter that it loads.  When accelerate moves
-a quantised parameter to another device, ``set_module_tensor_to_device`` rebuilds it, and passes the
+a quantized parameter to another device, ``set_module_tensor_to_device`` rebuilds it, and passes the
 old parameter's ``__dict__`` as keyword arguments to the constructor of ``Params4bit`` or
 ``Int8Params``.  Before bitsandbytes 0.50.0 these have a fixed signature without the flag.
 accelerate 1.14.0 removes the flag before and restores it afterwards.  Either release alone fixes
@@ -41,7 +41,7 @@ PATCH = Patch(
 def flag_reaches_constructor() -> Finding:
     """Rebuild a parameter with the flag, of a class with the constructor of bitsandbytes' classes.
 
-    accelerate recognises this stand-in by its name.  The probe must not import bitsandbytes.
+    accelerate recognizes this stand-in by its name.  The probe must not import bitsandbytes.
     """
     import torch
     from accelerate.utils.modeling import set_module_tensor_to_device

@@ -44,7 +44,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def whole_weight_is_loaded() -> Finding:
-    """Look whether a hook onloads the whole of a tiny table."""
+    """Check whether a hook onloads the whole of a tiny table."""
     import torch
     from accelerate.hooks import AlignDevicesHook
 

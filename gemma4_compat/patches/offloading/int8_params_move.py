@@ -35,7 +35,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def weight_comes_back_incomplete() -> Finding:
-    """Move a quantised weight as accelerate does."""
+    """Move a quantized weight as accelerate does."""
     import torch
     from bitsandbytes.nn.modules import Int8Params
 

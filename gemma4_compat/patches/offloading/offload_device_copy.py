@@ -3,7 +3,7 @@
 ``dispatch_model`` passes ``model.state_dict()`` unchanged to an ``OffloadedWeightsLoader``, which
 keeps the weights of modules mapped to "cpu".  For a model that was loaded on the GPU these are GPU
 tensors, so no GPU memory is freed.  Users do not notice, because the outputs are right.  4-bit
-weights also get slow: accelerate loads a quantised weight through the host, so each forward copies
+weights also get slow: accelerate loads a quantized weight through the host, so each forward copies
 it from the GPU to the host and back.
 
 The fix copies the loader's tensors to the host once.  Tied weights stay one tensor.
@@ -30,7 +30,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def loader_keeps_tensors_where_they_are() -> Finding:
-    """Look whether the loader keeps the very dict that it gets; this needs no GPU."""
+    """Check whether the loader keeps the very dict that it gets; this needs no GPU."""
     from accelerate.utils.offload import OffloadedWeightsLoader
 
     given: dict[str, Any] = {}

@@ -11,7 +11,7 @@ next two layers are copied on a separate stream.  For their forward, the modules
 are views of the block.  Then they get their meta parameters back, and nothing is copied to the
 host.  A decode step that is captured as a CUDA graph contains the copies.
 
-This applies to the layers of Gemma 4 and 3n in host memory; to 8-bit and unquantised ones if they
+This applies to the layers of Gemma 4 and 3n in host memory; to 8-bit and unquantized ones if they
 may be page-locked (``gemma4_compat.limit_page_locked``).  At most three layers are on the GPU at a
 time, and none after a forward.  accelerate itself loads a module whose tensors were replaced.
 """
@@ -39,7 +39,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def tensors_travel_one_by_one() -> Finding:
-    """Look whether the hook still sets the tensors one by one."""
+    """Check whether the hook still sets the tensors one by one."""
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     one_by_one = "set_module_tensor_to_device" in code.co_names
     return fixed_if(not one_by_one, "AlignDevicesHook no longer sets the tensors one by one")

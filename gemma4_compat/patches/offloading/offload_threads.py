@@ -44,7 +44,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def hooks_take_no_lock() -> Finding:
-    """Look whether a forward with a hook takes a lock."""
+    """Check whether a forward with a hook takes a lock."""
     from accelerate import hooks
 
     functions = (hooks.add_hook_to_module, hooks.AlignDevicesHook.pre_forward)

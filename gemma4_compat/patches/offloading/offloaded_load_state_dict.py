@@ -9,8 +9,8 @@ cases.  accelerate does not handle ``load_state_dict``.
 The fix onloads each offloaded module that the state dict has values for, while torch loads its
 values, and makes its hook keep them.  Weights from the disk stay in host memory from then on, and
 are one tensor again if they are tied: a file on the disk holds a copy for each.  The fix raises
-``ValueError`` for offloaded layers that are quantised, before anything is loaded, because their
-placeholders have no quantisation state that could be loaded.
+``ValueError`` for offloaded layers that are quantized, before anything is loaded, because their
+placeholders have no quantization state that could be loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATCH = Patch(
     affects=("transformers", "accelerate"),
     changes=(
         "torch's Module.load_state_dict loads the weights of modules that accelerate's hooks "
-        "offload.  It raises ValueError for those of quantised layers.  Other modules are loaded "
+        "offload.  It raises ValueError for those of quantized layers.  Other modules are loaded "
         "as before."
     ),
     unreported="Found by the tests of this package; no report is known upstream.",
@@ -103,15 +103,15 @@ def _offloaded(model: Any, state_dict: Any) -> Iterator[Any]:
             for name, tensor in (*each._parameters.items(), *each._buffers.items()):
                 value = state_dict.get(f"{start}{name}")
                 if tensor is not None and tensor.is_meta and not getattr(value, "is_meta", True):
-                    _refuse_quantised(tensor, f"{start}{name}")
+                    _refuse_quantized(tensor, f"{start}{name}")
                     found = True
         if found:
             yield module
 
 
-def _refuse_quantised(tensor: Any, key: str) -> None:
+def _refuse_quantized(tensor: Any, key: str) -> None:
     if type(tensor).__name__ in ("Params4bit", "Int8Params"):
         raise RefusedError(
-            f"load_state_dict cannot load {key}: its layer is quantised and offloaded.  Load "
+            f"load_state_dict cannot load {key}: its layer is quantized and offloaded.  Load "
             f"the checkpoint with from_pretrained, or leave these tensors out of the state dict"
         )

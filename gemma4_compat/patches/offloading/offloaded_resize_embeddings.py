@@ -44,7 +44,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def resize_ignores_offloading() -> Finding:
-    """Look whether the resize still leaves the hook as it is."""
+    """Check whether the resize still leaves the hook as it is."""
     code = code_at("transformers.modeling_utils", "PreTrainedModel._resize_token_embeddings")
     changes = "weights_map" in code.co_names
     return fixed_if(changes, "resize_token_embeddings changes what the hook loads")

@@ -1,12 +1,12 @@
-"""Each forward of a QAT checkpoint in Google's own format dequantises all token embeddings.
+"""Each forward of a QAT checkpoint in Google's own format dequantizes all token embeddings.
 
 With per-layer embeddings, ``Gemma4Model.forward`` reads the embedding of the pad token as
 ``embed_tokens.weight[pad_token_id, :]``.  The ``weight`` of transformers' ``QuantizedEmbedding`` is
-a property, which dequantises the whole table and gives one row of it.  With the sizes of E2B, that
+a property, which dequantizes the whole table and gives one row of it.  With the sizes of E2B, that
 takes 4.1 GiB in each forward, also in that of one token.  With ``embed_tokens`` offloaded, the
 table is on meta, and the forward fails.
 
-The fix gives the model this one row: the module dequantises it alone, from where it is stored.
+The fix gives the model this one row: the module dequantizes it alone, from where it is stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATCH = Patch(
     ),
     affects=("transformers>=5.11",),
     changes=(
-        "If embed_tokens is a QuantizedEmbedding, Gemma4Model.forward dequantises the pad token's "
+        "If embed_tokens is a QuantizedEmbedding, Gemma4Model.forward dequantizes the pad token's "
         "row only.  torch.compile, which fuses these operations, gets the model as it is."
     ),
     unreported="Found by a plan of a QAT checkpoint: activations needed more than the weights.",
@@ -58,7 +58,7 @@ def _is_usual(cls: Any) -> bool:
 
 
 class _Rows:
-    """The weight of a ``QuantizedEmbedding`` that dequantises only the indexed rows."""
+    """The weight of a ``QuantizedEmbedding`` that dequantizes only the indexed rows."""
 
     def __init__(self, embedding: Any) -> None:
         self.embedding = embedding

@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 PATCH = Patch(
     name="quant_state_offload",
     symptom=(
-        "Tensor.item() cannot be called on meta tensors (nested quantisation), or Cannot copy out "
-        "of meta tensor; no data! (single quantisation), when 4-bit weights are offloaded"
+        "Tensor.item() cannot be called on meta tensors (nested quantization), or Cannot copy out "
+        "of meta tensor; no data! (single quantization), when 4-bit weights are offloaded"
     ),
     affects=("transformers", "accelerate", "bitsandbytes"),
     changes=(
         "Params4bit.to('meta') does not change the quant state, and gives the meta parameter a "
         "host copy that is made once.  Moving the parameter from meta copies it to the execution "
         "device.  accelerate's AlignDevicesHook drops the module's own reference to the device "
-        "copy.  Linear4bit does not serialise a quant state without values; its error names the "
+        "copy.  Linear4bit does not serialize a quant state without values; its error names the "
         "module."
     ),
     links=(
@@ -62,7 +62,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def meta_destroys_shared_state() -> Finding:
-    """Move a tiny quantised parameter to meta, and check the state of the original."""
+    """Move a tiny quantized parameter to meta, and check the state of the original."""
     import torch
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn.modules import Params4bit

@@ -1,8 +1,8 @@
-"""A model that was loaded from a quantised checkpoint cannot be saved.
+"""A model that was loaded from a quantized checkpoint cannot be saved.
 
 ``save_pretrained`` undoes the changes that ``from_pretrained`` made to the names and tensors of a
-checkpoint, by reversing each conversion of the load.  For a checkpoint that bitsandbytes quantised,
-one of these conversions builds a quantised weight from several tensors.  It has no reverse.
+checkpoint, by reversing each conversion of the load.  For a checkpoint that bitsandbytes quantized,
+one of these conversions builds a quantized weight from several tensors.  It has no reverse.
 
 No reverse is needed: the bitsandbytes layers write these very tensors to the state dict.  The fix
 leaves these conversions out while a state dict is converted back.
@@ -26,7 +26,7 @@ PATCH = Patch(
     affects=("transformers", "bitsandbytes"),
     changes=(
         "revert_weight_conversion, with which save_pretrained restores the names and tensors of a "
-        "checkpoint, skips the conversions that load weights quantised by bitsandbytes."
+        "checkpoint, skips the conversions that load weights quantized by bitsandbytes."
     ),
     links=("https://github.com/huggingface/transformers/pull/45743",),
 )
@@ -60,13 +60,13 @@ def conversions_have_no_reverse() -> Finding:
 @PATCH.around("transformers.core_model_loading", "revert_weight_conversion")
 def revert_weight_conversion(original: Any, model: Any, state_dict: Any) -> Any:
     conversions = getattr(model, "_weight_conversions", None) or []
-    kept = [conversion for conversion in conversions if not _loads_quantised(conversion)]
+    kept = [conversion for conversion in conversions if not _loads_quantized(conversion)]
     if len(kept) == len(conversions):
         return original(model, state_dict)
     return original(variant(model, _weight_conversions=kept), state_dict)
 
 
-def _loads_quantised(conversion: Any) -> bool:
+def _loads_quantized(conversion: Any) -> bool:
     """Whether a conversion builds bitsandbytes weights and has no reverse."""
     operations = getattr(conversion, "operations", None) or ()
     return any(type(op).__module__ == _BITSANDBYTES and _is_irreversible(op) for op in operations)

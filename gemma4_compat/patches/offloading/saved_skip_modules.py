@@ -1,10 +1,10 @@
-"""A saved checkpoint does not record which modules a device map kept from being quantised.
+"""A saved checkpoint does not record which modules a device map kept from being quantized.
 
-With ``llm_int8_enable_fp32_cpu_offload``, the bitsandbytes quantizers do not quantise the modules
+With ``llm_int8_enable_fp32_cpu_offload``, the bitsandbytes quantizers do not quantize the modules
 that the map puts on the CPU or the disk.  They add these to their own list of modules not to
-convert, not to ``llm_int8_skip_modules`` of the quantisation config.  ``save_pretrained`` writes
+convert, not to ``llm_int8_skip_modules`` of the quantization config.  ``save_pretrained`` writes
 the config.  If the checkpoint is loaded with another map, those modules become ``Linear4bit`` or
-``Linear8bitLt`` with weights that have no quantisation state.
+``Linear8bitLt`` with weights that have no quantization state.
 
 The fix writes the quantizer's list when ``save_pretrained`` writes the config.
 """
@@ -36,7 +36,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def quantizer_keeps_its_list_to_itself() -> Finding:
-    """Look whether the quantizer adds the map's modules to its own list only."""
+    """Check whether the quantizer adds the map's modules to its own list only."""
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     prepare = code_of(Bnb4BitHfQuantizer._process_model_before_weight_loading)

@@ -44,7 +44,7 @@ PATCH = Patch(
 
 @PATCH.probe
 def container_is_rebuilt() -> Finding:
-    """Look whether transformers has its own container for this purpose."""
+    """Check whether transformers has its own container for this purpose."""
     # The module of the target has imported cache_utils.
     has_own = hasattr(sys.modules.get("transformers.cache_utils"), "KVSharingDict")
     return fixed_if(has_own, "transformers passes a container that survives hooks")

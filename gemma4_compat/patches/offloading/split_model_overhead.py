@@ -39,7 +39,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 @PATCH.probe
 def inputs_are_always_sent() -> Finding:
-    """Look whether the hook still calls ``send_to_device``."""
+    """Check whether the hook still calls ``send_to_device``."""
     code = code_at("accelerate.hooks", "AlignDevicesHook.pre_forward")
     sends = "send_to_device" in code.co_names
     return fixed_if(not sends, "AlignDevicesHook.pre_forward does not call send_to_device")

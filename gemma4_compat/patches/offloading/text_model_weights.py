@@ -11,7 +11,7 @@ The multimodal model does not load the weights of a text model's checkpoint eith
 The fix adds the missing renaming to the load.  It does not keep it for saving: ``save_pretrained``
 writes the text model's own names, which also load without this patch.
 
-A quantised multimodal checkpoint has its ``quantization_config`` outside ``text_config``, and
+A quantized multimodal checkpoint has its ``quantization_config`` outside ``text_config``, and
 ``Gemma4ForCausalLM`` reads only ``text_config``.  In this case the fix raises an error that says
 which config to pass.  The multimodal class loads a text model's checkpoint with its own default
 config, unless the caller passes one; if the text model has other sizes, the fix raises an error.
@@ -46,14 +46,14 @@ PATCH = Patch(
         "Gemma 4's text model loads the weights that a multimodal checkpoint names "
         "model.language_model.*, and the multimodal model those of a text model's checkpoint.  "
         "It raises an error for a checkpoint that has weights under both "
-        "names, and for a quantised one whose quantization_config the text model does not get."
+        "names, and for a quantized one whose quantization_config the text model does not get."
     ),
     links=("https://github.com/huggingface/transformers/pull/45953",),
 )
 
 _INSIDE = r"^(?:model\.)?language_model\."
 #: The endings of tensors that bitsandbytes saves with each 4-bit and each 8-bit weight.
-_OF_QUANTISED = (".weight.absmax", ".SCB")
+_OF_QUANTIZED = (".weight.absmax", ".SCB")
 
 
 @PATCH.probe
@@ -90,7 +90,7 @@ def load_pretrained_model(
     if is_text_model(model):
         own = "model." if hasattr(model, "model") else ""
         _refuse_both(own, names)
-        _refuse_unknown_quantisation(load_config.hf_quantizer, names)
+        _refuse_unknown_quantization(load_config.hf_quantizer, names)
         renaming = WeightRenaming(_INSIDE, own)
     else:
         parts = tuple(f"model.{name}." for name in text_parts(model))
@@ -137,14 +137,14 @@ def _refuse_both(own: str, names: Collection[str]) -> None:
         )
 
 
-def _refuse_unknown_quantisation(quantizer: Any, names: Iterable[str]) -> None:
-    """Raise ``RefusedError`` if quantised weights would be loaded as unquantised ones."""
+def _refuse_unknown_quantization(quantizer: Any, names: Iterable[str]) -> None:
+    """Raise ``RefusedError`` if quantized weights would be loaded as unquantized ones."""
     if getattr(quantizer, "pre_quantized", False):
         return
-    quantised = [n for n in names if "language_model." in n and n.endswith(_OF_QUANTISED)]
-    if quantised:
+    quantized = [n for n in names if "language_model." in n and n.endswith(_OF_QUANTIZED)]
+    if quantized:
         raise RefusedError(
-            "the checkpoint is quantised by bitsandbytes, but the text model's config has no "
+            "the checkpoint is quantized by bitsandbytes, but the text model's config has no "
             "quantization_config: config.json has it outside text_config.  Add it to the text "
             "model's config:\n"
             "    whole = AutoConfig.from_pretrained(MODEL)\n"

@@ -7,7 +7,7 @@ so the head is on meta as well.  accelerate then tries to place the head on the 
 values for it.  In the opposite case, with the head on the disk, the head's offload hook reads a
 tensor with the head's name from the checkpoint, which has none.
 If both are on the disk, older transformers read that name as well.  accelerate up to 1.14 also
-recognises tied weights by their addresses, which are 0 for all weights on meta.  It treats every
+recognizes tied weights by their addresses, which are 0 for all weights on meta.  It treats every
 weight on the disk as tied to the embeddings.  As soon as the system reuses an address, it uses the
 values of one weight for another.
 

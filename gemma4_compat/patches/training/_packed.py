@@ -6,5 +6,5 @@ from typing import Any
 
 
 def is_4bit(parameter: Any) -> bool:
-    """Whether this is a quantised ``Params4bit``."""
+    """Whether this is a quantized ``Params4bit``."""
     return getattr(parameter, "quant_state", None) is not None

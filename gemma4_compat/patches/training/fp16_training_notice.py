@@ -1,6 +1,6 @@
 """Training in float16 gives NaN gradients, although the loss is finite.
 
-Decoder layers add to one hidden state, and each layer normalises what it reads.  Where hidden
+Decoder layers add to one hidden state, and each layer normalizes what it reads.  Where hidden
 states are small, their gradients are large: the norm divides by their size.  In float16 they
 overflow, and the gradients of all earlier layers become NaN.  The forward does not come near the
 largest float16.  ``GradScaler`` skips such steps, so training seems to go on.
@@ -44,7 +44,7 @@ _MODULE = "transformers.models.gemma4.modeling_gemma4"
 
 @PATCH.probe
 def hidden_states_have_the_dtype_of_the_model() -> Finding:
-    """Look whether a decoder layer converts its hidden states."""
+    """Check whether a decoder layer converts its hidden states."""
     code = code_at(_MODULE, "Gemma4TextDecoderLayer.forward")
     return fixed_if(mentions(code, "float"), "decoder layers add hidden states in float32")
 

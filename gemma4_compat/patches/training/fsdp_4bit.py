@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a 4-bit weight is no 4-bit weight.
+"""FSDP2 gathers a 4-bit weight as a plain parameter, without its quant state.
 
 ``fully_shard`` keeps a shard of each parameter, and gathers it for a forward as a plain
 ``nn.Parameter``.  A ``Params4bit`` becomes one without its quant state.  bitsandbytes gives it back
@@ -51,7 +51,7 @@ def _gathers_itself(weight: Any) -> bool:
 
 @PATCH.probe
 def gathered_weights_are_plain() -> Finding:
-    """Look whether bitsandbytes takes part in FSDP2.
+    """Check whether bitsandbytes takes part in FSDP2.
 
     A program that imports FSDP2 need not import bitsandbytes.
     """

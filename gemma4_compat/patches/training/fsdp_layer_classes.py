@@ -38,7 +38,7 @@ _PLUGIN = "accelerate.utils.dataclasses"
 
 @PATCH.probe
 def all_classes_are_wrapped() -> Finding:
-    """Look whether accelerate reads the names from the model."""
+    """Check whether accelerate reads the names from the model."""
     code = code_at(_PLUGIN, "FullyShardedDataParallelPlugin.set_auto_wrap_policy")
     names = (*code.co_names, *code.co_consts)
     return fixed_if("_no_split_modules" not in names, "accelerate does not read _no_split_modules")

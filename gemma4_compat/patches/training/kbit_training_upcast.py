@@ -1,10 +1,10 @@
-"""``prepare_model_for_kbit_training`` doubles the size of the largest unquantised tensors.
+"""``prepare_model_for_kbit_training`` doubles the size of the largest unquantized tensors.
 
 PEFT freezes the base model and casts every half-precision parameter that is not a ``Params4bit`` to
 float32.  This is meant for layer norms and the head, but it also casts two very large tensors.  The
 per-layer-embedding table of E2B, E4B and Gemma 3n is an ``nn.Embedding``, which bitsandbytes does
-not quantise: E2B's table grows from 4.4 to 8.8 GiB, which is more than the rest of the 4-bit model.
-The fused experts of 26B-A4B, 42 GiB, are not quantised either.  Both are frozen, so the cast only
+not quantize: E2B's table grows from 4.4 to 8.8 GiB, which is more than the rest of the 4-bit model.
+The fused experts of 26B-A4B, 42 GiB, are not quantized either.  Both are frozen, so the cast only
 costs memory; an offloaded table is cast again in every forward.
 
 The fix keeps these two in their dtype as long as they are frozen.  A trainable copy, through
@@ -56,7 +56,7 @@ def tables_are_cast() -> Finding:
 
     options: dict[str, bool] = {"use_gradient_checkpointing": False}
     if "auto_clear_cache" in inspect.signature(prepare).parameters:
-        options["auto_clear_cache"] = False  # clearing would initialise CUDA
+        options["auto_clear_cache"] = False  # clearing would initialize CUDA
     table = torch.nn.Embedding(1, 1, dtype=torch.bfloat16)
     prepare(torch.nn.ModuleDict({_TABLE: table}), **options)
     stays = table.weight.dtype == torch.bfloat16

@@ -1,6 +1,6 @@
 """Samples that are packed into one row attend to each other if a mask of ones is passed.
 
-transformers recognises packed samples by ``position_ids`` that restart inside a row.  It separates
+transformers recognizes packed samples by ``position_ids`` that restart inside a row.  It separates
 them only if there is neither an ``attention_mask`` nor a cache when it makes the masks.  Most
 collators pass a mask of ones, and ``Gemma4TextModel`` makes a cache unless ``use_cache`` is false.
 Then each sample attends to those before it in its row, without an error.

@@ -1,7 +1,7 @@
 """Gradient checkpointing does not cover the projection of the per-layer embeddings.
 
 ``project_per_layer_inputs`` projects the token embeddings for all layers at once, outside of the
-decoder layers, and normalises the result in float32.  QLoRA makes the token embeddings require a
+decoder layers, and normalizes the result in float32.  QLoRA makes the token embeddings require a
 gradient, so that checkpoints of the layers work, and then the float32 values are kept for the whole
 step: 35 KiB a token in E2B, 280 MiB for 8,192 tokens.
 

@@ -32,7 +32,7 @@ _INIT = "Gemma4TextRotaryEmbedding.__init__"
 
 @PATCH.probe
 def order_is_that_of_a_set() -> Finding:
-    """Look whether the constructor sorts the kinds of layers."""
+    """Check whether the constructor sorts the kinds of layers."""
     return fixed_if(mentions(code_at(_MODULE, _INIT), "sorted"), "the kinds of layers are sorted")
 
 

@@ -20,7 +20,7 @@ _DEEPSPEED = "transformers.integrations.deepspeed"
 PATCH = Patch(
     name="zero_loaded_buffers",
     symptom=(
-        "with DeepSpeed ZeRO-3, an unquantised model has a far too high loss, without an error"
+        "with DeepSpeed ZeRO-3, an unquantized model has a far too high loss, without an error"
     ),
     affects=("transformers<5.6",),
     changes="The loader of transformers for ZeRO-3 loads the checkpoint's buffers, too.",

@@ -64,7 +64,7 @@ class Memory:
 
 
 def use_lent(layer: Any, key_states: Any, value_states: Any, *args: Any) -> bool:
-    """Initialise a cache layer with the tensors that were lent to it.
+    """Initialize a cache layer with the tensors that were lent to it.
 
     Returns ``False`` if none were lent, or if they do not fit the layer's first keys and values.
     """

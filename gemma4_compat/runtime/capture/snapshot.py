@@ -169,7 +169,7 @@ class _Module:
             new = _place(tensor)
             if new != place:
                 is_state = new[:-1] == place[:-1]
-                return "the statistics of a quantised weight" if is_state else "a tensor"
+                return "the statistics of a quantized weight" if is_state else "a tensor"
         return None
 
 
@@ -220,7 +220,7 @@ def _tensors(module: Any) -> list[Any]:
 
 
 def _state_addresses(tensor: Any) -> Iterator[int | None]:
-    """The addresses of the statistics of a quantised tensor."""
+    """The addresses of the statistics of a quantized tensor."""
     for name in ("quant_state", "CB", "SCB"):
         state = vars(tensor).get(name)
         if state is not None:
@@ -234,7 +234,7 @@ def _addresses_in(state: Any) -> Iterator[int | None]:
     for name, value in vars(state).items():
         if hasattr(value, "data_ptr"):
             yield address(value)
-        elif name == "state2" and value is not None:  # the statistics are quantised too
+        elif name == "state2" and value is not None:  # the statistics are quantized too
             yield from _addresses_in(value)
 
 

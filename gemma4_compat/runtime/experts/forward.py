@@ -25,7 +25,7 @@ class Upstream:
     """The forward of a class of experts, and the functions of transformers that it chooses from.
 
     Only these functions have faster equivalents here.  Any other function is a user's: it is called
-    in every forward, with the dequantised weights.
+    in every forward, with the dequantized weights.
 
     Args:
         forward: the class's.
@@ -114,9 +114,9 @@ def _one_token(
 def _whole(
     upstream: Upstream, chosen: str | None, module: Any, packed: Any, updates: Any, inputs: Any
 ) -> Any:
-    """The output, from fused tensors that are dequantised when they are read.
+    """The output, from fused tensors that are dequantized when they are read.
 
-    Autograd gets them dequantised again in the backward.
+    Autograd gets them dequantized again in the backward.
     """
     function, settings = upstream.forward, {}
     if chosen in ("batched_mm", "grouped_mm"):
@@ -126,7 +126,7 @@ def _whole(
             function, chosen = upstream.forward, "eager"
             settings["config"] = View(module.config, _experts_implementation="eager")
     lent = _Lent()
-    stand_in = _Dequantising(module, packed, updates, lent, chosen, **settings)
+    stand_in = _Dequantizing(module, packed, updates, lent, chosen, **settings)
     with lent.hooks():
         return function(stand_in, *inputs)
 
@@ -149,7 +149,7 @@ def _say_looped(dtype: str) -> None:
 
 
 class _Routed:
-    """Stands in for a fused tensor; dequantises the experts that it is indexed with."""
+    """Stands in for a fused tensor; dequantizes the experts that it is indexed with."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
@@ -159,7 +159,7 @@ class _Routed:
 
 
 class _OneByOne:
-    """Stands in for a fused tensor; dequantises the one expert that it is indexed with."""
+    """Stands in for a fused tensor; dequantizes the one expert that it is indexed with."""
 
     def __init__(self, packed: Packed, lent: _Lent) -> None:
         self._packed, self._lent = packed, lent
@@ -173,8 +173,8 @@ class _OneByOne:
 _READ_PARAMETERS = ("parameters", "named_parameters", "named_modules", "_named_members")
 
 
-class _Dequantising(View):
-    """Stands in for the module; its fused tensors are dequantised whenever they are read.
+class _Dequantizing(View):
+    """Stands in for the module; its fused tensors are dequantized whenever they are read.
 
     A user's function, which may read a tensor for each expert, gets the same one during its call.
     """
@@ -207,7 +207,7 @@ class _Dequantising(View):
 
 
 class _Lent:
-    """Dequantised weights that autograd does not keep for the backward: it gets them again."""
+    """Dequantized weights that autograd does not keep for the backward: it gets them again."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
@@ -260,7 +260,7 @@ class _Lent:
 
 
 class _Again:
-    """A weight, or a view of one, that the backward dequantises again."""
+    """A weight, or a view of one, that the backward dequantizes again."""
 
     def __init__(self, make: Any, *view: Any) -> None:
         self.make, self.view = make, view

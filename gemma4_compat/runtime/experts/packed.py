@@ -34,7 +34,7 @@ def has_fused_form(module: Any) -> bool:
 
 
 def fits_in_blocks(module: Any, blocksize: int) -> bool:
-    """Whether no block of a quantised fused parameter contains values of two experts."""
+    """Whether no block of a quantized fused parameter contains values of two experts."""
     return all(module._parameters[name][0].numel() % blocksize == 0 for name in FUSED)
 
 
@@ -57,7 +57,7 @@ def experts_in(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def quantised(value: Any, like: Any) -> Any:
+def quantized(value: Any, like: Any) -> Any:
     """A weight in 4 bits, on its device, with the options of another ``Params4bit``."""
     from bitsandbytes.nn import Params4bit
 
@@ -71,7 +71,7 @@ def quantised(value: Any, like: Any) -> Any:
     ).to(value.device)
 
 
-def dequantise(module: Any, dtype: Any = None) -> None:
+def dequantize(module: Any, dtype: Any = None) -> None:
     """Replace the experts of a module by the numbers that they stand for."""
     import torch
 
@@ -91,16 +91,16 @@ class Packed:
         self._data = parameter.data
 
     def whole(self) -> Any:
-        """All experts, dequantised."""
-        return self._dequantised(slice(None), self.shape)
+        """All experts, dequantized."""
+        return self._dequantized(slice(None), self.shape)
 
     def one(self, index: int) -> Any:
-        """One expert, dequantised."""
-        return self._dequantised(slice(index, index + 1), self.shape[1:])
+        """One expert, dequantized."""
+        return self._dequantized(slice(index, index + 1), self.shape[1:])
 
     def several(self, indices: Any) -> Any:
-        """The experts of these indices, dequantised; nothing is read back from the device."""
-        return self._dequantised(indices, (len(indices), *self.shape[1:]))
+        """The experts of these indices, dequantized; nothing is read back from the device."""
+        return self._dequantized(indices, (len(indices), *self.shape[1:]))
 
     def chosen(self, indices: Any, state: Any) -> Packed:
         """A copy of the experts of these indices, in 4 bits; ``state`` is their quant state."""
@@ -175,7 +175,7 @@ class Packed:
             maxima = _chosen(whole, chosen).reshape(-1)
         return (maxima + state.offset).float()
 
-    def _dequantised(self, chosen: Any, shape: Any) -> Any:
+    def _dequantized(self, chosen: Any, shape: Any) -> Any:
         """The values of these experts (indices or a slice).
 
         bitsandbytes' kernel for the CPU is wrong if the blocks do not begin with the rows.  Here

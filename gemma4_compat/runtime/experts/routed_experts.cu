@@ -108,7 +108,7 @@ struct Shared {
     float sums[WARPS][16];
 };
 
-// The maxima of two neighbouring units of a row.
+// The maxima of two neighboring units of a row.
 struct Maxima {
 #if NESTED
     u32 bytes[2] = {};

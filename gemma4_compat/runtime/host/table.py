@@ -120,7 +120,7 @@ def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
 
     weight = getattr(embedding, name)  # only once, because another thread may replace it
     if (
-        type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantised
+        type(weight) not in (torch.nn.Parameter, _host_table())  # for example quantized
         or not getattr(weight, "placeholder", weight).is_meta
         or getattr(embedding, "max_norm", None) is not None  # a lookup changes the weight
         or hook.execution_device is None

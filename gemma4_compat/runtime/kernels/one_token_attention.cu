@@ -12,7 +12,7 @@
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 #define NONE __int_as_float(0xff800000)  // -inf
 
-// Neighbouring values of a row that one lane reads at once.
+// Neighboring values of a row that one lane reads at once.
 template <int COUNT>
 struct alignas(COUNT * sizeof(Input)) Pack { Input values[COUNT]; };
 

@@ -34,7 +34,7 @@ _ALIGNED = 16  # bytes of a load
 
 
 class _Plan(NamedTuple):
-    """What the layout of the inputs decides."""
+    """The launch parameters for inputs of one layout: shapes, strides, dtypes, alignment."""
 
     key: Any  # of the kernels
     attend: Callable[..., None]

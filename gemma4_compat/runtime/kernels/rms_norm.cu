@@ -6,7 +6,7 @@
 //
 // Constants from the compiler's command line: INPUT and WEIGHT, the dtypes (0: no weight); THREADS,
 // the most in a block; HALVING, if a warp adds its halves first, as newer releases of PyTorch do, and
-// not its neighbours.
+// not its neighbors.
 
 #include "values.cuh"
 

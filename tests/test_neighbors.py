@@ -22,13 +22,13 @@ from pathlib import Path
 import pytest
 
 # Its results of other processes are cached in a worker.
-pytestmark = pytest.mark.xdist_group("neighbours")
+pytestmark = pytest.mark.xdist_group("neighbors")
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 
 
-# -- the neighbours: what each changes as (owner, attribute), and what that is good for ------------
+# -- the neighbors: what each changes as (owner, attribute), and what that is good for ------------
 
 
 def nobody():
@@ -49,7 +49,7 @@ def liger_kernel():
 
 
 def is_ligers(changed):
-    """Whether a new model would use the neighbour's patch."""
+    """Whether a new model would use the neighbor's patch."""
     (owner, name), *_ = changed
     return inspect.getmodule(getattr(owner, name)).__name__
 
@@ -141,7 +141,7 @@ def optimum():
     return []
 
 
-NEIGHBOURS = {
+NEIGHBORS = {
     "nobody": (nobody, nothing),
     "liger_kernel": (liger_kernel, is_ligers),
     "unsloth_zoo": (unsloth_zoo, unsloth_works),
@@ -156,7 +156,7 @@ NEIGHBOURS = {
 
 
 def live_with(name, order, model_dir, adapter_dir):
-    apply, use = NEIGHBOURS[name]
+    apply, use = NEIGHBORS[name]
     if order != "after":
         changed = apply()
         theirs = [vars(owner)[attribute] for owner, attribute in changed]
@@ -227,7 +227,7 @@ def digests(model_dir, adapter_dir):
 
 @pytest.fixture
 def life(model_dir, language_adapter_dir):
-    """The results with a neighbour, applied before or after this package."""
+    """The results with a neighbor, applied before or after this package."""
     return functools.partial(_life, model_dir=str(model_dir), adapter_dir=str(language_adapter_dir))
 
 
@@ -241,8 +241,8 @@ def _life(name, order, model_dir, adapter_dir):
         environ["GEMMA4_COMPAT"] = "0"
     arguments = (name, order, model_dir, adapter_dir)
     code = (
-        f"import json, tests.test_neighbours as neighbours\n"
-        f"print(json.dumps(neighbours.live_with(*{arguments})))"
+        f"import json, tests.test_neighbors as neighbors\n"
+        f"print(json.dumps(neighbors.live_with(*{arguments})))"
     )
     with tempfile.TemporaryDirectory() as folder:  # unsloth_zoo writes to the working directory
         result = subprocess.run(
@@ -255,8 +255,8 @@ def _life(name, order, model_dir, adapter_dir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", [name for name in NEIGHBOURS if name != "nobody"])
-def test_neighbour(life, name, order):
+@pytest.mark.parametrize("name", [name for name in NEIGHBORS if name != "nobody"])
+def test_neighbor(life, name, order):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     alone, without, found = life("nobody", "before"), life(name, "without"), life(name, order)
