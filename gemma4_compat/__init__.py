@@ -18,15 +18,16 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import versions as _versions
 from ._version import __version__
-from .engine.status import PatchStatus, State, Status
+from .engine.status import PatchStatus, State
 from .errors import DeadlockError, InputError, MergeError, ModelError, PatchError, RefusedError
 from .machine.host_memory import limit_page_locked
 from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
+from .states import Status
 
 if TYPE_CHECKING:
     from .engine.core import Engine
@@ -83,7 +84,7 @@ def _start() -> Engine:
             groups, asking = patches.groups(), patches.groups(asking=True)
             read = switches.read("GEMMA4_COMPAT", names, logger, None, groups, asking)
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
-            about = status.About(title, _HINTS, _notes, older, _versions.REQUIRED)
+            about = status.About(title, _HINTS, _notes, older, _versions.REQUIRED, Status)
             newest = {"torch": _versions.NEWEST_TORCH, **_versions.NEWEST}
             oldest = {"torch": _versions.OLDEST_TORCH, **_versions.FLOORS}
             _started = core.Engine(found, read, logger, oldest, newest, about)
@@ -175,7 +176,8 @@ def status(*, import_targets: bool = False) -> Status:
         >>> print(gemma4_compat.status()["clippable_linear"].symptom)
         Target module Gemma4ClippableLinear(...) is not supported
     """
-    return _start().import_targets() if import_targets else _start().status()
+    engine = _start()
+    return cast(Status, engine.import_targets() if import_targets else engine.status())
 
 
 def install(*names: str) -> Status:
@@ -200,7 +202,7 @@ def install(*names: str) -> Status:
         >>> gemma4_compat.install("fast").ok
         True
     """
-    return _start().install(*_named(names, asking=True))
+    return cast(Status, _start().install(*_named(names, asking=True)))
 
 
 def uninstall(*names: str) -> Status:
@@ -217,7 +219,7 @@ def uninstall(*names: str) -> Status:
         >>> print(gemma4_compat.uninstall("host_embedding")["host_embedding"].state)
         disabled
     """
-    return _start().uninstall(*_named(names))
+    return cast(Status, _start().uninstall(*_named(names)))
 
 
 def disabled(*names: str) -> AbstractContextManager[Status]:
@@ -233,4 +235,4 @@ def disabled(*names: str) -> AbstractContextManager[Status]:
         ...     print(status["host_embedding"].state)
         disabled
     """
-    return _start().disabled(_named(names))
+    return cast(AbstractContextManager[Status], _start().disabled(_named(names)))

@@ -12,10 +12,23 @@ All of them can be imported from ``gemma4_compat``::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
+
+from .engine.errors import PatchError, suggestion
+
+__all__ = [
+    "DeadlockError",
+    "InputError",
+    "MergeError",
+    "ModelError",
+    "PatchError",
+    "RefusedError",
+    "failures_of",
+    "reason",
+    "suggestion",
+]
 
 
 class InputError(ValueError):
@@ -45,18 +58,8 @@ class RefusedError(ValueError):
     """This call would lose or damage something without an error."""
 
 
-class PatchError(RuntimeError):
-    """A patch failed or drifted.  Raised instead of a warning in strict mode."""
-
-
 class DeadlockError(RuntimeError):
     """Threads that run one model with offloaded modules seem to wait for each other for ever."""
-
-
-def suggestion(name: str, names: Collection[str]) -> str:
-    """ " (did you mean NAME?)", or "" if no name is similar."""
-    close = get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def reason(error: BaseException) -> str:

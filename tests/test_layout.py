@@ -27,7 +27,7 @@ NO_WORD = "It knows nothing of Gemma."
 
 #: The rooms, from the ground floor up.
 FLOORS = (
-    ("errors", "versions", "_version", "objects", "engine", "text", "html", "result"),
+    ("errors", "versions", "_version", "objects", "engine", "text", "html", "result", "states"),
     ("files", "machine"),
     ("model",),
     ("runtime",),
@@ -160,13 +160,13 @@ def patches_import_helpers_only(found: Import) -> bool:
 
 
 def engine_knows_nothing_else(found: Import) -> bool:
-    return not is_in(found.importer, "engine") or is_in(
-        found.module, "engine", "errors", "result", "text"
-    )
+    return not is_in(found.importer, "engine") or is_in(found.module, "engine")
 
 
 def some_know_nothing(found: Import) -> bool:
-    return not is_in(found.importer, "errors", "versions", "objects")
+    """But that the list of all errors has the engine's."""
+    is_error = is_in(found.importer, "errors") and is_in(found.module, "engine.errors")
+    return is_error or not is_in(found.importer, "errors", "versions", "objects")
 
 
 def features_ask_little(found: Import) -> bool:
@@ -343,6 +343,7 @@ PLANTED = [
     (engine_knows_nothing_else, "engine.core", "from ..model import parts"),
     (engine_knows_nothing_else, "engine.core", "from .. import patches"),
     (engine_knows_nothing_else, "engine", "import gemma4_compat"),
+    (engine_knows_nothing_else, "engine.status", "from ..result import Result"),
     (some_know_nothing, "errors", "from .merging import MergeResult"),
     (some_know_nothing, "versions", "from .engine.gate import later"),
     (some_know_nothing, "objects", "from .errors import InputError"),

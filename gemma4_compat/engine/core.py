@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError
 
-from ..errors import PatchError, suggestion
 from . import gate
+from .errors import PatchError, suggestion
 from .gate import Outcome
 from .imports import Imports
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
@@ -535,7 +535,8 @@ class Engine:
         notes = [*untested, *self._switches.late(off)]
         if any(entry.state is State.OPTIONAL for entry in entries):
             notes.append(f"optional patches are faster, but {self._switches.offer()}")
-        status = Status(entries, libraries, problems, advice, notes, self._about)
+        about = self._about
+        status = about.status(entries, libraries, problems, advice, notes, about)
         if status.off and not problems:
             status.advice += (self._switches.undo(status.off),)
         return status

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from ..errors import suggestion
-from ..result import Result
+from .errors import suggestion
 
 
 class State(str, Enum):
@@ -84,24 +83,7 @@ class PatchStatus:
         return {**asdict(self), "state": self.state.value, "replaces": list(self.replaces)}
 
 
-@dataclass(frozen=True)
-class About:
-    """What a status says of the package and its libraries, besides the patches.
-
-    ``title`` is its first line.  ``hints`` are the paragraphs before the patches: one if they are
-    those that need attention, one if they are all.  ``notes`` returns what else is worth knowing,
-    and ``problems`` what makes the verdict bad.  ``required`` are the libraries without which
-    nothing works.
-    """
-
-    title: str = ""
-    hints: tuple[str, str] = ("", "")
-    notes: Callable[[], Iterable[str]] = tuple
-    problems: Callable[[], Iterable[str]] = tuple
-    required: Sequence[str] = ()
-
-
-class Status(Result):
+class Status:
     """The states of all patches, to iterate over, to index by name or number, and to print.
 
     Attributes:
@@ -109,6 +91,7 @@ class Status(Result):
         problems: why this package cannot work here, such as a library that is too old.
         advice: what to do about the problems.
         notes: what else is worth knowing, such as a library newer than any that was measured.
+        about: what the status says besides the patches.
         every: whether the text lists every patch, or only those that need attention.
     """
 
@@ -121,14 +104,14 @@ class Status(Result):
         notes: Sequence[str] = (),
         about: About | None = None,
     ) -> None:
-        self._entries, self._about = tuple(entries), about or About()
+        self._entries, self.about = tuple(entries), about or About()
         self.libraries, self.problems = dict(libraries or {}), tuple(problems)
         self.advice, self._notes, self.every = tuple(advice), tuple(notes), False
 
     @property
     def notes(self) -> tuple[str, ...]:
         # Asked when they are read: `install` and `disabled` return a status, too.
-        return (*self._about.notes(), *self._notes)
+        return (*self.about.notes(), *self._notes)
 
     def __getitem__(self, key: int | str) -> PatchStatus:
         if isinstance(key, str):
@@ -190,7 +173,7 @@ class Status(Result):
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "title": self._about.title,
+            "title": self.about.title,
             "ok": self.ok,
             "verdict": self.verdict,
             "libraries": self.libraries,
@@ -200,19 +183,34 @@ class Status(Result):
             "patches": {entry.name: entry.as_dict() for entry in self},
         }
 
-    def __str__(self) -> str:
-        return "\n\n".join(self._paragraphs())
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.verdict}>"
 
-    def _paragraphs(self) -> Iterator[str]:
-        from ..text import table, wrap
-
-        yield "\n".join(filter(None, (self._about.title, wrap(self.verdict))))
-        if self.libraries:
-            yield table([(name, v or "not installed") for name, v in self.libraries.items()])
-        yield from map(wrap, (*self.advice, *self.notes))
-        if hint := self._about.hints[self.every]:
-            yield wrap(hint)
+    @property
+    def shown(self) -> tuple[PatchStatus, ...]:
+        """The patches that the text lists."""
         usual = (*_USUAL, State.DISABLED) if self.off else _USUAL
-        shown = [each for each in self if self.every or each.state not in usual]
-        if shown:
-            yield table([(each.name, each.state, each.reason) for each in shown])
+        return tuple(each for each in self if self.every or each.state not in usual)
+
+    def __str__(self) -> str:
+        texts = (self.about.title, self.verdict, *self.advice, *self.notes)
+        patches = (f"{each.name}  {each.state}  {each.reason}" for each in self.shown)
+        return "\n".join(filter(None, (*texts, *patches)))
+
+
+@dataclass(frozen=True)
+class About:
+    """What a status says of the package and its libraries, besides the patches.
+
+    ``title`` is its first line.  ``hints`` are the paragraphs before the patches: one if they are
+    those that need attention, one if they are all.  ``notes`` returns what else is worth knowing,
+    and ``problems`` what makes the verdict bad.  ``required`` are the libraries without which
+    nothing works.  ``status`` is the class of the status.
+    """
+
+    title: str = ""
+    hints: tuple[str, str] = ("", "")
+    notes: Callable[[], Iterable[str]] = tuple
+    problems: Callable[[], Iterable[str]] = tuple
+    required: Sequence[str] = ()
+    status: type[Status] = Status

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from ..errors import suggestion
+from .errors import suggestion
 
 _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")

@@ -458,12 +458,12 @@ class _Kept:
 
 
 def _sums_of(weight: Any) -> Any:
-    """The bits of the sums of the columns, for some entries of the vocabulary at a time."""
+    """The bits of the sums of columns and rows, for some entries of the vocabulary at a time."""
     import torch
 
     exact = torch.promote_types(weight.dtype, torch.float32)
-    sums = [part.sum(0, dtype=exact) for part in weight.split(_SUMMED)]
-    return torch.stack(sums).view(torch.uint8)
+    parts = weight.split(_SUMMED)
+    return torch.cat([part.sum(i, dtype=exact) for part in parts for i in (0, 1)]).view(torch.uint8)
 
 
 # -- the output ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.status import About, State
 from gemma4_compat.engine.switches import read
+from gemma4_compat.states import Status
 
 GREEN, YELLOW, RED = "#278a47", "#a06a00", "#dc3f38"
 NAMES = ("clippable_linear", "shared_states")
@@ -26,11 +27,11 @@ def patch_called(name):
     return patch
 
 
-def engine_for(environ, about=None):
+def engine_for(environ, **about):
     patches = [patch_called(name) for name in NAMES]
     logger = logging.getLogger("off")
     switches = read("OFF_TEST", dict.fromkeys(NAMES, ()), logger, environ)
-    return Engine(patches, switches, logger, about=about)
+    return Engine(patches, switches, logger, about=About(**about, status=Status))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_failed_patch_is_not_hidden(monkeypatch):
 
 def test_without_a_library():
     """Then a missing library is the verdict, also where all patches are off."""
-    engine = engine_for({"OFF_TEST": "0"}, About(required=("no_such_library",)))
+    engine = engine_for({"OFF_TEST": "0"}, required=("no_such_library",))
     try:
         status = engine.install()
         assert status.verdict == "NOT well: no_such_library is not installed"
