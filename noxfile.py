@@ -69,7 +69,7 @@ ARGUMENTS = {
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
 #: the files and folders that tools/catalog.py writes
-GENERATED = ("patches.md", "docs/errors.md", "docs/errors", "README.md")
+GENERATED = ("patches.md", "docs/errors.md", "docs/patches", "README.md")
 # pytest-xdist 3.8 names groups in an attribute that pytest 9.2 no longer has, and so ignores them.
 TEST_TOOLS = ("pytest>=8,<9.2", "pytest-xdist>=3.6", "hypothesis>=6.100")
 # additional imports of the libraries' own tests
@@ -241,7 +241,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Regenerate patches.md, docs/errors.md, docs/errors/, the README's table, and printed output.
+    """Regenerate patches.md, docs/errors.md, docs/patches/, the README's table, and printed output.
 
     What commands print is written into ``docs/``, from the newest libraries.
     """

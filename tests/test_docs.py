@@ -53,9 +53,12 @@ def blocks(page, language, text=None):
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page: those of its headings are as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+    ids = re.findall(r'<a id="(\w+)"></a>', text_of(page))
+    return {*ids} | {
+        re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles
+    }
 
 
 # -- Python ---------------------------------------------------------------------------------------
@@ -312,7 +315,9 @@ def test_links(page):
 def test_the_readme_finds_the_commonest_errors():
     """No error that is left out has more threads than one of the table."""
     part = text_of("README.md").partition("<!-- errors -->")[2].partition("<!-- /errors -->")[0]
-    rows = re.findall(r"\(patches\.md#(\w+)\) \| (\d+) \| (yes|no: fixed in .*) \|$", part, re.M)
+    rows = re.findall(
+        r"\(docs/patches/(\w+)\.md\) \| (\d+) \| (yes|no: fixed in .*) \|$", part, re.M
+    )
     threads = {patch.name: len({*patch.links}) for patch in load()}
     counts = [threads.pop(name) for name, _, _ in rows]
     assert [int(count) for _, count, _ in rows] == counts
