@@ -458,12 +458,19 @@ class _Kept:
 
 
 def _sums_of(weight: Any) -> Any:
-    """The bits of the sums of columns and rows, for some entries of the vocabulary at a time."""
+    """The bits of sums for some entries of the vocabulary at a time: of columns, and of places.
+
+    The second changes if entries change places.
+    """
     import torch
 
     exact = torch.promote_types(weight.dtype, torch.float32)
-    parts = weight.split(_SUMMED)
-    return torch.cat([part.sum(i, dtype=exact) for part in parts for i in (0, 1)]).view(torch.uint8)
+    sums = []
+    for part in weight.split(_SUMMED):
+        rows = part.sum(1, dtype=exact)
+        places = torch.arange(len(rows), dtype=exact, device=rows.device)
+        sums += [part.sum(0, dtype=exact), (rows * places).sum(0, keepdim=True)]
+    return torch.cat(sums).view(torch.uint8)
 
 
 # -- the output ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import pickle
 import re
 import threading
 from dataclasses import replace
-from functools import wraps
 
 import pytest
 import torch
@@ -22,12 +21,11 @@ from packaging.version import Version
 
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import branches, conditions, graph
+from gemma4_compat.runtime.capture import conditions, graph
 from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.cache_memory import layers_of
 from gemma4_compat.runtime.host import blocks, page_locked
 from gemma4_compat.runtime.kernels import watch
-from gemma4_compat.runtime.kernels.step import in_step
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
 
@@ -207,38 +205,6 @@ def test_other_families(family, tmp_path, caplog):
             assert_same(generated(model, prompt(model)), expected)
     assert caplog.text.count("Cannot copy between CPU and CUDA tensors") == 1
     return None
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("slow", ["mlp", "router", "experts"])
-def test_mlp_beside_experts(tmp_path, monkeypatch, slow):
-    """The branches of a layer wait for each other where they meet, and share no memory."""
-    model = of_family("Gemma4 experts", tmp_path, 0)
-    expected = generated(model, prompt(model), eager=True)
-    streams = {}
-
-    def on_stream(name, original):
-        def forward(self, *args, **kwargs):
-            if torch.cuda.is_current_stream_capturing():
-                streams.setdefault(name, set()).add(torch.cuda.current_stream())
-                if name == slow:
-                    torch.cuda._sleep(2_000_000)  # cycles
-            output = original(self, *args, **kwargs)
-            if name == slow and torch.cuda.is_current_stream_capturing():
-                torch.cuda._sleep(2_000_000)
-            return output
-
-        return forward
-
-    monkeypatch.setattr(watch, "KNOWN", (*watch.KNOWN, __name__))
-    for name in ("mlp", "router", "experts", "self_attn"):
-        kind = type(getattr(model.model.layers[0], name))
-        monkeypatch.setattr(kind, "forward", on_stream(name, kind.forward))
-    for _ in range(3):
-        assert_same(generated(model, prompt(model)), expected)
-    assert captures(model) == 1
-    assert streams["router"] == streams["experts"] == streams["self_attn"] != streams["mlp"]
-    assert len(streams["mlp"]) == 1
 
 
 @pytest.mark.cuda(gpus=2)
@@ -1091,106 +1057,6 @@ def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
         decoder = steps.Decoder(model, said.append)
         decoder(**step, **masks, output_router_logits=True)
         assert said == ["its forward is called with output_router_logits"]
-
-
-def test_layers_with_two_branches(model_dir, tmp_path, monkeypatch):
-    from accelerate import cpu_offload
-
-    layers = of_family("Gemma4 experts", tmp_path, "cpu").model.layers
-    assert all(branches.has_two_branches(layer) for layer in layers)
-    cpu_offload(layers[1].mlp, execution_device=torch.device("cpu"))
-    assert not branches.has_two_branches(layers[1])
-
-    class InAnotherOrder(type(layers[0])):
-        def forward(self, x):
-            x = self.post_feedforward_layernorm_1(self.mlp(x))
-            scores = self.router(x)
-            x = self.experts(self.pre_feedforward_layernorm_2(x))
-            return self.post_feedforward_layernorm_2(x * scores)
-
-    assert branches.has_two_branches(layers[0])
-    layers[0].__class__ = InAnotherOrder
-    assert branches.has_two_branches(layers[0]) is False
-
-    forward = layers[2].forward
-
-    @wraps(forward)
-    def users(*args, **kwargs):
-        return forward(*args, **kwargs)
-
-    layers[2].forward = users
-    assert branches.has_two_branches(layers[2]) is False
-    del layers[2].forward
-    assert branches.has_two_branches(layers[2])
-    monkeypatch.setattr(type(layers[2]), "forward", wraps(type(layers[2]).forward)(users))
-    assert branches.has_two_branches(layers[2]) is False
-    dense = load_model(model_dir).model.language_model.layers
-    assert not any(map(branches.has_two_branches, dense))
-
-
-def test_branches_are_ended(tmp_path, monkeypatch):
-    model = of_family("Gemma4 experts", tmp_path, "cpu")
-    ids = torch.arange(5, 9)[None]
-
-    def logits():
-        with torch.no_grad():
-            return model(input_ids=ids).logits
-
-    def logits_of_branches():
-        device = torch.device("cpu")
-        with branches.side_by_side(model.modules(), device) as calls, in_step(calls):
-            return logits()
-
-    def fail(*_):
-        raise ValueError("no router")
-
-    assert torch.equal(logits_of_branches(), logits())
-    monkeypatch.setattr(type(model.model.layers[0].router), "forward", fail)
-    with pytest.raises(ValueError, match="no router"):
-        logits_of_branches()
-    assert not any({"forward", "_old_forward"} & vars(m).keys() for m in model.modules())
-
-
-def test_only_the_capturing_thread_forks(tmp_path, monkeypatch):
-    """Here a fork records its calls instead of changing streams."""
-    calls = []
-
-    class Fork:
-        def __init__(self, device, purpose):
-            self.device = device
-
-        def __enter__(self):
-            calls.append(("fork", threading.get_ident()))
-
-        def __exit__(self, *_):
-            calls.append(("back", threading.get_ident()))
-
-        def join(self):
-            calls.append(("join", threading.get_ident()))
-
-    capturing = threading.get_ident()
-    monkeypatch.setattr(branches, "Fork", Fork)
-    model = of_family("Gemma4 experts", tmp_path, "cpu")
-
-    def forward():
-        with torch.no_grad():
-            model(input_ids=torch.arange(5, 9)[None])
-
-    layers = model.model.layers
-    experts = type(layers[0].experts)
-    original, other = experts.forward, threading.Thread(target=forward)
-
-    def meanwhile(self, *args):
-        if threading.get_ident() == capturing and self is layers[1].experts:
-            other.start()
-            other.join()
-        return original(self, *args)
-
-    monkeypatch.setattr(experts, "forward", meanwhile)
-    device = torch.device("cpu")
-    with branches.side_by_side(model.modules(), device) as forks, in_step(forks):
-        forward()
-    assert calls == [(name, capturing) for _ in layers for name in ("fork", "back", "join")]
 
 
 # -- code that is replaced, and errors ----------------------------------------------------------

@@ -113,7 +113,6 @@ in_each_part = pytest.mark.parametrize(
         (steps, "lock_of"),
         (steps, "first_layers"),
         (steps, "in_capture"),
-        (steps, "side_by_side"),
         (steps, "uses_of"),
         (steps, "Step"),
         (Step, "replay"),

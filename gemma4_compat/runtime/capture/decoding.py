@@ -18,9 +18,8 @@ from ...model.caches import cache_name
 from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
-from ..kernels.step import in_step, is_short_of_memory
+from ..kernels.memory import is_short_of_memory
 from ..kernels.watch import is_of_user, uses_of, watched
-from .branches import side_by_side
 from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
     INPUTS,
@@ -303,8 +302,7 @@ class Decoder:
 
         def model(**kwargs: Any) -> Any:
             send_ahead()
-            with side_by_side(modules, state.device) as forks, in_step(forks):
-                return self.model(**kwargs)
+            return self.model(**kwargs)
 
         # Another thread must not send layers meanwhile.
         with lock_of(self.model), in_capture(first_layers(modules)) as send_ahead:

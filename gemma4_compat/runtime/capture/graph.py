@@ -10,7 +10,7 @@ from functools import cache as cached
 from typing import Any
 
 from ...model.caches import cache_name
-from ..kernels.step import is_short_of_memory
+from ..kernels.memory import is_short_of_memory
 from ..kernels.watch import is_of_user
 from .cache_memory import Memory, counting_layers
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from ...model.hooks import offload_hook
 from ..host.blocks import streamed_tensors
-from ..kernels.step import without_stand_ins
 from ..kernels.watch import Use
 
 #: Compared by value.
@@ -117,7 +116,7 @@ class _Module:
     )  # fmt: skip
 
     def __init__(self, module: Any) -> None:
-        own = without_stand_ins(vars(module))
+        own = dict(vars(module))  # another thread may change them
         self.module, self.kind = weakref.ref(module), type(module)
         self.names = _names(own)
         values = [own[name] for name in self.names]
@@ -136,11 +135,7 @@ class _Module:
             return "the set of modules"
         if type(module) is not self.kind:
             return f"the class of a {self.kind.__name__}"
-        own = vars(module)
-        what = self._changed_setting(own)
-        if what is not None:
-            what = self._changed_setting(without_stand_ins(own))
-        what = what or self._changed_tensor(_tensors(module))
+        what = self._changed_setting(vars(module)) or self._changed_tensor(_tensors(module))
         return None if what is None else f"{what} of a {type(module).__name__}"
 
     def _changed_setting(self, own: Any) -> str | None:

@@ -25,7 +25,7 @@ from ...model.hooks import host_tensors, offload_hooks
 from ...model.parts import layer_of
 from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
-from ..kernels.step import is_short_of_memory
+from ..kernels.memory import is_short_of_memory
 from ..kernels.streams import is_capturing
 from .forward_lock import lock_of
 from .hooked import AfterForward, Way

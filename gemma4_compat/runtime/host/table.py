@@ -10,7 +10,6 @@ from typing import Any
 
 from ...model.hooks import offload_hook
 from ...objects import ForkableLock, NotCopied, View, attached
-from ..kernels.step import has_own_forward
 from .hooked import AfterForward, Way
 from .page_locked import in_place_of
 
@@ -137,8 +136,12 @@ def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
 
 def _has_known_forward(embedding: Any) -> bool:
     """Whether the forward is that of PyTorch or transformers.  A user's needs a true parameter."""
-    owner = next(each for each in type(embedding).__mro__ if "forward" in vars(each))
-    return has_own_forward(embedding) and owner.__module__.startswith(("torch.", "transformers."))
+    kind, own = type(embedding), vars(embedding)
+    # accelerate's hooks keep the module's own forward in ``_old_forward``.
+    forward = own.get("_old_forward" if "_old_forward" in own else "forward")
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    is_own = forward is None or getattr(forward, "__func__", None) is kind.forward
+    return is_own and owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _table(weights_map: Any, name: str) -> Any:

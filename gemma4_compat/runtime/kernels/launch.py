@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from .compiler import KernelError
-from .step import is_short_of_memory
+from .memory import is_short_of_memory
 from .streams import is_capturing
 from .watch import is_of_user
 
