@@ -16,19 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .engine.errors import PatchError, suggestion
-
-__all__ = [
-    "DeadlockError",
-    "InputError",
-    "MergeError",
-    "ModelError",
-    "PatchError",
-    "RefusedError",
-    "failures_of",
-    "reason",
-    "suggestion",
-]
+from .engine.errors import PatchError as PatchError
+from .engine.errors import suggestion as suggestion
 
 
 class InputError(ValueError):
