@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from .engine.status import Status as EngineStatus
 from .result import Result
-from .text import table, wrap
 
 
 class Status(EngineStatus, Result):
@@ -23,6 +22,8 @@ class Status(EngineStatus, Result):
         return "\n\n".join(self._paragraphs())
 
     def _paragraphs(self) -> Iterator[str]:
+        from .text import table, wrap
+
         yield "\n".join(filter(None, (self.about.title, wrap(self.verdict))))
         if self.libraries:
             yield table([(name, v or "not installed") for name, v in self.libraries.items()])
