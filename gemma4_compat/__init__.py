@@ -82,9 +82,11 @@ def _start() -> Engine:
             found = patches.load()
             names = {patch.name: patch.requires for patch in found}
             groups, asking = patches.groups(), patches.groups(asking=True)
-            read = switches.read("GEMMA4_COMPAT", names, logger, None, groups, asking)
+            former = {name: patch.name for patch in found for name in patch.former}
+            read = switches.read("GEMMA4_COMPAT", names, logger, None, groups, asking, former)
             title, older = f"gemma4-compat {__version__}", _dispatched_now()
-            about = status.About(title, _HINTS, _notes, older, _versions.REQUIRED, Status)
+            required, renamed = _versions.REQUIRED, read.renamed
+            about = status.About(title, _HINTS, _notes, older, required, Status, renamed)
             newest = {"torch": _versions.NEWEST_TORCH, **_versions.NEWEST}
             oldest = {"torch": _versions.OLDEST_TORCH, **_versions.FLOORS}
             _started = core.Engine(found, read, logger, oldest, newest, about)

@@ -408,16 +408,12 @@ for name in {packages!r}:
 
 
 def assert_the_probes_decide(found, usual):
-    """On unknown versions, probes find the bugs fixed of patches that are outside their gate.
-
-    transformers 5.23 refuses Gemma 3n's images by chunks, which is a bug for the probe.
-    """
+    """On unknown versions, probes find the bugs fixed of patches that are outside their gate."""
     assert found["spared"]
     states = {name: state for name, (state, _) in found["states"].items()}
     expected = {name: state for name, (state, _) in usual["states"].items()}
     others = {name: state for name, state in states.items() if state != expected[name]}
     assert {expected[name] for name in others} <= {"unaffected"}
-    assert others.pop("gemma3n_chunked_prefill_images", "applied") == "applied"
     assert set(others.values()) <= {"fixed upstream"}
 
 

@@ -119,7 +119,8 @@ def functions(engine):
     import pickle
 
     found = {}
-    for name, record in engine._records.items():
+    for record in engine._records:
+        name = record.patch.name
         for entry in record.layer.entries:
             owner, attribute, _ = entry.target
             new = getattr(owner, attribute)
@@ -151,6 +152,7 @@ def shim_first():
     import logging
 
     import gemma4_compat
+    from gemma4_compat.engine.gate import holds
 
     records = []
     handler = logging.Handler()
@@ -166,9 +168,10 @@ def shim_first():
     found["functions"] = functions(gemma4_compat._engine)
     found["log"] = records
     found["replacements"] = {
-        name: len(record.layer.replacements)
-        for name, record in gemma4_compat._engine._records.items()
+        each.patch.name: {str(r) for r in each.patch.targets if r.when is None or holds(r.when)}
+        for each in gemma4_compat._engine._records
     }
+    found["replacements"] = {name: sorted(each) for name, each in found["replacements"].items()}
     gemma4_compat.uninstall()
     found["uninstalled"] = states()
     found["leftovers"] = leftovers()
@@ -184,7 +187,7 @@ def libraries_first():
     gemma4_compat.uninstall()
     found["changes"] = changes(before)
     for name in [each.name for each in gemma4_compat.status()]:
-        required = gemma4_compat._engine._records[name].patch.requires
+        required = _patches()[name].requires
         gemma4_compat.install(name, *required)
         gemma4_compat.uninstall(name, *required)
         found["alone"][name] = changes(before)
@@ -391,7 +394,7 @@ def worker(name, **environ):
 
 @functools.cache
 def _run(name, **environ):
-    targets = {r.module: 0 for patch in _patches().values() for r in patch.replacements}
+    targets = {r.module: 0 for patch in _patches().values() for r in patch.targets}
     environ["CONTRACT_TARGETS"] = json.dumps([*targets])
     found = {k: v for k, v in os.environ.items() if not k.startswith("GEMMA4_COMPAT")}
     found["GEMMA4_COMPAT_FAST"] = "1"  # all patches
@@ -439,6 +442,10 @@ def _patches():
     return {patch.name: patch for patch in load()}
 
 
+def _probe_of(patch, unit):
+    return unit.probe_function or patch.probe_function
+
+
 def test_one_worker_runs_this_file(request):
     if request.config.getoption("loadgroup", default=False):
         node = request.node.nodeid
@@ -456,8 +463,9 @@ def test_definition(name):
 
     patch = _patches()[name]
     module = _modules()[name]
-    assert patch.probe_function is not None, "no probe"
-    assert patch.replacements
+    for unit in patch.units:
+        assert _probe_of(patch, unit) is not None, "no probe"
+        assert unit.replacements
     assert len(module.__doc__.strip().splitlines()) > 3
     assert patch.symptom
     assert patch.changes
@@ -471,23 +479,26 @@ def test_definition(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_can_end_the_patch(name):
     """Each probe has a case that returns ``fixed``."""
-    code = _patches()[name].probe_function.__code__
-    globals_ = _patches()[name].probe_function.__globals__
-    helpers = [globals_[n].__code__ for n in code.co_names if inspect.isfunction(globals_.get(n))]
-    assert any("fixed" in each.co_names for each in (code, *helpers))
+    patch = _patches()[name]
+    for unit in patch.units:
+        probe = _probe_of(patch, unit)
+        own, names = probe.__globals__, probe.__code__.co_names
+        helpers = [own[n].__code__ for n in names if inspect.isfunction(own.get(n))]
+        assert any("fixed" in each.co_names for each in (probe.__code__, *helpers))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_probe_imports_no_further_library(name):
     """It runs while a user's program imports its targets, and perhaps a part of another library."""
     patch = _patches()[name]
-    code = patch.probe_function.__code__
+    probes = [_probe_of(patch, unit) for unit in patch.units]
     imported = {
         each.argval.partition(".")[0]
-        for each in dis.get_instructions(code)
+        for probe in probes
+        for each in dis.get_instructions(probe)
         if each.opname == "IMPORT_NAME"
     }
-    targets = {each.module.partition(".")[0] for each in patch.replacements}
+    targets = {each.module.partition(".")[0] for each in patch.targets}
     by_targets = {"peft": {"transformers", "accelerate"}, "transformers": {"accelerate"}}
     there = targets.union(*(by_targets.get(each, ()) for each in targets))
     assert imported & {*LIBRARIES} <= there
@@ -499,8 +510,8 @@ def test_canary(affected):
     assert state in ("applied", "fixed upstream"), f"{affected} {state}: {reason}"
     if state == "applied":
         assert reason == "", "nothing takes references before the libraries are patched"
-        found = len(worker("shim_first")["functions"][affected])
-        assert found == worker("shim_first")["replacements"][affected]
+        found = {each["target"] for each in worker("shim_first")["functions"][affected]}
+        assert sorted(found) == worker("shim_first")["replacements"][affected]
 
 
 def test_import_order_does_not_matter(affected):

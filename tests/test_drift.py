@@ -153,13 +153,13 @@ def one_at_a_time():
     from gemma4_compat.engine import slots
 
     engine, messages, results = gemma4_compat._engine, listen(), []
-    for record in engine._records.values():
+    for record in engine._records:
         record.patch.requires = ()  # as if the other bugs were fixed upstream
     for name in LIBRARIES:
         importlib.import_module(name)
     start = {s.name: [s.state.value, s.reason] for s in gemma4_compat.status(import_targets=True)}
-    replaced = [(n, r.layer.replacements) for n, r in engine._records.items() if r.layer.entries]
-    misfits = [str(e) for r in engine._records.values() for e in r.layer.entries if not fits(e)]
+    replaced = [(r.patch.name, [e.place for e in r.layer.entries]) for r in engine._records]
+    misfits = [str(e) for r in engine._records for e in r.layer.entries if not fits(e)]
     gemma4_compat.uninstall()
     gc.freeze()  # the search for references then skips all present objects
 
@@ -167,9 +167,11 @@ def one_at_a_time():
         messages.clear()
         engine._warned.clear()
         status = gemma4_compat.install(name)[name]
-        layer = engine._records[name].layer
-        entries = layer.entries
-        ours = (slots.resolve(r) for r in layer.replacements if not entries)
+        layers = [each.layer for each in engine._parts[name]]
+        entries = [entry for layer in layers for entry in layer.entries]
+        units = [layer.unit for layer in layers if not layer.entries]
+        units += [] if entries else [layers[0].patch]
+        ours = (slots.resolve(r) for unit in units for r in unit.replacements)
         try:
             left = [str(target) for target in ours if is_ours(target.function)]
         except slots.Mismatch:
@@ -349,7 +351,7 @@ def all_at_once(turn):
     for name in LIBRARIES:
         importlib.import_module(name)
     status = gemma4_compat.status(import_targets=True)
-    entries = [e for r in gemma4_compat._engine._records.values() for e in r.layer.entries]
+    entries = [e for r in gemma4_compat._engine._records for e in r.layer.entries]
     slots = {(entry.target.owner, entry.target.name) for entry in entries}
     return {
         "targets": targets,
@@ -403,7 +405,7 @@ def targets():
 
     return {
         patch.name: [
-            (r.module, r.attribute) for r in patch.replacements if r.when is None or holds(r.when)
+            (r.module, r.attribute) for r in patch.targets if r.when is None or holds(r.when)
         ]
         for patch in load()
         if gate(patch).outcome is Outcome.INSIDE

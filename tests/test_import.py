@@ -245,7 +245,7 @@ def test_patches_are_read_when_a_library_is_imported():
     from gemma4_compat.patches import load
     from gemma4_compat.versions import LIBRARIES
 
-    targets = {each.module for patch in load() for each in patch.replacements}
+    targets = {each.module for patch in load() for each in patch.targets}
     # Each of the libraries imports torch, and TRL imports transformers.
     assert {module.partition(".")[0] for module in targets} == {*LIBRARIES, "torch", "trl"}
     code = """

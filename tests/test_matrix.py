@@ -32,7 +32,7 @@ def needs_a_gpu(name):
 
 def inside(patch, stack):
     floors = [f"{name}>={version}" for name, version in FLOORS.items()]
-    requirements = map(Requirement, (*patch.affects, *floors))
+    requirements = map(Requirement, (*patch.requirements, *floors))
     known = [each for each in requirements if each.name in stack]  # TRL is not measured
     return all(each.specifier.contains(stack[each.name]) for each in known)
 

@@ -172,7 +172,7 @@ def live_with(name, order, model_dir, adapter_dir):
     slots = list(zip(changed, theirs, strict=True))
     functions = [
         (entry.target.owner, entry.target.name, entry.target.raw)
-        for record in gemma4_compat._engine._records.values()
+        for record in gemma4_compat._engine._records
         for entry in record.layer.entries
     ]
     found = {
@@ -187,7 +187,7 @@ def live_with(name, order, model_dir, adapter_dir):
     }
     over = [
         record.patch.name
-        for record in gemma4_compat._engine._records.values()
+        for record in gemma4_compat._engine._records
         if gemma4_compat._engine._stack.changed(record.layer)
     ]
     left = gemma4_compat.uninstall()

@@ -145,7 +145,7 @@ def pages(measured: Measured) -> dict[str, str]:
 
 def _page(patch: Patch, measured: Measured) -> str:
     title = patch.symptom.replace("__", r"\_\_")
-    replaced = sorted(f"`{r}`" + (f" ({r.when})" if r.when else "") for r in patch.replacements)
+    replaced = sorted(f"`{r}`" + (f" ({r.when})" if r.when else "") for r in patch.targets)
     links = "\n".join(f"- <{link}>" for link in patch.links) or patch.unreported
     if (ROOT / REPORTS / f"{patch.name}.md").exists():
         links += f"  [A report](../upstream/{patch.name}.md) is ready."
@@ -177,7 +177,7 @@ The patch `{patch.name}` of [gemma4-compat](../../README.md#install).
 def _versions(patch: Patch, measured: Measured) -> str:
     """The measured releases with the bug; the gate, if only a GPU shows the bug."""
     found = []
-    names = (Requirement(each).name for each in patch.affects)
+    names = dict.fromkeys(Requirement(each).name for each in patch.requirements)
     for library in (name for name in names if name in (*LIBRARIES, "torch")):
         releases, where = measured.releases(library), _where(measured, patch, library)
         where = where.replace("all", f"{releases[0]} to {releases[-1]}")
@@ -272,7 +272,7 @@ def _where(measured: Measured, patch: Patch, library: str) -> str:
 
 def _unknown(patch: Patch) -> str:
     """Why the measurements say nothing about it."""
-    names = {Requirement(text).name for text in patch.affects}
+    names = {Requirement(text).name for text in patch.requirements}
     others = ", ".join(sorted(names - {*LIBRARIES, "torch"}))
     return f"releases of {others} are not measured" if others else "shows only on a GPU"
 
@@ -309,12 +309,18 @@ def _cause(patch: Patch) -> str:
 
 
 def _gate(patch: Patch) -> str:
-    return " and ".join(f"`{requirement}`" for requirement in patch.affects)
+    gates = {
+        unit.name: " and ".join(f"`{text}`" for text in patch.gate_of(unit)) for unit in patch.units
+    }
+    if len({*gates.values()}) == 1:
+        return next(iter(gates.values()))
+    return "; ".join(f"{part}: {text}" for part, text in gates.items())
 
 
 def _ends(patch: Patch, measured: Measured) -> str:
     """Where the bug ends, by the gate and by the measurements on the newest releases."""
-    requirements = {each.name: each for each in map(Requirement, patch.affects)}
+    first = patch.gate_of(patch.units[0])  # that of Gemma 4, if there are several models
+    requirements = {each.name: each for each in map(Requirement, first)}
     fixes = [
         f"{name} {bound.version}"
         for name, each in requirements.items()

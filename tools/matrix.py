@@ -257,7 +257,7 @@ def plan(measured: Measured, named: list[str], options: Any) -> list[Any]:
     index = {library: index_of(library, folder) for library in LIBRARIES}
     of = {library: releases(library, index[library]) for library in LIBRARIES}
     names = {
-        patch.name: {Requirement(each).name for each in patch.affects}
+        patch.name: {Requirement(each).name for each in patch.requirements}
         for patch in load()
         if not named or patch.name in named
     }

@@ -4,6 +4,26 @@ It knows nothing of Gemma. A patch is a module that builds one :class:`Patch`. T
 everything that a patch may use of the engine.
 """
 
-from .patch import Finding, Kind, Patch, Replacement, broken, drifted, fixed, fixed_if
+from .patch import (
+    Finding,
+    Kind,
+    Part,
+    Patch,
+    Replacement,
+    broken,
+    drifted,
+    fixed,
+    fixed_if,
+)
 
-__all__ = ["Finding", "Kind", "Patch", "Replacement", "broken", "drifted", "fixed", "fixed_if"]
+__all__ = [
+    "Finding",
+    "Kind",
+    "Part",
+    "Patch",
+    "Replacement",
+    "broken",
+    "drifted",
+    "fixed",
+    "fixed_if",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -33,6 +34,13 @@ _BUG_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
 #: In these states it remains.  In any other state, the patch that requires it waits.
 _BUG_REMAINS = (
     State.DISABLED, State.OPTIONAL, State.BLOCKED, State.DRIFTED, State.FAILED, State.TOO_OLD
+)  # fmt: skip
+
+_NOT_NEEDED = (State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
+#: The state of a patch is that of its parts which comes first here.
+_ORDER = (
+    State.FAILED, State.DRIFTED, State.APPLIED, State.BLOCKED, State.ARMED, State.DISABLED,
+    State.OPTIONAL, State.TOO_OLD, State.FIXED, State.UNAFFECTED, State.NOT_INSTALLED,
 )  # fmt: skip
 
 #: The engine of each prefix.  It is stored in ``sys``, to survive when this package is removed from
@@ -66,6 +74,12 @@ class _Record:
     def patch(self) -> Patch:
         return self.layer.patch
 
+    @property
+    def name(self) -> str:
+        """The name of the patch, and of the part if it has several."""
+        unit = self.layer.unit
+        return unit.name if unit is self.patch else f"{self.patch.name} ({unit.name})"
+
 
 class Engine:
     """Arms, applies and undoes a fixed set of patches in this process.
@@ -86,11 +100,16 @@ class Engine:
         about: About | None = None,
     ) -> None:
         self._switches = switches
-        self._records = {
-            patch.name: _Record(Layer(patch), asked=self._is_asked(patch)) for patch in patches
-        }
-        self._required_first = _required_first(self._records)
-        self._stack = Stack(record.layer for record in self._records.values())
+        #: by patch: one for each of its parts
+        self._parts: dict[str, list[_Record]] = {}
+        for patch in patches:
+            layers: list[Layer] = []
+            layers += [Layer(patch, unit, layers) for unit in patch.units]
+            asked = self._is_asked(patch)
+            self._parts[patch.name] = [_Record(layer, asked) for layer in layers]
+        self._records = [record for records in self._parts.values() for record in records]
+        self._required_first = _required_first(self._parts)
+        self._stack = Stack(record.layer for record in self._records)
         self._logger = logger
         self._floors, self._newest = floors or {}, newest or {}
         self._about = about or About()
@@ -123,7 +142,7 @@ class Engine:
         If one of their libraries is imported already, the version gates are evaluated at once.
         Else they are evaluated when the first target is imported, or a method needs the states.
         """
-        modules = {r.module for record in self._records.values() for r in record.patch.replacements}
+        modules = {r.module for record in self._records for r in record.patch.targets}
         if any(module.partition(".")[0] in sys.modules for module in modules):
             self.install()
         else:
@@ -141,7 +160,8 @@ class Engine:
             record.outside = True
             if names:
                 record.asked = True
-                records += [other for other in self._required(record) if not other.asked]
+                others = itertools.chain(*self._required(record))
+                records += [other for other in others if not other.asked]
         return self._install(records)
 
     def _install(self, records: Sequence[_Record]) -> Status:
@@ -187,7 +207,7 @@ class Engine:
         self._stale = True
         self._settle()
         with self._lock:
-            entries = [self._describe(record) for record in self._records.values()]
+            entries = [self._describe(records) for records in self._parts.values()]
             return self._overview(entries)
 
     def import_targets(self) -> Status:
@@ -205,7 +225,7 @@ class Engine:
                 # Neither the error of another library, nor one that is not installed.
                 if text not in self._broken.values() and _missing(error, library) not in libraries:
                     self._broken[library] = text
-        for record in list(self._records.values()):
+        for record in [*self._records]:
             for module in self._waiting(record):
                 if module.partition(".")[0] in self._broken:
                     break
@@ -253,7 +273,7 @@ class Engine:
     def retire(self) -> None:
         """Undo all patches, and handle none from now on."""
         self.uninstall()
-        self._records = {}
+        self._records, self._parts = [], {}
 
     # -- states of a patch --------------------------------------------------------------------
 
@@ -263,13 +283,14 @@ class Engine:
             self._undecided = False
             for name, text in gate.too_old(self._floors).items():
                 self._logger.warning("%s: %s", text, gate.upgrade({name: self._floors[name]}))
-            for record in self._records.values():
+            for record in self._records:
                 self._arm(record)
 
     def _arm(self, record: _Record) -> None:
         name = record.patch.name
         try:
-            evaluation = gate.evaluate(record.patch.affects, self._floors)
+            affects = record.patch.gate_of(record.layer.unit)
+            evaluation = gate.evaluate(affects, self._floors)
             record.versions = evaluation.versions
             record.layer.replacements  # noqa: B018  (evaluates the gate of each replacement)
         except ValueError as error:
@@ -314,7 +335,7 @@ class Engine:
     def _advance(self) -> None:
         self._decide()
         self._block()
-        armed = [record for record in self._records.values() if record.state is State.ARMED]
+        armed = [record for record in self._records if record.state is State.ARMED]
         # Scan all objects only for modules that were imported before the engine watched them.  A
         # scan at each import of the libraries' own modules would cost too much.
         late = [
@@ -346,14 +367,14 @@ class Engine:
         """Whether it can be applied now, or once the patches that it requires are applied."""
         if record.state is not State.ARMED or self._waiting(record):
             return record.state in _BUG_GONE
-        return all(map(self._can_be_applied, self._required(record)))
+        return all(any(map(self._can_be_applied, parts)) for parts in self._required(record))
 
     def _apply_all(self) -> None:
         """Apply the patches that wait for nothing, until no other one can be applied."""
         waiting = True
         while waiting:
             waiting = False
-            for record in self._records.values():
+            for record in self._records:
                 if record.state is State.ARMED and not self._waits_for(record):
                     self._apply(record)
                     waiting = True
@@ -363,26 +384,27 @@ class Engine:
         """Run the probe, then put all replacements in place, or none."""
         try:
             self._rearm(self._stack.make_room(record.layer))
-            finding = self._run_probe(record.patch)
+            finding = self._run_probe(record)
             if finding.verdict is not Verdict.BROKEN:
                 state = State.FIXED if finding.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, finding.reason)
-            for name in record.patch.names:
+            for name in record.layer.names:
                 look_up(name)
             record.layer.put()
         except Mismatch as error:
             return self._set(record, State.DRIFTED, str(error))
         except Exception as error:
-            self._logger.debug("%s failed", record.patch.name, exc_info=True)
+            self._logger.debug("%s failed", record.name, exc_info=True)
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
         record.state = State.APPLIED
 
-    def _run_probe(self, patch: Patch) -> Finding:
+    def _run_probe(self, record: _Record) -> Finding:
+        probe = record.layer.unit.probe_function or record.patch.probe_function
         random = getattr(sys.modules.get("torch"), "random", None)
         try:
             # Creating a layer draws random numbers, which are the user's.
             with random.fork_rng(devices=[]) if random else nullcontext():
-                return patch.probe_function() if patch.probe_function else broken()
+                return probe() if probe else broken()
         except (AttributeError, ImportError, TypeError) as error:
             # The code that it examines is gone, or takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
@@ -391,20 +413,22 @@ class Engine:
         self._rearm(self._stack.take_off(record.layer for record in records))
 
     def _count_kept(self) -> None:
-        for record in self._records.values():
+        for record in self._records:
             if record.state in (State.DISABLED, State.BLOCKED) and record.layer.made:
                 record.kept = record.layer.references()
 
     def _rearm(self, layers: Iterable[Layer]) -> None:
         """Arm patches whose layers were taken off.  The caller may set another state afterwards."""
-        for layer in layers:
-            record = self._records[layer.patch.name]
-            record.state, record.unwanted = State.ARMED, False
+        removed = [*layers]
+        for record in self._records:
+            if record.layer in removed:
+                record.state, record.unwanted = State.ARMED, False
 
     # -- what patches require of each other ---------------------------------------------------
 
-    def _required(self, record: _Record) -> list[_Record]:
-        return [self._records[name] for name in record.patch.requires]
+    def _required(self, record: _Record) -> list[list[_Record]]:
+        """The parts of each patch that it requires."""
+        return [self._parts[name] for name in record.patch.requires]
 
     def _block(self) -> None:
         """Block patches that require one that cannot be applied; arm them once that changes."""
@@ -417,13 +441,13 @@ class Engine:
 
     def _unsupported(self) -> list[_Record]:
         """Applied patches that can be undone, and lack a patch that they require."""
-        records = [r for r in self._records.values() if r.layer.entries]
-        lacking = [r for r in records if any(o.state not in _BUG_GONE for o in self._required(r))]
+        records = [r for r in self._records if r.layer.entries]
+        lacking = [r for r in records if self._needs(r, [*set(State) - {*_BUG_GONE}])]
         return [record for record in lacking if not self._stack.obstacle(record.layer)]
 
     def _needs(self, record: _Record, states: Sequence[State]) -> str:
         """Text about the required patches that are in one of these states."""
-        required = [other for other in self._required(record) if other.state in states]
+        required = [other for other in map(_whole, self._required(record)) if other.state in states]
         return "; ".join(f"needs {o.patch.name}, which is {_state_of(o)}" for o in required)
 
     def _waits_for(self, record: _Record) -> str:
@@ -441,17 +465,17 @@ class Engine:
         record.logged = text
         if state in (State.DRIFTED, State.FAILED):
             if self._switches.strict:
-                self._failures.append(f"{record.patch.name} {state}: {reason}")
+                self._failures.append(f"{record.name} {state}: {reason}")
             else:
                 self._warn(record, f"{state}: {reason}; the patch is not applied")
         else:
             level = logging.INFO if state is State.APPLIED else logging.DEBUG
-            self._logger.log(level, "%s: %s", record.patch.name, text)
+            self._logger.log(level, "%s: %s", record.name, text)
 
     def _warn(self, record: _Record, text: str) -> None:
-        if (record.patch.name, text) not in self._warned:
-            self._warned.add((record.patch.name, text))
-            self._logger.warning("%s: %s", record.patch.name, text)
+        if (record.name, text) not in self._warned:
+            self._warned.add((record.name, text))
+            self._logger.warning("%s: %s", record.name, text)
 
     # -- imports --------------------------------------------------------------------------------
 
@@ -478,14 +502,37 @@ class Engine:
         return patch.kind is not Kind.FAST or patch.name in self._switches.asked
 
     def _select(self, names: Sequence[str]) -> list[_Record]:
-        for name in names:
-            if name not in self._records:
-                hint = suggestion(name, self._records)
+        known = {name: self._switches.renamed(name) for name in names}
+        for name, meant in known.items():
+            if meant not in self._parts:
+                hint = suggestion(name, self._parts)
                 raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
-        return [record for name, record in self._records.items() if name in names or not names]
+        return [r for r in self._records if r.patch.name in known.values() or not names]
 
-    def _describe(self, record: _Record) -> PatchStatus:
-        patch = record.patch
+    def _describe(self, records: Sequence[_Record]) -> PatchStatus:
+        """The state of a patch: that of its parts which needs attention first."""
+        whole = _whole(records)
+        texts: dict[str, str] = {}
+        for record in records:
+            if record is whole or not (whole.layer.entries and record.state in _NOT_NEEDED):
+                text = self._reason(record)
+                if record.state is not whole.state:
+                    text = f"{record.state} ({text})" if text else str(record.state)
+                texts[record.layer.unit.name] = text
+        reason = texts[whole.layer.unit.name]
+        if {*texts.values()} != {reason}:
+            reason = "; ".join(f"{part}: {text}" for part, text in texts.items() if text)
+        replaced = [str(entry) for record in records for entry in record.layer.entries]
+        held = sum(record.held for record in records if record.state is State.APPLIED)
+        versions = {name: v for record in records for name, v in record.versions.items()}
+        patch = whole.patch
+        parts = {r.layer.unit.name: r.state for r in records} if patch.parts else {}
+        return PatchStatus(
+            patch.name, whole.state, reason, patch.symptom, versions, tuple(replaced), held,
+            patch.kind.does, parts,
+        )  # fmt: skip
+
+    def _reason(self, record: _Record) -> str:
         layer, stays, untested = record.layer, "", ""
         if record.unwanted or self._stack.changed(layer):
             stays = self._stack.obstacle(layer)
@@ -495,13 +542,7 @@ class Engine:
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
             untested = f"untested version: {', '.join(later)}" if later else ""
-        reason = "; ".join(filter(None, (record.reason, needs, stays, untested)))
-        replaced = tuple(map(str, layer.replacements)) if layer.entries else ()
-        held = record.held if record.state is State.APPLIED else 0
-        return PatchStatus(
-            patch.name, record.state, reason, patch.symptom, record.versions, replaced, held,
-            patch.kind.does,
-        )  # fmt: skip
+        return "; ".join(filter(None, (record.reason, needs, stays, untested)))
 
     def _overview(self, entries: Sequence[PatchStatus]) -> Status:
         """The states, and what is to be said of the libraries."""
@@ -551,10 +592,15 @@ def _after_fork(child: bool = False) -> None:
                 engine._lock, engine._busy = threading.RLock(), False
 
 
-def _required_first(records: Mapping[str, _Record]) -> list[_Record]:
+def _required_first(parts: Mapping[str, list[_Record]]) -> list[_Record]:
     """The records, ordered so that each follows those that it requires."""
-    graph = {name: record.patch.requires for name, record in records.items()}
-    return [records[name] for name in TopologicalSorter(graph).static_order()]
+    graph = {name: records[0].patch.requires for name, records in parts.items()}
+    return [record for name in TopologicalSorter(graph).static_order() for record in parts[name]]
+
+
+def _whole(records: Sequence[_Record]) -> _Record:
+    """The part whose state is that of the whole patch."""
+    return min(records, key=lambda record: _ORDER.index(record.state))
 
 
 def _state_of(record: _Record) -> str:

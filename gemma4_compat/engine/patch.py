@@ -101,45 +101,13 @@ class Replacement:
         return f"{self.module}.{self.attribute}"
 
 
-@dataclass(eq=False)
-class Patch:
-    """One bug, its gate and its fix.
-
-    Args:
-        name: slug; also the module's file name, the switch ``<PREFIX>_<NAME>``, the test id and
-            the heading in the generated documentation.
-        symptom: what the user sees, in one line; the text of the exception if there is one.
-        affects: requirement strings over installed distributions, such as ``("a<2", "b")``.  The
-            patch is for versions that meet all of them.  The engine adds the oldest supported
-            version to a requirement without a lower bound.
-        changes: what the patch changes, in a sentence or two.
-        kind: what the patch achieves.
-        note: what the list of affected releases does not show, such as a deliberate refusal.
-        links: upstream issues and pull requests.
-        unreported: why there are no links.
-        requires: names of other patches.  This patch is right only if their bugs are gone, fixed
-            by those patches or upstream.
-    """
+class _Replacing:
+    """Registers replacements, and the probe for them."""
 
     name: str
-    symptom: str
     affects: Sequence[str]
-    changes: str
-    kind: Kind = Kind.FIX
-    note: str = ""
-    links: Sequence[str] = ()
-    unreported: str = ""
-    requires: Sequence[str] = ()
-    replacements: list[Replacement] = field(default_factory=list, init=False)
-    #: Names of the libraries that the replacements read when they are called.  The patch drifts if
-    #: one is missing in what is imported when its probe runs.
-    names: Sequence[str] = field(default=(), init=False)
-    probe_function: Callable[[], Finding] | None = field(default=None, init=False)
-    release: Callable[[], None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if not _SLUG.fullmatch(self.name):
-            raise ValueError(f"a patch name is a lower_snake_case slug, got {self.name!r}")
+    replacements: list[Replacement]
+    probe_function: Callable[[], Finding] | None
 
     def replaces(
         self, module: str, attribute: str, *, when: str | None = None
@@ -174,6 +142,90 @@ class Patch:
         """
         self.probe_function = function
         return function
+
+
+@dataclass(eq=False)
+class Part(_Replacing):
+    """What a patch replaces for one of several models, as soon as that model's module is imported.
+
+    Args:
+        name: what it is for, in texts.
+        affects: requirements besides those of the patch.
+    """
+
+    name: str
+    affects: Sequence[str] = ()
+    replacements: list[Replacement] = field(default_factory=list, init=False)
+    probe_function: Callable[[], Finding] | None = field(default=None, init=False)
+
+
+@dataclass(eq=False)
+class Patch(_Replacing):
+    """One bug, its gate and its fix.
+
+    Args:
+        name: slug; also the module's file name, the switch ``<PREFIX>_<NAME>``, the test id and
+            the heading in the generated documentation.
+        symptom: what the user sees, in one line; the text of the exception if there is one.
+        affects: requirement strings over installed distributions, such as ``("a<2", "b")``.  The
+            patch is for versions that meet all of them.  The engine adds the oldest supported
+            version to a requirement without a lower bound.
+        changes: what the patch changes, in a sentence or two.
+        kind: what the patch achieves.
+        note: what the list of affected releases does not show, such as a deliberate refusal.
+        links: upstream issues and pull requests.
+        unreported: why there are no links.
+        requires: names of other patches.  This patch is right only if their bugs are gone, fixed
+            by those patches or upstream.
+        former: names that the patch had before.  They still name it.
+    """
+
+    name: str
+    symptom: str
+    affects: Sequence[str]
+    changes: str
+    kind: Kind = Kind.FIX
+    note: str = ""
+    links: Sequence[str] = ()
+    unreported: str = ""
+    requires: Sequence[str] = ()
+    former: Sequence[str] = ()
+    #: If it has parts, these are put in place together with the first part.
+    replacements: list[Replacement] = field(default_factory=list, init=False)
+    parts: list[Part] = field(default_factory=list, init=False)
+    #: Names of the libraries that the replacements read when they are called.  The patch drifts if
+    #: one is missing in what is imported when its probe runs.
+    names: Sequence[str] = field(default=(), init=False)
+    probe_function: Callable[[], Finding] | None = field(default=None, init=False)
+    release: Callable[[], None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not _SLUG.fullmatch(self.name):
+            raise ValueError(f"a patch name is a lower_snake_case slug, got {self.name!r}")
+
+    @property
+    def units(self) -> Sequence[Part | Patch]:
+        """Its parts; itself if it has none."""
+        return self.parts or [self]
+
+    @property
+    def targets(self) -> list[Replacement]:
+        """All that it replaces, in any part."""
+        return [*self.replacements, *(r for part in self.parts for r in part.replacements)]
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """Those of the patch, and of any part."""
+        return tuple(dict.fromkeys(text for unit in self.units for text in self.gate_of(unit)))
+
+    def gate_of(self, unit: Part | Patch) -> tuple[str, ...]:
+        """The requirements of a part, or of the patch without parts."""
+        return (*self.affects, *(unit.affects if unit is not self else ()))
+
+    def part(self, name: str, *affects: str) -> Part:
+        """Add a part, which is put in place, probed and reported by itself."""
+        self.parts.append(part := Part(name, affects))
+        return part
 
     def on_revert(self, function: Callable[[], None]) -> Callable[[], None]:
         """Register the decorated function to run after the patch is undone.

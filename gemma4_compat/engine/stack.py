@@ -9,24 +9,39 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import gate
-from .patch import Patch, Replacement
+from .patch import Part, Patch, Replacement
 from .references import holders
 from .slots import Entry, prepare, resolve
 
 
 @dataclass(eq=False)
 class Layer:
-    """The replacements that one patch has in place."""
+    """The replacements that one patch, or one part of it, has in place."""
 
     patch: Patch
+    unit: Part | Patch
+    #: the layers of all its parts
+    siblings: Sequence[Layer] = ()
+    #: whether it put the replacements of the whole patch in place, as the first part
+    is_first: bool = False
     entries: list[Entry] = field(default_factory=list)
     #: every replacement that was ever in place and is still referenced
     made: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
     def replacements(self) -> list[Replacement]:
-        """The replacements that exist on the installed versions."""
-        return [r for r in self.patch.replacements if r.when is None or gate.holds(r.when)]
+        """The replacements that exist on the installed versions, those of the whole patch too."""
+        own = () if self.unit is self.patch else self.unit.replacements
+        each = (*own, *self.patch.replacements)
+        return [r for r in each if r.when is None or gate.holds(r.when)]
+
+    @property
+    def names(self) -> list[str]:
+        """The names that its replacements read, without those of other parts' modules."""
+        others = {r.module for part in self.patch.parts for r in part.replacements}
+        others -= {r.module for r in self.unit.replacements}
+        theirs = tuple(f"{module}." for module in others)
+        return [name for name in self.patch.names if not name.startswith(theirs)]
 
     @property
     def functions(self) -> set[int]:
@@ -40,21 +55,24 @@ class Layer:
     def put(self) -> None:
         """Put all replacements in place, or none."""
         written: list[Entry] = []
+        is_first = not any(layer.is_first for layer in self.siblings)
         try:
             # One after the other, so that two replacements of one attribute stack.
             for replacement in self.replacements:
+                if replacement in self.patch.replacements and not is_first:
+                    continue
                 written.append(entry := prepare(replacement))
                 entry.write()
         except BaseException:
             _restore(written)
             raise
-        self.entries = written
+        self.entries, self.is_first = written, is_first
         self.made += [weakref.ref(entry.replacement) for entry in written]
 
     def take_off(self) -> None:
         """Restore the originals."""
         _restore(self.entries)
-        self.entries = []
+        self.entries, self.is_first = [], False
         if self.patch.release is not None:
             self.patch.release()
 
@@ -65,6 +83,8 @@ class Layer:
 
     def needs(self, other: Layer) -> bool:
         """Whether it must be removed before the other layer."""
+        if self.patch is other.patch:
+            return other.is_first and self is not other and bool(self.entries)
         required = bool(self.entries) and other.patch.name in self.patch.requires
         return required or self.calls(other)
 

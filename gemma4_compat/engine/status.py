@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -62,6 +62,8 @@ class PatchStatus:
     ``replaces`` holds the attributes that an applied patch replaces, as "module.attribute".
     ``held`` is the number of references to the original functions that other code took before the
     patch was applied, and still calls.  ``does`` says in words what patches of its kind do.
+    ``parts`` maps the models that a patch is for, if it is put in place for each separately, to
+    their states; ``state`` is that which needs attention first, else ``applied`` if one is.
     """
 
     name: str
@@ -72,6 +74,7 @@ class PatchStatus:
     replaces: tuple[str, ...]
     held: int = 0
     does: str = ""
+    parts: Mapping[str, State] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -80,7 +83,9 @@ class PatchStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "state": self.state.value, "replaces": list(self.replaces)}
+        parts = {name: state.value for name, state in self.parts.items()}
+        fields = {"state": self.state.value, "replaces": list(self.replaces), "parts": parts}
+        return {**asdict(self), **fields}
 
 
 class Status:
@@ -115,8 +120,9 @@ class Status:
 
     def __getitem__(self, key: int | str) -> PatchStatus:
         if isinstance(key, str):
+            meant = self.about.renamed(key)
             for entry in self._entries:
-                if entry.name == key:
+                if entry.name == meant:
                     return entry
             names = [entry.name for entry in self._entries]
             raise KeyError(f"no patch is named {key!r}{suggestion(key, names)}")
@@ -205,7 +211,8 @@ class About:
     ``title`` is its first line.  ``hints`` are the paragraphs before the patches: one if they are
     those that need attention, one if they are all.  ``notes`` returns what else is worth knowing,
     and ``problems`` what makes the verdict bad.  ``required`` are the libraries without which
-    nothing works.  ``status`` is the class of the status.
+    nothing works.  ``status`` is the class of the status.  ``renamed`` returns the present name of
+    a patch.
     """
 
     title: str = ""
@@ -214,3 +221,4 @@ class About:
     problems: Callable[[], Iterable[str]] = tuple
     required: Sequence[str] = ()
     status: type[Status] = Status
+    renamed: Callable[[str], str] = str

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 
 from .errors import suggestion
 
@@ -14,6 +15,7 @@ _OFF = ("0", "off", "false", "no")
 _ON = ("1", "on", "true", "yes")
 _ONLY = "only:"
 _FORCE = "force"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class Switches:
     seen: Mapping[str, str] = field(default_factory=dict)
     #: the variables that have an effect, each with the patches that it is for
     names: Mapping[str, Iterable[str]] = field(default_factory=dict)
+    #: former names of patches, and the present ones
+    former: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, name: str) -> str:
+        """The present name of a patch; says so if it is another one."""
+        if name in self.former:
+            _say_renamed(name, self.former[name])
+        return self.former.get(name, name)
 
     def late(self, off: Collection[str]) -> list[str]:
         """What to do about variables that were changed after they were read.
@@ -80,6 +90,7 @@ def read(
     environ: Mapping[str, str] | None = None,
     groups: Mapping[str, Iterable[str]] | None = None,
     asking: Mapping[str, Iterable[str]] | None = None,
+    former: Mapping[str, str] | None = None,
 ) -> Switches:
     """Read ``PREFIX``, ``PREFIX_STRICT`` and ``PREFIX_<NAME>``; warn about other variables.
 
@@ -90,21 +101,29 @@ def read(
         patches: the names of all patches, each with those that it requires.
         groups: more names for ``PREFIX_<NAME>`` and ``only``, each for several patches.
         asking: the patches that each of these names asks for; all of them without it.
+        former: names that patches had before, and their present ones.  A variable with a former
+            name switches the whole patch; if it and another variable of the patch disagree, the
+            patch is off.
     """
     environ = os.environ if environ is None else environ
     groups = {} if groups is None else groups
     asking = groups if asking is None else asking
+    former = {} if former is None else former
     names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
+    names |= {f"{prefix}_{name.upper()}": former[name] for name in former}
     strict_name = f"{prefix}_STRICT"
     everything, strict = True, False
     off: dict[str, str] = {}
-    own: dict[str, str] = {}  # the values of the patches' own variables
+    own: dict[str, tuple[str, str]] = {}  # the patches' own variables, and their values
     mistakes: list[str] = []
     asks: list[str] = []
     for variable in sorted(environ):
         value = environ[variable].strip().lower()
         if variable == prefix and value.startswith(_ONLY):
-            named = [each.strip() for each in value.removeprefix(_ONLY).split(",") if each.strip()]
+            given = [each.strip() for each in value.removeprefix(_ONLY).split(",") if each.strip()]
+            for each in former.keys() & {*given}:
+                _say_renamed(each, former[each])
+            named = [former.get(each, each) for each in given]
             only = _only(named, f"{prefix}={value}", patches, groups, mistakes)
             for mistake in mistakes:
                 logger.warning("%s", mistake)
@@ -121,7 +140,11 @@ def read(
                 asks.append(names[variable])
         elif variable in names:
             if value in (*_OFF, *_ON, _FORCE):
-                own[names[variable]] = value
+                name = names[variable]
+                if variable != f"{prefix}_{name.upper()}":
+                    _say_renamed(variable, f"{prefix}_{name.upper()}")
+                if name not in own or own[name][1] not in _OFF:
+                    own[name] = variable, value
                 if value not in _OFF:
                     asks.append(names[variable])
             else:
@@ -129,12 +152,17 @@ def read(
         elif hint := _hint(variable, prefix, (prefix, strict_name, *names)):
             logger.warning("unknown environment variable %s has no effect: %s", variable, hint)
     off = {name: why for name, why in off.items() if name not in own}
-    off |= {name: f"{prefix}_{name.upper()}=0" for name, value in own.items() if value in _OFF}
-    forced = [name for name, value in own.items() if value == _FORCE]
+    off |= {name: f"{variable}=0" for name, (variable, value) in own.items() if value in _OFF}
+    forced = [name for name, (_, value) in own.items() if value == _FORCE]
     known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
     known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
     seen, (asked, _) = _of(prefix, environ), _with_required(asks, patches, asking)
-    return Switches(prefix, everything, strict, off, asked, forced, mistakes, seen, known)
+    return Switches(prefix, everything, strict, off, asked, forced, mistakes, seen, known, former)
+
+
+@cache
+def _say_renamed(former: str, name: str) -> None:
+    _logger.warning("%s is now part of %s, and acts on all of it", former, name)
 
 
 def _of(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import ModuleType
 
 from ..engine import Kind, Patch
-from ..engine.gate import Evaluation, evaluate
+from ..engine.gate import Evaluation, Outcome, evaluate
 from ..versions import FLOORS
 
 #: In the order in which the documentation lists them.
@@ -62,8 +62,10 @@ def groups(*, asking: bool = False) -> dict[str, list[str]]:
 
 
 def gate(patch: Patch) -> Evaluation:
-    """Whether a patch applies to the installed versions; no probe runs."""
-    return evaluate(patch.affects, FLOORS)
+    """Whether a patch, or a part of it, applies to the installed versions; no probe runs."""
+    found = [evaluate(patch.gate_of(unit), FLOORS) for unit in patch.units]
+    applies = (Outcome.INSIDE, Outcome.UNDECIDED)
+    return next((each for each in found if each.outcome in applies), found[0])
 
 
 def _modules_in(package: ModuleType) -> Iterable[ModuleType]:

@@ -1,4 +1,7 @@
-"""The families of models for which transformers has the same code, in a module for each."""
+"""The families of models for which transformers has the same code, in a module for each.
+
+A patch for all of them has a part for each.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,10 @@ UNIFIED = Family(
     "Gemma4Unified",
     "transformers>=5.10",
 )
+FAMILIES = (GEMMA4, UNIFIED, GEMMA3N)
+
+
+def former(name: str, *families: Family) -> tuple[str, ...]:
+    """The names that a patch of several families had for all but Gemma 4."""
+    prefixes = {UNIFIED: "unified", GEMMA3N: "gemma3n"}
+    return tuple(f"{prefixes[family]}_{name}" for family in families or (UNIFIED, GEMMA3N))

@@ -33,3 +33,10 @@ def within_block_and_window(blocks: Any, window: int) -> Callable[..., Any]:
         return (of_query == of_key) & (of_query >= 0) & (key > query - window)
 
     return mask
+
+
+def has_bidirectional_images(config: Any, types: Any) -> bool:
+    """Whether the tokens of an image or video attend in both directions."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision":
+        return False
+    return bool(((types == 1) | (types == 2)).any())

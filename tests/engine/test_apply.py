@@ -871,3 +871,91 @@ def test_the_verdict_of_status_is_in_plain_words():
     assert Status(entries).verdict == "all well: 3 not needed here, 1 waiting for an import"
     with pytest.raises(KeyError, match=r"no patch is named 'ARMED' \(did you mean ARMED0"):
         Status(entries)["ARMED"]
+
+
+def parted(lib, *, requires=(), common=True):
+    """A patch with a part for each of two modules, and a replacement for both."""
+    for name in ("a", "b"):
+        lib.write(name, f"def {name}(): return '{name}'")
+    patch = Patch("family", "", ALWAYS, "", requires=requires, former=("old",))
+    if common:
+        patch.replaces(f"{lib.name}.m", "f")(tagging("family"))
+    for name in ("a", "b"):
+        patch.part(name.upper()).replaces(f"{lib.name}.{name}", name)(tagging("part"))
+    return patch
+
+
+def test_each_part_waits_for_its_own_modules(lib, make):
+    engine = make(parted(lib))
+    m = lib.load("m")
+    assert m.f() == "f", "no part is in place"
+    a = lib.load("a")
+    assert (a.a(), m.f()) == ("part>a", "family>f")
+    status = engine.status()["family"]
+    assert status.state is State.APPLIED
+    assert status.parts == {"A": State.APPLIED, "B": State.ARMED}
+    assert status.reason == f"B: armed (waits for the import of {lib.name}.b)"
+    b = lib.load("b")
+    assert (b.b(), m.f()) == ("part>b", "family>f"), "what is common is there once"
+    status = engine.status()["family"]
+    assert (status.reason, len(status.replaces)) == ("", 3)
+    engine.uninstall("family")
+    assert (a.a(), b.b(), m.f()) == ("a", "b", "f")
+    engine.install("family")
+    assert (a.a(), b.b(), m.f()) == ("part>a", "part>b", "family>f")
+
+
+def test_a_part_that_drifted_leaves_the_others(lib, make):
+    patch = parted(lib)
+    lib.write("b", "")
+    engine = make(patch)
+    m, a, _ = lib.load("m"), lib.load("a"), lib.load("b")
+    assert (a.a(), m.f()) == ("part>a", "family>f")
+    status = engine.status()["family"]
+    assert (status.state, status.ok) == (State.DRIFTED, False)
+    assert status.reason == f"A: applied; B: {lib.name}.b.b does not exist"
+
+
+def test_each_part_has_its_own_gate_and_probe(lib, make):
+    patch = parted(lib, common=False)
+    patch.parts[0].affects = NEVER
+    patch.parts[1].probe(lambda: fixed("it is gone"))
+    engine = make(patch)
+    a, b = lib.load("a"), lib.load("b")
+    assert (a.a(), b.b()) == ("a", "b")
+    status = engine.status()["family"]
+    assert status.parts == {"A": State.UNAFFECTED, "B": State.FIXED}
+    assert status.reason.startswith("A: unaffected (affects packaging>=1 and ")
+
+
+def test_a_patch_that_requires_one_with_parts(lib, make):
+    needing = lib.patch("needing", "m:g", requires=("family",))
+    engine = make(needing, parted(lib))
+    m = lib.load("m")
+    assert m.g() == "g"
+    lib.load("a")
+    assert m.g() == "needing>g", "one part is enough"
+    engine.uninstall("family")
+    assert m.g() == "g"
+    assert engine.status()["needing"].state is State.BLOCKED
+
+
+def test_what_is_common_moves_to_another_part(lib, make):
+    """The first part is undone, because another patch belongs below it."""
+    lower = lib.patch("lower", "a:a")
+    engine = make(lower, parted(lib), install=False)
+    engine.install("family")
+    m, a, b = lib.load("m"), lib.load("a"), lib.load("b")
+    engine.install("lower")
+    assert (a.a(), b.b(), m.f()) == ("part>lower>a", "part>b", "family>f")
+    engine.uninstall("family")
+    assert (a.a(), b.b(), m.f()) == ("lower>a", "b", "f")
+
+
+def test_a_former_name(lib, make, caplog):
+    engine = make(parted(lib), former={"old": "family"})
+    a, _ = lib.load("a"), lib.load("m")
+    with engine.disabled(["old"]) as status:
+        assert a.a() == "a"
+        assert status["family"].state is State.DISABLED
+    assert a.a() == "part>a"

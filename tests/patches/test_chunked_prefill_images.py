@@ -12,11 +12,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 
 from gemma4_compat.tiny import audio_inputs, image_inputs, text_inputs
 from tests.large_model import large_model
+from tests.patches.test_gradient_accumulation import gemma3n
 from tests.patches.test_sliding_cache_layers import TOLERANCE
 from tests.support import load_model, split
+from tests.unified import unified_generated, unified_model
+
+__all__ = ["unified_model"]  # a fixture
 
 IGNORED = r"logits differ by up to|cannot split the raw multimodal inputs"
 TOKENS = 6
@@ -274,3 +279,72 @@ def test_a_hook_sees_what_it_sees_without_chunks(model_dir):
     model.model.register_forward_pre_hook(darker, with_kwargs=True)
     expected = generated(model, inputs)
     assert_equal(generated(model, inputs, prefill_chunk_size=7), expected)
+
+
+IMAGE, AUDIO = 500, 510
+
+
+class Tower(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, stride=4)
+
+    def forward(self, pixel_values, **kwargs):
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        return BaseModelOutputWithPooling(last_hidden_state=self.patches(pixel_values))
+
+
+def gemma3n_with_tower(model_dir):
+    model = gemma3n(model_dir).eval()
+    config = model.config
+    config.image_token_id, config.audio_token_id = IMAGE, AUDIO
+    config.vision_soft_tokens_per_image, config.audio_soft_tokens_per_image = 4, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.model.vision_tower = Tower(config.vision_config.hidden_size)
+    return model
+
+
+def gemma3n_prompt(token):
+    ids = torch.tensor([[2, 7, 8, *[token] * 4, 9, 10, 11, *[token] * 4, 12, 13]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.regression("chunked_prefill_images", IGNORED)
+def test_two_images_of_gemma3n(model_dir):
+    model = gemma3n_with_tower(model_dir)
+    pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    inputs = {**gemma3n_prompt(IMAGE), "pixel_values": pixels}
+    expected = generated(model, inputs)
+    other = {**inputs, "pixel_values": pixels.flip(0)}
+    assert not torch.equal(generated(model, other), expected)
+    for size in (5, 8, 100):
+        assert_equal(generated(model, inputs, prefill_chunk_size=size), expected)
+
+
+def test_sound_of_gemma3n_is_refused(model_dir):
+    model = gemma3n_with_tower(model_dir)
+    bins = model.config.audio_config.input_feat_size
+    inputs = {
+        **gemma3n_prompt(AUDIO),
+        "input_features": torch.randn(2, 32, bins, generator=torch.Generator().manual_seed(1)),
+        "input_features_mask": torch.ones(2, 32, dtype=torch.bool),
+    }
+    expected = generated(model, inputs)
+    with pytest.raises(ValueError, match="Chunked prefill cannot split"):
+        generated(model, inputs, prefill_chunk_size=5)
+    assert_equal(generated(model, inputs, prefill_chunk_size=100), expected)
+
+
+@pytest.mark.regression("chunked_prefill_images", IGNORED)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_an_image_of_unified(unified_model, cache):
+    """A chunk of 7 would end inside the image."""
+    expected = unified_generated(unified_model)
+    assert not torch.equal(expected, unified_generated(unified_model, image=False))
+    for size in (3, 7, 8, 100):
+        found = unified_generated(
+            unified_model, prefill_chunk_size=size, cache_implementation=cache
+        )
+        assert_equal(found, expected)

@@ -10,13 +10,12 @@ import torch
 from torch.backends.cuda import cudnn_sdp_enabled, enable_cudnn_sdp
 
 import gemma4_compat
-from gemma4_compat.patches.attention import _cudnn
+from gemma4_compat.patches.attention import cudnn_attention as patch
 from gemma4_compat.runtime.capture.conditions import environment_now
 from tests.support import load_model
 
 #: the lengths at which cuDNN is wrong, and others
 WRONG, RIGHT = (64, 192, 704), (128, 640, 577)
-PATCHES = ("cudnn_attention", "gemma3n_cudnn_attention", "unified_cudnn_attention")
 TEXT = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "layer_types": ["sliding_attention", "full_attention"], "head_dim": 256, "sliding_window": 16,
@@ -105,7 +104,7 @@ def test_gradients(length, kv_heads, dtype):
 @pytest.mark.parametrize("length", RIGHT)
 def test_other_lengths(length, monkeypatch):
     """PyTorch chooses, as without the patch."""
-    monkeypatch.setattr(_cudnn, "_without_cudnn", lambda: pytest.fail("it is right"))
+    monkeypatch.setattr(patch, "_without_cudnn", lambda: pytest.fail("it is right"))
     model = low_scores().to("cuda", torch.bfloat16)
     assert all(each.isfinite().all() for each in gradients(model, length))
 
@@ -115,11 +114,11 @@ def test_a_forward_without_gradients_keeps_its_bits():
     model, ids = low_scores().to("cuda", torch.bfloat16), torch.arange(5, 69, device="cuda")[None]
     with torch.no_grad():
         found = model(input_ids=ids).logits
-        with gemma4_compat.disabled(*PATCHES):
+        with gemma4_compat.disabled("cudnn_attention"):
             assert torch.equal(found, model(input_ids=ids).logits)
     model.requires_grad_(False)
     found = model(input_ids=ids).logits
-    with gemma4_compat.disabled(*PATCHES):
+    with gemma4_compat.disabled("cudnn_attention"):
         assert torch.equal(found, model(input_ids=ids).logits)
 
 
@@ -127,7 +126,7 @@ def test_a_forward_without_gradients_keeps_its_bits():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_example_does_not_meet_checkpointing(reentrant):
     """The first forward runs the example, its recomputation does not."""
-    _cudnn._wrong.clear()
+    patch._wrong.clear()
     model = low_scores().to("cuda", torch.bfloat16).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -178,7 +177,7 @@ def test_the_choice_of_kernels_is_restored(before):
     enable_cudnn_sdp(before)
 
     def other():
-        with _cudnn._without_cudnn():
+        with patch._without_cudnn():
             inside.set()
             leave.wait()
 
@@ -186,7 +185,7 @@ def test_the_choice_of_kernels_is_restored(before):
     try:
         thread.start()
         inside.wait()
-        with suppress(KeyboardInterrupt), _cudnn._without_cudnn():
+        with suppress(KeyboardInterrupt), patch._without_cudnn():
             leave.set()
             thread.join()
             assert not cudnn_sdp_enabled()
@@ -202,7 +201,7 @@ def test_captured_steps_of_another_thread_stay():
     found, meanwhile = [], threading.Event()
 
     def other():
-        with _cudnn._without_cudnn():
+        with patch._without_cudnn():
             found.append(cudnn_sdp_enabled())
             meanwhile.set()
             leave.wait()
@@ -225,7 +224,7 @@ def test_captured_steps_of_another_thread_stay():
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma3n", "unified"])
 def test_on_the_cpu_pytorch_chooses(kind, monkeypatch):
-    monkeypatch.setattr(_cudnn, "_without_cudnn", lambda: pytest.fail("not a GPU"))
+    monkeypatch.setattr(patch, "_without_cudnn", lambda: pytest.fail("not a GPU"))
     assert gradients(make(kind), 64)
 
 
@@ -251,37 +250,37 @@ class OnAGPU:
 
 def test_the_rules(monkeypatch):
     """On which calls PyTorch's choice is changed, if cuDNN is wrong, and if it is right."""
-    monkeypatch.setattr(_cudnn, "_decodes_wrong", lambda device: False)
+    monkeypatch.setattr(patch, "_decodes_wrong", lambda device: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     layer = make().model.layers[0].self_attn.requires_grad_(False)
 
     def changed(length, *, masked=True, gradient=True):
         mask = torch.ones(1, 1, length, length) if masked else None
-        return _cudnn._is_wrong(layer, OnAGPU(length, requires_grad=gradient), mask)
+        return patch._is_wrong(layer, OnAGPU(length, requires_grad=gradient), mask)
 
     for wrong in (True, False):
-        _cudnn._wrong.clear()
-        monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example, wrong=wrong: wrong)
+        patch._wrong.clear()
+        monkeypatch.setattr(patch, "_has_wrong_gradients", lambda *example, wrong=wrong: wrong)
         assert [changed(length) for length in (*WRONG, *RIGHT)] == [wrong] * 3 + [False] * 3
         assert not changed(64, masked=False)
         assert not changed(64, gradient=False)
         assert not changed(1)
         with torch.no_grad():
             assert not changed(64)
-    _cudnn._wrong.clear()
-    monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example: True)
+    patch._wrong.clear()
+    monkeypatch.setattr(patch, "_has_wrong_gradients", lambda *example: True)
     assert not changed(64, gradient=False)
     layer.q_proj.weight.requires_grad_()
     assert changed(64, gradient=False)
-    monkeypatch.setattr(_cudnn, "_decodes_wrong", lambda device: True)
+    monkeypatch.setattr(patch, "_decodes_wrong", lambda device: True)
     assert changed(1, masked=False, gradient=False)
 
 
 def test_the_example_does_not_run_in_a_backward(monkeypatch):
     """It would wait for the backward, and the backward for it."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_cudnn, "_has_wrong_gradients", lambda *example: pytest.fail("it ran"))
-    _cudnn._wrong.clear()
+    monkeypatch.setattr(patch, "_has_wrong_gradients", lambda *example: pytest.fail("it ran"))
+    patch._wrong.clear()
     layer, answers = make().model.layers[0].self_attn, []
 
     class Backward(torch.autograd.Function):
@@ -291,14 +290,26 @@ def test_the_example_does_not_run_in_a_backward(monkeypatch):
 
         @staticmethod
         def backward(ctx, gradient):
-            answers.append(_cudnn._may_be_wrong(layer, OnAGPU(64, requires_grad=True)))
+            answers.append(patch._may_be_wrong(layer, OnAGPU(64, requires_grad=True)))
             return gradient
 
     Backward.apply(torch.ones(1, requires_grad=True)).sum().backward()
     assert answers == [True]
-    assert not _cudnn._wrong
+    assert not patch._wrong
 
 
 def test_the_example():
     """No kernel for the CPU is wrong."""
-    assert not _cudnn._has_wrong_gradients(torch.device("cpu"), torch.bfloat16, 64)
+    assert not patch._has_wrong_gradients(torch.device("cpu"), torch.bfloat16, 64)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("cudnn_attention", r"grad_norm is nan")
+def test_a_training_step_of_gemma3n():
+    assert_finite_norm(low_scores(kind="gemma3n"))
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("cudnn_attention", r"grad_norm is nan")
+def test_a_training_step_of_unified():
+    assert_finite_norm(low_scores(kind="unified"))

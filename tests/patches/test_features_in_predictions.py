@@ -14,14 +14,14 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from gemma4_compat.tiny import audio_inputs, image_inputs, text_inputs
-from tests.patches import test_gemma3n_chunked_prefill_images as of_3n
+from tests.patches import test_chunked_prefill_images as chunked
 from tests.patches.test_gradient_accumulation import LANGUAGE
 from tests.patches.test_gradient_accumulation import unified as tiny_unified
 from tests.support import load_model
 
 
 def gemma3n(model_dir, kind):
-    model = of_3n.model_of(model_dir)
+    model = chunked.gemma3n_with_tower(model_dir)
     random = torch.Generator().manual_seed(1)
     bins = model.config.audio_config.input_feat_size
     more = {
@@ -32,8 +32,8 @@ def gemma3n(model_dir, kind):
             "input_features_mask": torch.ones(2, 32, dtype=torch.bool),
         },
     }
-    token = {"text": 5, "image": of_3n.IMAGE, "audio": of_3n.AUDIO}[kind]
-    return model, {**of_3n.prompt(token), **more[kind]}
+    token = {"text": 5, "image": chunked.IMAGE, "audio": chunked.AUDIO}[kind]
+    return model, {**chunked.gemma3n_prompt(token), **more[kind]}
 
 
 def multimodal(model_dir, kind):

@@ -19,12 +19,16 @@ from transformers.loss import loss_utils
 from gemma4_compat import disabled
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime import logits
+from tests.patches.test_gradient_accumulation import gemma3n
 from tests.support import config_of, load_model, split
+from tests.unified import unified_model
+
+__all__ = ["unified_model"]  # a fixture
 
 ROWS, VOCABULARY = 12, 512
 #: a patch that these tests do not need
 NONE = ("pipeline_device",)
-PATCHES = ("loss_memory", "gemma3n_loss_memory", "unified_loss_memory")
+PATCHES = ("loss_memory",)
 TOO_LARGE = r"the logits of 120 tokens are in memory"
 TARGETS = r"model\.(language_model\.)?layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(up|down)_proj)"
 
@@ -1019,3 +1023,18 @@ def test_a_run_that_is_resumed(model_dir, tmp_path, pieced):
     resumed = learnt(saving(model_dir, tmp_path), resume_from_checkpoint=checkpoint)
     assert_learnt_the_same(resumed, expected)
     assert len(pieced) == 3 + 1
+
+
+@pytest.mark.regression("loss_memory", TOO_LARGE)
+def test_a_model_of_text_of_gemma3n():
+    check_memory(text_model("Gemma3n"))
+
+
+@pytest.mark.regression("loss_memory", TOO_LARGE)
+def test_a_model_of_text_and_images_of_gemma3n(model_dir):
+    check_memory(gemma3n(model_dir))
+
+
+@pytest.mark.regression("loss_memory", TOO_LARGE)
+def test_a_model_of_text_and_images_of_unified(unified_model):
+    check_memory(unified_model)

@@ -12,11 +12,7 @@ import gemma4_compat
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.kernels import launch, rms_norm, watch
 
-PATCHES = {
-    "gemma4": "norm_kernels",
-    "gemma3n": "gemma3n_norm_kernels",
-    "unified": "unified_norm_kernels",
-}
+FAMILIES = ("gemma4", "gemma3n", "unified")
 TEXT = {
     "vocab_size": 96, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 128, "sliding_window": 16, "num_kv_shared_layers": 0,
@@ -90,7 +86,7 @@ def logits(model, ids, **options):
 def check_logits(kind, shape, **options):
     model = make(kind)
     ids = torch.randint(5, 96, shape, device="cuda")
-    with gemma4_compat.disabled(PATCHES[kind]):
+    with gemma4_compat.disabled("norm_kernels"):
         expected = logits(model, ids, **options)
     for _ in range(2):
         assert torch.equal(logits(model, ids, **options), expected)
@@ -98,7 +94,7 @@ def check_logits(kind, shape, **options):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (1, 7), (1, 64), (1, 600), (3, 5), (2, 2100)])
-@pytest.mark.parametrize("kind", PATCHES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_logits(kind, shape):
     check_logits(kind, shape)
 
@@ -191,3 +187,15 @@ def test_a_captured_step(monkeypatch):
     assert sum(used) == norms
     assert tried
     assert not any(tried)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("norm_kernels", r"\d kernels for a norm")
+def test_one_kernel_of_gemma3n():
+    assert_one_kernel("gemma3n")
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("norm_kernels", r"\d kernels for a norm")
+def test_one_kernel_of_unified():
+    assert_one_kernel("unified")

@@ -455,11 +455,11 @@ def test_uninstalled(model, calls):
 
 
 def test_disabled_for_a_model_with_hooks(model, calls):
-    """A hook keeps the patch's forward; the same patch for another family does not serve it."""
+    """A hook keeps the patch's forward."""
     import transformers.models.gemma3n.modeling_gemma3n  # noqa: F401
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    assert str(gemma4_compat.status()["gemma3n_one_row_4bit"].state) == "applied"
+    assert str(gemma4_compat.status()["one_row_4bit"].parts["Gemma 3n"]) == "applied"
     add_hook_to_module(model.model.language_model, ModelHook())
     with gemma4_compat.disabled("one_row_4bit"):
         one_token(model)
@@ -482,3 +482,27 @@ def test_a_release_with_another_way(monkeypatch):
 
     monkeypatch.setattr(_functions, "matmul_4bit", lambda A, B, quant_state: A @ B)
     assert patch.PATCH.probe_function().verdict.name == "FIXED"
+
+
+@pytest.mark.regression("one_row_4bit", r"bitsandbytes multiplies one row")
+def test_who_multiplies_of_gemma3n(monkeypatch):
+    model = quantized(make(kind="gemma3n"), dtype=torch.float32, device="cpu")
+    assert_not_by_bitsandbytes(model, monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("one_row_4bit", r"the products are not exact")
+def test_forward_of_one_token_of_gemma3n():
+    assert_more_exact(quantized(make(kind="gemma3n")))
+
+
+@pytest.mark.regression("one_row_4bit", r"bitsandbytes multiplies one row")
+def test_who_multiplies_of_unified(monkeypatch):
+    model = quantized(make(kind="unified"), dtype=torch.float32, device="cpu")
+    assert_not_by_bitsandbytes(model, monkeypatch)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("one_row_4bit", r"the products are not exact")
+def test_forward_of_one_token_of_unified():
+    assert_more_exact(quantized(make(kind="unified")))

@@ -429,7 +429,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
 def test_a_subclass_and_arguments_are_left_to_peft(calls):
     layer = layer_of(device="cpu")
     row = torch.randn(1, 512, dtype=torch.bfloat16)
-    with torch.no_grad(), one_row_4bit.one_token("a patch"):
+    with torch.no_grad(), one_row_4bit.one_token():
         layer(row, adapter_names=["default"])
         layer.__class__ = type("Own", (type(layer),), {})
         layer(row)
@@ -441,7 +441,7 @@ def test_compiled_layers(calls):
     layer, row = layer_of(device="cpu"), torch.randn(1, 512, dtype=torch.bfloat16)
     expected = layer(row)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    with one_row_4bit.one_token("a patch"):
+    with one_row_4bit.one_token():
         assert torch.equal(compiled(row), expected)
     assert not calls
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.patches.attention import _one_token, _sdpa
+from gemma4_compat.patches.attention import _sdpa
+from gemma4_compat.patches.attention import one_token_attention as patch
 from gemma4_compat.runtime.kernels import one_token_attention
 from tests.patches.test_captured_decoding import (
     PLE_ON_CPU,
@@ -26,11 +27,7 @@ from tests.patches.test_cudnn_attention import make
 
 SDPA = "aten::scaled_dot_product_attention"
 #: All that replace the lookup of the attention function.
-PATCHES = [
-    f"{family}{what}"
-    for family in ("", "gemma3n_", "unified_")
-    for what in ("one_token_attention", "sliding_prompt_attention")
-]
+PATCHES = ("one_token_attention", "sliding_prompt_attention")
 
 
 def calls_of_sdpa(model, tokens, **options):
@@ -262,10 +259,10 @@ def test_options_that_the_kernel_does_not_know(seen):
         return query, None
 
     for options in ({"dropout": 0.1}, {"position_bias": query}, {"cache": key}, {"softcap": 1.0}):
-        _one_token._attention(sdpa, None, query, key, key, None, scaling=1.0, **options)
+        patch._attention(sdpa, None, query, key, key, None, scaling=1.0, **options)
         assert calls.pop() == {"scaling": 1.0, **options}
     assert not seen
-    _one_token._attention(sdpa, None, query, key, key, None, scaling=1.0, dropout=0.0)
+    patch._attention(sdpa, None, query, key, key, None, scaling=1.0, dropout=0.0)
     assert seen
 
 
@@ -390,3 +387,27 @@ def test_compiled(seen):
         assert len(seen) == 1
         assert torch.equal(compiled(states, **options)[0], expected)
     assert len(seen) == 1
+
+
+@pytest.mark.regression("one_token_attention", r"computes one token: 2 calls")
+def test_a_decode_step_of_gemma3n(monkeypatch):
+    pretend(monkeypatch)
+    assert_no_sdpa(make(kind="gemma3n"))
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("one_token_attention", r"computes one token: 2 calls")
+def test_a_decode_step_on_a_gpu_of_gemma3n():
+    assert_no_sdpa(make(kind="gemma3n").to("cuda", torch.bfloat16))
+
+
+@pytest.mark.regression("one_token_attention", r"computes one token: 2 calls")
+def test_a_decode_step_of_unified(monkeypatch):
+    pretend(monkeypatch)
+    assert_no_sdpa(make(kind="unified"))
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("one_token_attention", r"computes one token: 2 calls")
+def test_a_decode_step_on_a_gpu_of_unified():
+    assert_no_sdpa(make(kind="unified").to("cuda", torch.bfloat16))

@@ -11,11 +11,7 @@ import gemma4_compat
 from gemma4_compat.engine.gate import holds
 from tests.patches.test_norm_kernels import launched, logits, make
 
-PATCHES = {
-    "gemma4": "rotary_kernels",
-    "gemma3n": "gemma3n_rotary_kernels",
-    "unified": "unified_rotary_kernels",
-}
+FAMILIES = ("gemma4", "gemma3n", "unified")
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +43,11 @@ def test_one_kernel():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(1, 1), (1, 64), (3, 600)])
-@pytest.mark.parametrize("kind", PATCHES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_logits(kind, shape):
     model = make(kind)
     ids = torch.randint(5, 96, shape, device="cuda")
-    with gemma4_compat.disabled(PATCHES[kind]):
+    with gemma4_compat.disabled("rotary_kernels"):
         expected = logits(model, ids)
     assert torch.equal(logits(model, ids), expected)
     names = launched(lambda: logits(model, ids))
@@ -63,3 +59,15 @@ def test_logits(kind, shape):
 def test_a_training_step():
     model, ids = make(), torch.randint(5, 96, (1, 20), device="cuda")
     assert "rotary" not in launched(lambda: model(input_ids=ids, labels=ids).loss.backward())
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("rotary_kernels", r"\d kernels for a rotary embedding")
+def test_one_kernel_of_gemma3n():
+    assert_one_kernel("gemma3n")
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("rotary_kernels", r"\d kernels for a rotary embedding")
+def test_one_kernel_of_unified():
+    assert_one_kernel("unified")

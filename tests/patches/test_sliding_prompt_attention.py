@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gemma4_compat
-from gemma4_compat.patches.attention import _sdpa, _sliding
+from gemma4_compat.patches.attention import _sdpa
+from gemma4_compat.patches.attention import sliding_prompt_attention as patch
 from gemma4_compat.runtime.kernels import launch
 from gemma4_compat.runtime.kernels.compiler import KernelError
 from tests import support
@@ -14,10 +15,6 @@ from tests.patches.test_cudnn_attention import make
 from tests.patches.test_one_token_attention import plain_on_the_cpu
 
 SDPA = "aten::scaled_dot_product_attention"
-PATCHES = (
-    "sliding_prompt_attention", "gemma3n_sliding_prompt_attention",
-    "unified_sliding_prompt_attention",
-)  # fmt: skip
 
 
 #: A smaller window gives other bits on a GPU, and its prompts are not computed in parts there.
@@ -43,10 +40,10 @@ def keys_read(model, length):
 def pretend(monkeypatch):
     """On the CPU, prompts of 64 tokens are long; a window has 16."""
     monkeypatch.setattr(_sdpa, "plain", lambda: plain_on_the_cpu)
-    monkeypatch.setattr(_sliding, "_LEAST", 64)
-    monkeypatch.setattr(_sliding, "_PART", 16)
-    monkeypatch.setattr(_sliding, "_ALIGNED", 4)
-    monkeypatch.setattr(_sliding, "_has_same_bits", lambda *_: True)
+    monkeypatch.setattr(patch, "_LEAST", 64)
+    monkeypatch.setattr(patch, "_PART", 16)
+    monkeypatch.setattr(patch, "_ALIGNED", 4)
+    monkeypatch.setattr(patch, "_has_same_bits", lambda *_: True)
 
 
 def assert_in_parts(model, length=4096):
@@ -79,7 +76,7 @@ def test_the_same_bits(padded, dtype):
     mask[1, :padded] = 0
     with torch.no_grad():
         found = model(input_ids=ids, attention_mask=mask).logits
-        with gemma4_compat.disabled(*PATCHES):
+        with gemma4_compat.disabled("sliding_prompt_attention"):
             usual = model(input_ids=ids, attention_mask=mask).logits
     assert torch.equal(found, usual) or not usual.isfinite().all()
 
@@ -88,8 +85,8 @@ def test_the_same_bits(padded, dtype):
 def test_a_gpu_with_other_bits(monkeypatch):
     """Then all scores are computed, as without the patch."""
     launch.reset(compiled=False)
-    monkeypatch.setattr(_sliding, "_ALIGNED", 1)
-    monkeypatch.setattr(_sliding, "require_equal", support.fails(KernelError("they differ")))
+    monkeypatch.setattr(patch, "_ALIGNED", 1)
+    monkeypatch.setattr(patch, "require_equal", support.fails(KernelError("they differ")))
     with torch.no_grad():
         model = make(window=WINDOW)
         assert max(keys_read(model.to("cuda", torch.bfloat16).eval(), 4096)) == 4096
@@ -110,7 +107,7 @@ def both(model, **inputs):
     """The logits with and without the patch."""
     with torch.no_grad():
         found = model(**inputs).logits
-        with gemma4_compat.disabled(*PATCHES):
+        with gemma4_compat.disabled("sliding_prompt_attention"):
             return found, model(**inputs).logits
 
 
@@ -151,12 +148,12 @@ def test_other_keys_than_those_of_a_part_are_not_read(short):
     mask[0, 0, :16, 3:9] = True
     mask[1, 0, 15, 30] = True
     mask[0, 0, 16:32, 99] = True
-    parts = _sliding._parts_of(mask)
+    parts = patch._parts_of(mask)
     assert [(k.start, k.stop) for _, k in parts] == [(0, 32), (96, 100), (96, 100), (96, 100)]
     assert [(q.start, q.stop) for q, _ in parts] == [(0, 16), (16, 32), (32, 48), (48, 64)]
-    assert _sliding._parts(torch.ones(1, 1, 64, 64, dtype=torch.bool), 64, 64) is None
-    assert _sliding._parts(mask.float(), 64, 100) is None
-    assert _sliding._parts(None, 64, 100) is None
+    assert patch._parts(torch.ones(1, 1, 64, 64, dtype=torch.bool), 64, 64) is None
+    assert patch._parts(mask.float(), 64, 100) is None
+    assert patch._parts(None, 64, 100) is None
 
 
 def test_with_gradients_it_stays_whole(short):
@@ -174,6 +171,30 @@ def test_a_cache_after_the_prompt(short):
     inputs = {"input_ids": ids_of(80, 2), "attention_mask": mask}
     for cache in (None, "static"):
         found = model.generate(**inputs, **options, cache_implementation=cache)
-        with gemma4_compat.disabled(*PATCHES):
+        with gemma4_compat.disabled("sliding_prompt_attention"):
             usual = model.generate(**inputs, **options, cache_implementation=cache)
         assert torch.equal(found, usual)
+
+
+@pytest.mark.regression("sliding_prompt_attention", r"reads 71 keys at once")
+def test_a_long_prompt_of_gemma3n(monkeypatch):
+    pretend(monkeypatch)
+    assert_in_parts(make(kind="gemma3n"), 71)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("sliding_prompt_attention", r"reads 4096 keys at once")
+def test_a_long_prompt_on_a_gpu_of_gemma3n():
+    assert_in_parts(make(kind="gemma3n", window=WINDOW).to("cuda", torch.bfloat16))
+
+
+@pytest.mark.regression("sliding_prompt_attention", r"reads 71 keys at once")
+def test_a_long_prompt_of_unified(monkeypatch):
+    pretend(monkeypatch)
+    assert_in_parts(make(kind="unified"), 71)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("sliding_prompt_attention", r"reads 4096 keys at once")
+def test_a_long_prompt_on_a_gpu_of_unified():
+    assert_in_parts(make(kind="unified", window=WINDOW).to("cuda", torch.bfloat16))

@@ -292,7 +292,7 @@ def products(nested=True, dtype=torch.bfloat16):
         original = original.__wrapped__
     weight, state = packed(700, 1536, nested=nested, dtype=dtype)
     row, multiply = torch.randn(1, 1536, device=GPU, dtype=dtype), one_row_4bit.matmul("patch")
-    with one_row_4bit.one_token("patch"):
+    with one_row_4bit.one_token():
         return multiply(original, row, weight.t(), state), original(row, weight.t(), state)
 
 
@@ -301,9 +301,9 @@ def updates():
 
     layer = layer_of(300, 1536)
     row, _ = inputs_of(layer)
-    with one_row_4bit.one_token("another patch"), gemma4_compat.disabled("one_row_lora"):
+    with one_row_4bit.one_token(), gemma4_compat.disabled("one_row_lora"):
         theirs = layer(row)
-    with one_row_4bit.one_token("another patch"):
+    with one_row_4bit.one_token():
         return layer(row), theirs
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine import Finding, Part, drifted, fixed_if
 from ...objects import View
 from ...runtime.kernels.replacing import plain
 from .._code import code_at, mentions
@@ -22,7 +22,7 @@ _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_for
 
 
 def replace(
-    patch: Patch,
+    part: Part,
     family: Family,
     applies: Callable[[Any, Any], bool],
     attention: Callable[..., Any],
@@ -30,7 +30,7 @@ def replace(
     """Register a probe, and the replacements for a family's attention layers.
 
     Args:
-        patch: The patch.
+        part: A part of the patch.
         family: The family of models.
         applies: Gets a layer and its hidden states [batch, tokens, width], on a GPU and without
             gradients; says whether ``attention`` is called.
@@ -38,7 +38,7 @@ def replace(
     """
     module, layer = family.module, f"{family.prefix}TextAttention"
 
-    @patch.probe
+    @part.probe
     def layer_looks_the_function_up() -> Finding:
         names = code_at(module, f"{layer}.forward").co_names
         if not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation", _EAGER} <= {*names}:
@@ -46,7 +46,7 @@ def replace(
         chosen = mentions(code_at(_SDPA, "sdpa_attention_forward"), "decod")
         return fixed_if(chosen, "transformers computes decode steps in another way")
 
-    @patch.around(module, f"{layer}.forward")
+    @part.around(module, f"{layer}.forward")
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
@@ -58,7 +58,7 @@ def replace(
             self = View(self, config=config, _attention=attention)
         return original(self, hidden_states, *args, **kwargs)
 
-    patch.around(module, _EAGER)(_eager)
+    part.around(module, _EAGER)(_eager)
 
 
 def _is_usual(config: Any, names: dict[str, Any]) -> bool:

@@ -13,11 +13,150 @@ prompts with padding and other implementations than ``sdpa`` stay as they are.
 
 from __future__ import annotations
 
-from .._families import GEMMA4
-from ._sliding import patch_of
+import threading
+import weakref
+from typing import Any
 
-PATCH = patch_of(
-    GEMMA4,
+from ...engine import Kind, Patch
+from ...runtime.kernels.launch import Family as Compared
+from ...runtime.kernels.streams import is_capturing
+from ...runtime.kernels.trials import pattern, require_equal
+from .._families import FAMILIES, former
+from ._sdpa import replace
+
+PATCH = Patch(
     name="sliding_prompt_attention",
+    kind=Kind.EXACT,
     symptom="Gemma 4 needs long for a prompt of 8,000 tokens, although most layers see only 512",
+    affects=(),
+    changes=(
+        "On a GPU, sliding layers compute a prompt of 4,096 tokens or more in parts, each with the "
+        "keys of its windows, if attn_implementation is sdpa, in bfloat16 or float16.  The first "
+        "prompt shows whether the GPU gives the same bits."
+    ),
+    unreported="PyTorch's scaled_dot_product_attention has no argument for a window.",
+    former=former("sliding_prompt_attention"),
 )
+
+#: Queries of a part, and the fewest of a prompt that is computed in parts.
+_PART, _LEAST = 1024, 4096
+_ALIGNED = 64  # keys at which a range begins and ends, for PyTorch's fast kernels
+_WORTH = 0.6  # of the scores, at most
+_LARGEST_HEAD = 256  # with larger ones, and in float32, the result differs by rounding
+
+_COMPARED = Compared("of sliding windows", "PyTorch computes all scores of long prompts")
+
+_thread = threading.local()  # .last: a reference to a mask, its version, and its ranges
+
+
+def _is_long_and_sliding(layer: Any, hidden_states: Any) -> bool:
+    return (
+        hidden_states.shape[1] >= _LEAST
+        and getattr(layer, "sliding_window", None) is not None
+        and not is_capturing(hidden_states.device)  # the CPU reads the ranges
+    )
+
+
+def _attention(
+    sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    parts = None
+    unusual = options.get("position_bias") is not None or options.get("cache") is not None
+    if not (unusual or options.get("dropout")):
+        parts = _parts(mask, query.shape[2], key.shape[2])
+    if parts is None or not _has_same_bits(sdpa, layer, query, options.get("scaling")):
+        return sdpa(layer, query, key, value, mask, **options)
+    return _in_parts(sdpa, layer, parts, query, key, value, mask, **options), None
+
+
+def _in_parts(
+    sdpa: Any, layer: Any, parts: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    import torch
+
+    outputs = [
+        sdpa(
+            layer,
+            query[:, :, queries],
+            key[:, :, keys],
+            value[:, :, keys],
+            mask[..., queries, keys],
+            **options,
+        )[0]
+        for queries, keys in parts
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+def _has_same_bits(sdpa: Any, layer: Any, query: Any, scaling: Any) -> bool:
+    """Whether this GPU computes the same in parts; compared once for heads of a kind."""
+    import torch
+
+    size, device = query.shape[3], query.device
+    if size > _LARGEST_HEAD or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    groups, window = layer.num_key_value_groups, layer.sliding_window
+
+    def compared() -> bool:
+        shapes = enumerate(((1, heads, _LEAST, size) for heads in (groups, 1, 1)), start=1)
+        q, k, v = (pattern(shape, query.dtype, device, seed) for seed, shape in shapes)
+        places = torch.arange(_LEAST, device=device)
+        before = places[:, None] - places
+        mask = ((before >= 0) & (before < window))[None, None]
+        options = {"dropout": 0.0, "scaling": scaling}
+        found = _in_parts(sdpa, layer, _parts_of(mask), q, k, v, mask, **options)
+        require_equal(found, sdpa(layer, q, k, v, mask, **options)[0])
+        return True
+
+    kind = device, query.dtype, size, groups, window, scaling
+    return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
+
+
+def _parts(mask: Any, queries: int, keys: int) -> list[tuple[slice, slice]] | None:
+    """The parts of queries, and their ranges of keys; ``None`` if they are not worth it."""
+    import torch
+
+    if (
+        type(mask) is not torch.Tensor
+        or mask.dtype != torch.bool
+        or mask.ndim != 4
+        or tuple(mask.shape[2:]) != (queries, keys)
+    ):
+        return None
+    version = None if mask.is_inference() else mask._version
+    last = getattr(_thread, "last", None)
+    if last is not None and last[0]() is mask and last[1] == version is not None:
+        return last[2]  # type: ignore[no-any-return]
+    parts: list[tuple[slice, slice]] | None = _parts_of(mask)
+    scores = sum((q.stop - q.start) * (k.stop - k.start) for q, k in parts or ())
+    if scores > _WORTH * queries * keys or not mask.any(-1).all():  # padding has other values
+        parts = None
+    _thread.last = weakref.ref(mask), version, parts
+    return parts
+
+
+def _parts_of(mask: Any) -> list[tuple[slice, slice]]:
+    import torch
+
+    queries, keys = mask.shape[2:]
+    starts = range(0, queries, _PART)
+    seen = [mask[:, :, start : start + _PART].flatten(0, 2).any(0) for start in starts]
+    numbers = torch.arange(keys, device=mask.device)
+    ranges = torch.stack(
+        [
+            torch.stack(
+                [torch.where(each, numbers, keys).amin(), torch.where(each, numbers, -1).amax()]
+            )
+            for each in seen
+        ]
+    ).tolist()
+    parts = []
+    for start, (first, last) in zip(starts, ranges, strict=True):
+        begin = min(first, keys - 1) // _ALIGNED * _ALIGNED  # a part of padding gets some keys, too
+        end = min(-(-(max(last, begin) + 1) // _ALIGNED) * _ALIGNED, keys)
+        parts.append((slice(start, min(start + _PART, queries)), slice(begin, end)))
+    return parts
+
+
+for family in FAMILIES:
+    replace(PATCH.part(family.name, family.requirement), family, _is_long_and_sliding, _attention)

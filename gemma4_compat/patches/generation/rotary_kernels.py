@@ -1,4 +1,4 @@
-"""The rotary embedding of Gemma 4 has five kernels, and runs twice in each layer.
+"""A rotary embedding has five kernels, and there are two in each layer.
 
 For queries and for keys of each layer, transformers multiplies twice, negates, concatenates and
 adds, each in a kernel of its own.  These are 250 kernels and 200 views for each token of E2B, and
@@ -10,11 +10,47 @@ The fix does the same in one kernel if no gradients are needed, with the same bi
 
 from __future__ import annotations
 
-from .._families import GEMMA4
-from ._rotary import patch_of
+from ...engine import Finding, Kind, Part, Patch, drifted, fixed_if
+from ...runtime.kernels.rotary import in_one_kernel
+from .._code import code_at
+from .._families import FAMILIES, Family, former
 
-PATCH = patch_of(
-    GEMMA4,
+PATCH = Patch(
     name="rotary_kernels",
+    kind=Kind.EXACT,
     symptom="generate is slow on a GPU: rotary embeddings of E2B launch 250 kernels for a token",
+    affects=("transformers>=5.11",),
+    changes=(
+        "On a GPU and without gradients, rotary embeddings run in one kernel, which was compared "
+        "with those of transformers."
+    ),
+    note=(
+        "Releases before 5.11 keep a reference to the function itself, for kernels of the Hub, "
+        "so it is not replaced there."
+    ),
+    unreported="The code is right as it is.",
+    former=former("rotary_kernels"),
 )
+
+_NAME = "apply_rotary_pos_emb"
+#: The names that its code uses.
+_USED = {"unsqueeze", "rotate_half"}
+
+
+def mend(part: Part, family: Family) -> None:
+    """Register the probe and the replacement for the function of a family's module."""
+
+    @part.probe
+    def it_has_many_kernels() -> Finding:
+        """The values are compared at the first call."""
+        code = code_at(family.module, _NAME)
+        arguments = code.co_varnames[: code.co_argcount]
+        if arguments != ("x", "cos", "sin", "unsqueeze_dim"):
+            return drifted(f"{_NAME} has the arguments {', '.join(arguments)}")
+        return fixed_if({*code.co_names} != _USED, f"{_NAME} has other kernels")
+
+    part.replaces(family.module, _NAME)(in_one_kernel)
+
+
+for each in FAMILIES:
+    mend(PATCH.part(each.name), each)

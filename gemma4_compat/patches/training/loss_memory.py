@@ -15,12 +15,52 @@ another loss function, everything stays as it is.
 
 from __future__ import annotations
 
-from .._families import GEMMA4
-from ._loss_memory import patch_of
+from typing import Any
 
-PATCH = patch_of(
-    GEMMA4,
+from ...engine import Finding, Kind, Part, Patch, fixed_if
+from ...runtime import logits
+from .._code import code_at
+from .._families import FAMILIES, Family, former
+
+PATCH = Patch(
     name="loss_memory",
+    kind=Kind.MEMORY,
     symptom="torch.OutOfMemoryError in the loss of a training step, although the model is small",
+    affects=("accelerate",),
+    changes=(
+        "A forward with labels computes logits and loss for some tokens at a time.  outputs.logits "
+        "is computed when it is read."
+    ),
     links=("https://github.com/linkedin/Liger-Kernel/issues/1308",),
+    former=former("loss_memory"),
 )
+
+
+def mend(part: Part, family: Family) -> None:
+    """Register the probe and the replacements for a family's classes with a head."""
+    module, prefix = family.module, family.prefix
+
+    @part.probe
+    def forward_computes_all_logits() -> Finding:
+        code = code_at(module, f"{prefix}ForConditionalGeneration.forward")
+        return fixed_if("lm_head" not in code.co_names, "the forward does not call lm_head")
+
+    @part.around(module, f"{prefix}ForConditionalGeneration.forward")
+    @part.around(module, f"{prefix}ForCausalLM.forward")
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return logits.lazily(original, self, *args, **kwargs)
+
+
+@PATCH.around("accelerate.utils.operations", "convert_to_fp32")
+def convert_to_fp32(original: Any, tensor: Any) -> Any:
+    return logits.in_float32(original, tensor)
+
+
+@PATCH.around("torch.nn.parallel.distributed", "_find_tensors")
+@PATCH.around("torch.nn.parallel.distributed", "_tree_flatten_with_rref")
+def in_ddp(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return logits.in_ddp(original, *args, **kwargs)
+
+
+for each in FAMILIES:
+    mend(PATCH.part(each.name, each.requirement), each)

@@ -12,7 +12,7 @@ captured step are equal bit for bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from .trials import maxima_of, pattern, require_near, values_of
 
 FAMILY = Family("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
 
-_thread = threading.local()  # .patch: that of this thread's one-token forward
+_thread = threading.local()  # .one_token: whether this thread runs a one-token forward
 _FILE = Path(__file__).with_suffix(".cu")
 
 _LANES = 16  # threads that share rows
@@ -40,41 +40,34 @@ _SHARED = 48 << 10, 96 << 10  # bytes of a block
 
 
 @contextmanager
-def one_token(patch: object) -> Iterator[None]:
-    """In this context, this thread runs a one-token forward, whose products are a patch's."""
-    outside = patch_of_forward()
+def one_token() -> Iterator[None]:
+    """In this context, this thread runs a one-token forward of a text model."""
+    outside = in_one_token()
     try:
-        _thread.patch = patch
+        _thread.one_token = True
         yield
     finally:
-        _thread.patch = outside
+        _thread.one_token = outside
 
 
-def patch_of_forward() -> object:
-    """The patch of this thread's one-token forward; ``None`` if it runs none."""
-    return getattr(_thread, "patch", None)
+def in_one_token() -> bool:
+    """Whether this thread runs a one-token forward of a text model."""
+    return getattr(_thread, "one_token", False)
 
 
-def in_forward(patch: object) -> Callable[..., Any]:
-    """What a patch puts in place of a text model's forward.
+def in_forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A text model's forward; with one token, this thread multiplies in the kernel."""
+    import torch
 
-    With one token, this thread multiplies in the kernel, by this patch's ``matmul``.
-    """
-
-    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if (
-            torch.compiler.is_compiling()
-            or not _is_one_token(*args, **kwargs)
-            or not is_ours(self)
-            or torch.jit.is_tracing()
-        ):
-            return original(self, *args, **kwargs)
-        with one_token(patch):
-            return original(self, *args, **kwargs)
-
-    return forward
+    if (
+        torch.compiler.is_compiling()
+        or not _is_one_token(*args, **kwargs)
+        or not is_ours(self)
+        or torch.jit.is_tracing()
+    ):
+        return original(self, *args, **kwargs)
+    with one_token():
+        return original(self, *args, **kwargs)
 
 
 def _is_one_token(input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **others: Any) -> bool:
@@ -86,24 +79,16 @@ def _is_one_token(input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **o
     return bool(inputs.numel() == (inputs.shape[-1] if input_ids is None else 1))
 
 
-def matmul(patch: object) -> Callable[..., Any]:
-    """What a patch puts in place of ``bitsandbytes.matmul_4bit``.
+def matmul(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+    """``bitsandbytes.matmul_4bit``; in a one-token forward, the kernel multiplies if it can."""
+    import torch
 
-    In a one-token forward, the kernel multiplies if it can.  A hook of accelerate keeps calling
-    the patch's forward after the patch is disabled, so another patch must not multiply for it.
-    """
-
-    def multiply(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if not (torch.compiler.is_compiling() or args or kwargs.get("bias") is not None):
-            if patch_of_forward() is patch and kwargs.get("out") is None:
-                output = product(original, A, B, quant_state)
-                if output is not None:
-                    return output
-        return original(A, B, quant_state, *args, **kwargs)
-
-    return multiply
+    if not (torch.compiler.is_compiling() or args or kwargs.get("bias") is not None):
+        if in_one_token() and kwargs.get("out") is None:
+            output = product(original, A, B, quant_state)
+            if output is not None:
+                return output
+    return original(A, B, quant_state, *args, **kwargs)
 
 
 def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import compiler
 from .launch import Family
-from .one_row_4bit import patch_of_forward
+from .one_row_4bit import in_one_token
 from .replacing import current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_near
 
@@ -51,7 +51,7 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
         adapter = None
         if (
             not (is_compiling() or args or kwargs)
-            and patch_of_forward() is not None
+            and in_one_token()
             and is_usual
             and type(self) is bnb.Linear4bit
         ):

@@ -1,24 +1,16 @@
-"""Images give the same logits with a static cache in Gemma 4 unified.
-
-See test_sliding_cache_layers for the tolerance.
-"""
+"""A tiny Gemma 4 unified model whose image tokens attend to each other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
-from tests.patches.test_sliding_cache_layers import TOLERANCE
-
-pytest.importorskip("transformers.models.gemma4_unified")
-CHUNKS_WORK = Version(transformers.__version__) >= Version("5.23")
-IMAGE_TOKEN = 501
+_IMAGE = 501
 
 
 @pytest.fixture
-def model():
+def unified_model():
+    pytest.importorskip("transformers.models.gemma4_unified")
     from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
 
     config = Gemma4UnifiedConfig(
@@ -47,7 +39,7 @@ def model():
             "mm_posemb_size": 16,
         },
         audio_config={"audio_embed_dim": 128},
-        image_token_id=IMAGE_TOKEN,
+        image_token_id=_IMAGE,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,12 +50,12 @@ def model():
     return model.eval()
 
 
-def generated(model, image=True, **options):
-    ids = torch.tensor([[2, 7, 8, 9, *[IMAGE_TOKEN if image else 9] * 4, 10, 11, 12, 13]])
+def unified_generated(model, image=True, **options):
+    ids = torch.tensor([[2, 7, 8, 9, *[_IMAGE if image else 9] * 4, 10, 11, 12, 13]])
     inputs = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+        "mm_token_type_ids": (ids == _IMAGE).long(),
     }
     if image:
         generator = torch.Generator().manual_seed(1)
@@ -79,25 +71,3 @@ def generated(model, image=True, **options):
         return_dict_in_generate=True,
     )
     return torch.stack(output.logits)
-
-
-def assert_as_dynamic(found, expected):
-    worst = (found - expected).abs().max().item()
-    assert worst <= TOLERANCE, f"static and dynamic logits differ by up to {worst:.3g}"
-
-
-@pytest.mark.regression(
-    "unified_static_cache_image_mask", r"static and dynamic logits differ by up to"
-)
-@pytest.mark.parametrize("size", [None, 4])
-def test_an_image(model, size):
-    if (size is not None) is not CHUNKS_WORK:
-        pytest.skip("the bug is left in chunked prefill alone, which images do not survive before")
-    options = {} if size is None else {"prefill_chunk_size": size}
-    found = generated(model, cache_implementation="static", **options)
-    assert_as_dynamic(found, generated(model))
-
-
-def test_text(model):
-    found = generated(model, image=False, cache_implementation="static")
-    assert_as_dynamic(found, generated(model, image=False))
