@@ -128,7 +128,7 @@ WITHOUT_TARGET = ("ADAPTION_PROMPT",)
 ACTIONS = (
     "create", "forward", "disable", "save", "train",
     "load", "resave", "second", "delete", "merge", "merge&unload", "save merged", "unload",
-    "native load", "native add", "mixed",
+    "native load", "native add",
 )  # fmt: skip
 
 
@@ -551,13 +551,6 @@ def native_add(m):
     return {**found, "logits": m.logits()}
 
 
-def mixed(m):
-    from peft import PeftMixedModel
-
-    m.model = PeftMixedModel.from_pretrained(m.base, m.row.adapters[0])
-    return {"logits": m.logits(), "again": m.logits()}
-
-
 #: The first action of each session makes the model; each of the others starts with that model.
 SESSIONS = (
     (("create", create), ("forward", forward), ("disable", disable), ("save", save),
@@ -566,7 +559,6 @@ SESSIONS = (
      ("merge&unload", merge_and_unload), ("save merged", save_merged)),
     (("native load", native_load),),
     (("native add", native_add),),
-    (("mixed", mixed),),
 )  # fmt: skip
 MAKES_ADAPTERS = "create"
 

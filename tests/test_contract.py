@@ -569,8 +569,11 @@ def test_installed_twice(libraries):
 
 def test_one_line_a_patch_and_no_warning(libraries):
     found = worker("shim_first")
-    applied = [name for name, (state, _) in found["states"].items() if state == "applied"]
-    assert sorted(found["log"]) == sorted(["INFO", f"{name}: applied"] for name in applied)
+    applied = {name for name, (state, _) in found["states"].items() if state == "applied"}
+    lines = [line for _, line in found["log"]]
+    assert len({*lines}) == len(lines)
+    assert {level for level, _ in found["log"]} == {"INFO"}
+    assert {line.partition(" (")[0].removesuffix(": applied") for line in lines} == applied
 
 
 def test_functions_look_like_the_originals(affected):

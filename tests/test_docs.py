@@ -176,13 +176,12 @@ def commands():
 def files(tmp_path_factory):
     """The folders and files that the commands name, as far as their arguments are checked."""
     folder = tmp_path_factory.mktemp("files")
-    for model in ("gemma-4-E4B-it", *(f"google/gemma-4-{size}-it" for size in ("E4B", "31B"))):
+    for model in ("gemma-4-E4B-it", "google/gemma-4-E4B-it"):
         (folder / model).mkdir(parents=True)
         (folder / model / "config.json").write_text('{"model_type": "gemma4"}')
-    for name in ("my-lora", "my-lora-vllm"):
-        (folder / name).mkdir()
-        (folder / name / "adapter_config.json").write_text("{}")
-        (folder / name / "adapter_model.safetensors").touch()
+    (folder / "my-lora").mkdir()
+    (folder / "my-lora" / "adapter_config.json").write_text("{}")
+    (folder / "my-lora" / "adapter_model.safetensors").touch()
     (folder / "my-map.json").write_text('{"": 0}')
     return folder
 

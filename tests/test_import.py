@@ -162,7 +162,7 @@ def test_switches():
         ("GEMMA4_COMPAT_SPEED", "0", "host_embedding", "captured_decoding"),
         ("GEMMA4_COMPAT_MEMORY", "0", "captured_decoding", "host_embedding"),
         ("GEMMA4_COMPAT_ADAPTERS", "0", "captured_decoding", "peft_redispatch"),
-        ("GEMMA4_COMPAT", "only:mixed_model_merge", "peft_redispatch", "captured_decoding"),
+        ("GEMMA4_COMPAT", "only:peft_redispatch", "offloaded_tie_check", "captured_decoding"),
         ("GEMMA4_COMPAT", "only:speed", "offload_streaming", "peft_redispatch"),
     ],
 )

@@ -338,7 +338,7 @@ def _fitted(
         architecture=type(base.model).__name__,
         loads=loads,
         needs=tuple(name for name, needed in needs.items() if needed and needs_patch(name)),
-        groups=merged_groups(groups),
+        groups=_merged_groups(groups),
         unchecked=unchecked,
         condition=_DEQUANTIZED if base.method == COMPRESSED and adapted_layers else "",
     )
@@ -355,7 +355,7 @@ def _is_zero(path: str, keys: Collection[_Key]) -> bool:
         return not any(file.get_tensor(name).any() for name in names)
 
 
-def merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
+def _merged_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     merged: dict[tuple[str, str], Group] = {}
     for group in groups:
         first = merged.get((group.kind, group.reason))

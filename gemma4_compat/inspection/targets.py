@@ -34,7 +34,7 @@ _SETTINGS = (
     "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
 #: entries of adapter_config.json, and those that count where no pattern matches
-PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _SUPPORTED, _PATCHED = "supported", "needs the patch clippable_linear"
 _REFUSED = "NOT supported by LoRA"
 _WRAPS = "With clippable_linear (import gemma4_compat first) the adapter wraps the layer inside."
@@ -235,7 +235,7 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
     from peft.tuners import tuners_utils
 
     given = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    patterns = [name for which in PATTERNS for name in settings.get(which) or ()]
+    patterns = [name for which in _PATTERNS for name in settings.get(which) or ()]
     for each in (given.get("target_modules"), given.get("exclude_modules"), *patterns):
         if isinstance(each, str):
             check_expression(each)
@@ -254,34 +254,19 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
     return [name for name in base.modules if matches(name)]
 
 
-def looked_up(config: Mapping[str, Any], which: str, *layers: str) -> Any:
-    """The rank or alpha of a layer as PEFT and vLLM look it up, by the first name that matches."""
-    pattern, default = config.get(which) or {}, config.get(PATTERNS[which])
-    if not pattern:  # without patterns, PEFT need not be installed
-        return default
-    from peft.utils.other import get_pattern_key
-
-    keys = (get_pattern_key(pattern, layer) for layer in layers)
-    return next((pattern[key] for key in keys if key in pattern), default)
-
-
-def in_peft(layer: str, config: Mapping[str, Any]) -> str:
-    """The name by which PEFT knew a layer: that of its wrapper, unless the layer was a target."""
-    targets = config.get("target_modules") or ()
-    names = (rf"(.*\.)?{re.escape(each)}" for each in targets)
-    patterns = (targets,) if isinstance(targets, str) else names
-    is_target = any(re.fullmatch(pattern, layer) for pattern in patterns)
-    return layer if is_target else layer.removesuffix(".linear")
-
-
 def pinned(config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """The config in which layers with new names keep the rank and the alpha of their old names."""
+    from peft.utils.other import get_pattern_key
+
     changed = dict(config)
-    for which in PATTERNS if any(map(config.get, PATTERNS)) else ():
-        kept = {name: looked_up(config, which, *was) for name, was in names.items() if name}
+    for which, default in _PATTERNS.items() if any(map(config.get, _PATTERNS)) else ():
+        pattern = config.get(which) or {}
+        kept = {}
+        for name, was in names.items():
+            keys = (get_pattern_key(pattern, layer) for layer in was)
+            kept[name] = next((pattern[k] for k in keys if k in pattern), config.get(default))
         kept = {name: value for name, value in kept.items() if value is not None}
-        # the first that matches counts
-        changed[which] = {**kept, **(config.get(which) or {})}
+        changed[which] = {**kept, **pattern}  # the first that matches counts
     return changed
 
 

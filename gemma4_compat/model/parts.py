@@ -111,11 +111,11 @@ def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
     for name, module in modules.items():
         if type(module).__name__.endswith("Experts"):
             for own, parameter in module.named_parameters(recurse=False):
-                if len(shape_of(parameter)) == 3:
+                if len(_shape_of(parameter)) == 3:
                     yield f"{name}.{own}"
 
 
-def shape_of(parameter: Any) -> tuple[int, ...]:
+def _shape_of(parameter: Any) -> tuple[int, ...]:
     """The shape of a parameter's values, also if they are packed in 4 bits."""
     shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
     return tuple(parameter.shape if shape is None else shape)

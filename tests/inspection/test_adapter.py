@@ -13,7 +13,6 @@ from safetensors.torch import load, save_file
 import gemma4_compat
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
-from gemma4_compat.inspection.served import check_served
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests import damage
 from tests.files.test_checkpoint import header_only
@@ -713,9 +712,8 @@ def test_targets_that_are_no_expression(adapter_dir, model_dir, tmp_path):
     patterns = {"rank_pattern": {"(q_proj": 2}, "alpha_pattern": {"(q_proj": 2}}
     for entry, value in (expressions | patterns).items():
         folder = changed(adapter_dir, tmp_path, **{entry: value})
-        for inspect in (inspect_adapter, check_served):
-            with pytest.raises(InputError, match=r"'\(q_proj' is not a regular expression"):
-                inspect(folder, model_dir)
+        with pytest.raises(InputError, match=r"'\(q_proj' is not a regular expression"):
+            inspect_adapter(folder, model_dir)
 
 
 def test_command_names_what_is_wrong(adapter_dir, model_dir, tmp_path, capsys):

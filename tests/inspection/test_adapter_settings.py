@@ -8,7 +8,6 @@ from safetensors.torch import load
 
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
-from gemma4_compat.inspection.served import check_served
 from gemma4_compat.tiny import image_inputs
 from tests.inspection.test_adapter import WEIGHTS, changed, counts, reasons
 from tests.support import load_model
@@ -198,20 +197,6 @@ def test_verdict_is_what_peft_does(model_dir, tmp_path, name):
     found = (fit.loads, counts(fit, "ignored"), counts(fit, "missing"), counts(fit, "no effect"))
     assert (found, refused) == (does, 0), f"{fit.verdict} {reasons(fit)}"
     assert fit.ok == (does[1:] == (0, 0, 0))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_vllm_applies_what_peft_applies(model_dir, tmp_path, name):
-    """vLLM reads no ``target_modules``: it is said where PEFT ignores a tensor or raises."""
-    folder = made(model_dir, tmp_path, name)
-    does = peft_does(model_dir, folder)
-    if isinstance(does, str) and "and an expression" in name:
-        with pytest.raises(InputError, match="PEFT refuses the adapter's config"):
-            check_served(folder, model_dir)
-        return
-    found = check_served(folder, model_dir)
-    if isinstance(does, str) or does[1]:
-        assert not found.ok, f"PEFT {does}"
 
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]

@@ -339,14 +339,13 @@ def ours(caplog):
     return [record for record in caplog.records if record.name.startswith("gemma4_compat")]
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])
-def test_another_adapter_is_set_while_one_is_merged(model_dir, mixed, tmp_path):
+def test_another_adapter_is_set_while_one_is_merged(model_dir, tmp_path):
     """PEFT unmerges the first one, from the offloaded weights as well."""
     from peft import LoraConfig, get_peft_model
 
     def switched(base):
         config = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|o|up)_proj")
-        model = get_peft_model(base, config, adapter_name="a", mixed=mixed)
+        model = get_peft_model(base, config, adapter_name="a")
         model.add_adapter("b", config)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -435,15 +434,33 @@ def test_models_without_a_device_map_are_loaded_as_ever(language_adapter_dir, mo
     assert not hasattr(model, "hf_device_map")
 
 
-def test_mixed_models_keep_their_hooks(model_dir, adapter_dir, tmp_path):
+def test_mixed_models_are_left_to_peft(model_dir, adapter_dir, tmp_path):
+    """PEFT raises, instead of an offload that is gone without an error."""
     from peft import PeftMixedModel
 
-    one = PeftMixedModel.from_pretrained(load_model(model_dir), adapter_dir).eval()
     model = split(load_model(model_dir), tmp_path)
-    before = fingerprint(model, tmp_path)
-    model = PeftMixedModel.from_pretrained(model, adapter_dir).eval()
-    assert_untouched(model, before, tmp_path)
-    assert_same(logits(model), logits(one))
+    with pytest.raises(AttributeError, match="_update_offload"):
+        PeftMixedModel.from_pretrained(model, adapter_dir)
+
+
+def test_the_way_round_for_mixed_models(model_dir, language_adapter_dir, tmp_path):
+    """One adapter is created, and the other is loaded; both are merged in place."""
+    from peft import LoHaConfig, get_peft_model
+
+    def merged(base):
+        torch.manual_seed(0)
+        config = LoHaConfig(r=4, target_modules=["up_proj"], init_weights=False)
+        model = get_peft_model(base, config, "loha", mixed=True)
+        model.load_adapter(language_adapter_dir, "lora")
+        model.set_adapter(["loha", "lora"])
+        yield logits(model.eval(), ("text",))
+        model.base_model.merge_adapter()
+        yield logits(model.unload(), ("text",))
+
+    model = split(load_model(model_dir), tmp_path, {LAYER: "disk", "": "cpu"})
+    for found, expected in zip(merged(model), merged(load_model(model_dir)), strict=True):
+        assert_same(found, expected)
+    assert offloaded(model)
 
 
 @pytest.mark.parametrize("name", ["kasa", "unilora"])

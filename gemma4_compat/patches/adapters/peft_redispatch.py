@@ -48,11 +48,11 @@ PATCH = Patch(
         "offloaded_tie_check",
     ),
     changes=(
-        "PEFT's from_pretrained and load_adapter no longer change the placement of a model that "
-        "has hf_device_map.  They ignore device_map, max_memory, offload_dir, offload_folder and "
-        "offload_buffers with a warning.  (For a base model without a device map, PEFT itself "
-        "ignores these arguments, without a warning.)  Adapters of offloaded layers are created, "
-        "run and merged on the layer's execution device."
+        "PeftModel's from_pretrained and load_adapter no longer change the placement of a model "
+        "that has hf_device_map.  They ignore device_map, max_memory, offload_dir, "
+        "offload_folder and offload_buffers with a warning.  (For a base model without a device "
+        "map, PEFT itself ignores these arguments, without a warning.)  Adapters of offloaded "
+        "layers are created, run and merged on the layer's execution device."
     ),
     links=(
         "https://github.com/huggingface/peft/issues/3169",
@@ -72,7 +72,6 @@ def load_adapter_dispatches() -> Finding:
 
 
 @PATCH.around("peft.peft_model", "PeftModel.from_pretrained")
-@PATCH.around("peft.mixed_model", "PeftMixedModel.from_pretrained")
 def from_pretrained(
     original: Any, cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -85,6 +84,10 @@ def from_pretrained(
 
 @PATCH.around("peft.peft_model", "PeftModel.load_adapter")
 def peft_load_adapter(original: Any, self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    from peft import PeftModel
+
+    if not isinstance(self, PeftModel):  # a PeftMixedModel: PEFT has removed its hooks by now
+        return original(self, model_id, *args, **kwargs)
     if not is_dispatched(self):
         _warn_of_placement(
             "load_adapter", kwargs,
@@ -124,7 +127,6 @@ def inject_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @PATCH.around("peft.tuners.tuners_utils", "set_adapter")
-@PATCH.around("peft.tuners.mixed.model", "MixedModel.set_adapter")
 def set_adapter(original: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT unmerges merged layers here, and does not onload their weights, as elsewhere."""
     model = args[0] if args else kwargs["model"]
