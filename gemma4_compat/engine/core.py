@@ -84,7 +84,7 @@ class _Record:
 class Engine:
     """Arms, applies and undoes a fixed set of patches in this process.
 
-    If several patches replace the same attribute, they are stacked in the order of ``patches``,
+    If several patches replace the same attribute, they are around it in the order of ``patches``,
     whatever the order in which they are applied.  ``floors`` holds the oldest supported version of
     each library, whose distribution and module have one name: no patch is applied to an older one.
     ``newest`` holds the newest measured version: the status names a later one.
@@ -383,14 +383,13 @@ class Engine:
     def _apply(self, record: _Record) -> None:
         """Run the probe, then put all replacements in place, or none."""
         try:
-            self._rearm(self._stack.make_room(record.layer))
             finding = self._run_probe(record)
             if finding.verdict is not Verdict.BROKEN:
                 state = State.FIXED if finding.verdict is Verdict.FIXED else State.DRIFTED
                 return self._set(record, state, finding.reason)
             for name in record.layer.names:
                 look_up(name)
-            record.layer.put()
+            self._stack.put(record.layer)
         except Mismatch as error:
             return self._set(record, State.DRIFTED, str(error))
         except Exception as error:
@@ -410,19 +409,16 @@ class Engine:
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
     def _take_off(self, records: Iterable[_Record]) -> None:
-        self._rearm(self._stack.take_off(record.layer for record in records))
+        """Undo patches, and arm them.  The caller may set another state afterwards."""
+        removed = self._stack.take_off([record.layer for record in records])
+        for record in self._records:
+            if record.layer in removed:
+                record.state, record.unwanted = State.ARMED, False
 
     def _count_kept(self) -> None:
         for record in self._records:
             if record.state in (State.DISABLED, State.BLOCKED) and record.layer.made:
                 record.kept = record.layer.references()
-
-    def _rearm(self, layers: Iterable[Layer]) -> None:
-        """Arm patches whose layers were taken off.  The caller may set another state afterwards."""
-        removed = [*layers]
-        for record in self._records:
-            if record.layer in removed:
-                record.state, record.unwanted = State.ARMED, False
 
     # -- what patches require of each other ---------------------------------------------------
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
-import itertools
-import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -44,63 +42,152 @@ class Target(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """One replaced attribute: its place, its value before, and the value that we set."""
+    """One of the functions around an attribute: the place that names it, and what is below it."""
 
     place: Replacement
-    target: Target
-    before: Any
-    after: Any
-    #: whether a module may refer to the original under another name, as after ``from x import f``
-    is_shared: bool
+    slot: Slot
+    #: the attribute's value without this entry and those around it
+    raw: Any = None
+    #: the function that this entry puts around that
+    replacement: Any = None
+    #: collects a reference to each function that this entry ever put in place
+    made: list[weakref.ref[Any]] = field(default_factory=list)
+    order: int = 0
+
+    @property
+    def target(self) -> Target:
+        return Target(self.slot.owner, self.slot.name, self.raw)
 
     @property
     def original(self) -> Any:
         """The function that was replaced."""
-        return self.target.function
+        return _unwrap(self.raw)[0]
 
     @property
-    def replacement(self) -> Any:
-        """The function that replaced it."""
-        return _unwrap(self.after)[0]
+    def before(self) -> Any:
+        """The owner's own value without this entry; absent if it is inherited."""
+        is_lowest = self.slot.entries[:1] == [self]
+        return self.slot.before if is_lowest else self.raw
 
-    def now(self) -> Any:
-        """The attribute's present value: after a reload of its module, that of the new code."""
+    @property
+    def is_changed(self) -> bool:
+        """Whether other code changed the attribute; after a reload, its module has new code."""
         try:
-            return resolve(self.place).raw
+            now = resolve(self.place).raw
         except Mismatch:
-            return vars(self.target.owner).get(self.target.name, _ABSENT)
+            now = vars(self.slot.owner).get(self.slot.name, _ABSENT)
+        return now is not self.slot.value
 
-    def write(self) -> None:
-        owner, name, raw = self.target
-        setattr(owner, name, self.after)
-        if self.is_shared:
-            _rebind(raw, self.after)
+    @property
+    def value(self) -> Any:
+        """The attribute's value with this entry and those below it."""
+        return _unwrap(self.raw)[1](self.replacement)
 
-    def restore(self) -> None:
-        """Restore the original, except where other code has changed the attribute since."""
-        owner, name, raw = self.target
-        if vars(owner).get(name) is self.after:
-            if self.before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, self.before)
-        if isinstance(owner, types.ModuleType):
-            _rebind(self.after, raw)
+    def wrap(self, raw: Any) -> Any:
+        """The attribute's value with this entry around ``raw``."""
+        function, rewrap = _unwrap(raw)
+        if not isinstance(function, types.FunctionType):
+            raise Mismatch(f"{self.place} is a {type(function).__name__}, not a function")
+        new = self.place.factory(function)
+        # isinstance() is true for a wrapt proxy, too, which torch.compile would leave out.
+        if type(new) is not types.FunctionType:
+            raise TypeError(f"the factory of {self.place} returned no plain function: {type(new)}")
+        if not takes_all_calls_of(function, new):
+            parameters = ", ".join(inspect.signature(function).parameters)
+            raise Mismatch(f"{self.place} has other parameters than expected: {parameters}")
+        owner, name = self.slot.owner, self.slot.name
+        if isinstance(owner, type) and self.slot.before is _ABSENT:
+            # pickle stores a reference by name: it must name this class, not the one inherited from
+            new.__module__, new.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        _OURS.add(new)
+        self.made.append(weakref.ref(new))
+        self.raw, self.replacement = raw, new
+        return rewrap(new)
 
     def keepers(self) -> set[int]:
         """The ids of the objects that may keep referring to the original.
 
         These are the staticmethod or classmethod around it, the namespace of the class that it is
-        inherited from, and its own closure, if a decorator's wrapper refers to itself.
+        inherited from, its own closure, if a decorator's wrapper refers to itself, and former
+        replacements.
         """
-        owner, _, raw = self.target
         closure = getattr(self.original, "__closure__", None) or ()
-        inherited = owner.__mro__ if isinstance(owner, type) and self.before is _ABSENT else ()
+        owner, is_inherited = self.slot.owner, self.before is _ABSENT
+        inherited = owner.__mro__ if isinstance(owner, type) and is_inherited else ()
         namespaces = (each for cls in inherited for each in gc.get_referents(vars(cls)))
-        return {id(raw), *map(id, closure), *map(id, namespaces)}
+        former = (each for f in list(_OURS) for each in (vars(f), *(f.__closure__ or ())))
+        return {id(self.raw), *map(id, (*closure, *namespaces, *former))}
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+class Slot:
+    """An attribute that is replaced: its original, and the entries around it, from the inside."""
+
+    def __init__(self, target: Target) -> None:
+        self.owner, self.name, self.value = target
+        self.before = vars(self.owner).get(self.name, _ABSENT)
+        self.entries: list[Entry] = []
+        self.is_set = False
+        self._original = self.value
+
+    @property
+    def original(self) -> Any:
+        """The attribute's value without the entries; on a class, it may be inherited."""
+        if self.before is _ABSENT and isinstance(self.owner, type):
+            namespaces = (vars(base) for base in self.owner.__mro__[1:])
+            return next((own[self.name] for own in namespaces if self.name in own), self._original)
+        return self._original
+
+    def holds(self, target: Target) -> bool:
+        """Whether this is the slot of an attribute, or of the same function in another module."""
+        owner, name, raw = target
+        if raw is not self.value:
+            return False
+        both = isinstance(owner, types.ModuleType) and isinstance(self.owner, types.ModuleType)
+        return both or (owner is self.owner and name == self.name)
+
+    def inherits(self, other: Slot) -> bool:
+        """Whether its original is the value of another slot."""
+        owner = self.owner
+        is_below = isinstance(owner, type) and other.owner in owner.__mro__[1:]
+        return self.before is _ABSENT and is_below and self.name == other.name
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether other code changed the attribute since it was set."""
+        return any(entry.is_changed for entry in self.entries)
+
+    def rebuild(self, first: int = 0) -> tuple[Any, Any] | None:
+        """Put the entries from this one on around those before it, and set the attribute.
+
+        Returns the values before and after, if another module may have the first one, too.
+
+        Raises:
+            Exception: A factory failed; then nothing was changed.
+        """
+        value = self.entries[first - 1].value if first else self.original
+        before = [(entry, entry.raw, entry.replacement) for entry in self.entries[first:]]
+        try:
+            for entry in self.entries[first:]:
+                value = entry.wrap(value)
+        except BaseException:
+            for entry, raw, replacement in before:
+                entry.raw, entry.replacement = raw, replacement
+            raise
+        is_shared = isinstance(self.owner, types.ModuleType) and (
+            not self.entries or _references(self) > _references_of_a_module(self.is_set)
+        )
+        old, self.value = self.value, value
+        if self.is_set and vars(self.owner).get(self.name, _ABSENT) is not old:
+            pass  # other code changed it since
+        elif self.entries or self.before is not _ABSENT:
+            setattr(self.owner, self.name, value)
+        else:
+            delattr(self.owner, self.name)
+        self.is_set = bool(self.entries)
+        return (old, value) if is_shared and old is not value else None
 
 
 def resolve(replacement: Replacement) -> Target:
@@ -145,65 +232,37 @@ def _sets(function: Any, name: str) -> bool:
     return name in inspect.unwrap(function).__code__.co_names
 
 
-def prepare(replacement: Replacement) -> Entry:
-    """Build the replacement.  Nothing is written yet.
-
-    Raises:
-        Mismatch: the target does not exist, is no function, or accepts calls that the replacement
-            would refuse.
-        TypeError: the factory did not return a plain function.
-    """
-    target = resolve(replacement)
-    is_shared = _is_shared(target)
-    function, rewrap = _unwrap(target.raw)
-    if not isinstance(function, types.FunctionType):
-        raise Mismatch(f"{replacement} is a {type(function).__name__}, not a function")
-    new = replacement.factory(function)
-    # isinstance() is true for a wrapt proxy, too, which torch.compile would leave out.
-    if type(new) is not types.FunctionType:
-        raise TypeError(f"the factory of {replacement} returned no plain function: {type(new)}")
-    if not takes_all_calls_of(function, new):
-        parameters = ", ".join(inspect.signature(function).parameters)
-        raise Mismatch(f"{replacement} has other parameters than expected: {parameters}")
-    before = vars(target.owner).get(target.name, _ABSENT)
-    if before is _ABSENT and isinstance(target.owner, type):
-        # pickle stores a reference by name: it must name this class, not the one inherited from.
-        new.__module__ = target.owner.__module__
-        new.__qualname__ = f"{target.owner.__qualname__}.{target.name}"
-    _OURS.add(new)
-    return Entry(replacement, target, before, rewrap(new), is_shared)
-
-
-def _is_shared(target: Target) -> bool:
-    """Whether more than its module refers to a function.  To look at all modules takes 20 ms."""
-    if not isinstance(target.owner, types.ModuleType):
-        return False
-    by_entry = target.raw in _OURS
-    return _references(target) > _references_of_a_module() + by_entry
-
-
-def _references(target: Target) -> int:
-    return sys.getrefcount(target.raw)
+def _references(slot: Slot) -> int:
+    return sys.getrefcount(slot.value)
 
 
 @cache
-def _references_of_a_module() -> int:
-    """What this Python counts for a function that nothing but its module refers to."""
+def _references_of_a_module(is_set: bool) -> int:
+    """What this Python counts for a function that nothing but its module and its slot refer to."""
     lone = types.ModuleType("lone")
-    vars(lone)["function"] = lambda: None
-    return _references(Target(*wrapt.resolve_path(lone, "function")))
+    sys.modules["lone"], vars(lone)["function"] = lone, lambda: None
+    try:
+        slot = Slot(Target(*wrapt.resolve_path(lone, "function")))
+    finally:
+        del sys.modules["lone"]
+    if is_set:
+        place = Replacement("lone", "function", lambda original: lambda: original())
+        slot.entries.append(Entry(place, slot))
+        slot.value = slot.entries[0].wrap(slot.value)
+        vars(lone)["function"] = slot.value
+    return _references(slot)
 
 
-def _rebind(old: Any, new: Any) -> None:
-    """Rebind every module attribute that is ``old`` itself."""
-    for module in list(sys.modules.values()):
+def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Rebind every module attribute that is the first of a pair.  To look at all takes 20 ms."""
+    new_of = {id(old): (old, new) for old, new in pairs}
+    for module in list(sys.modules.values()) if new_of else ():
         if not isinstance(module, types.ModuleType):
             continue
-        values = tuple(vars(module).values())
-        if any(map(operator.is_, values, itertools.repeat(old))):  # as most do not
+        if not new_of.keys().isdisjoint(map(id, tuple(vars(module).values()))):  # as most are
             for key, value in list(vars(module).items()):
-                if value is old:
-                    vars(module)[key] = new
+                if id(value) in new_of:
+                    vars(module)[key] = new_of[id(value)][1]
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:

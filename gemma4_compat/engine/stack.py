@@ -1,9 +1,9 @@
-"""The replacements that each patch has in place, and the order in which they can be removed."""
+"""The replacements that each patch has in place, and the attributes that they are around."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from . import gate
 from .patch import Part, Patch, Replacement
 from .references import holders
-from .slots import Entry, prepare, resolve
+from .slots import Entry, Slot, rebind, resolve
 
 
 @dataclass(eq=False)
@@ -43,143 +43,144 @@ class Layer:
         theirs = tuple(f"{module}." for module in others)
         return [name for name in self.patch.names if not name.startswith(theirs)]
 
-    @property
-    def functions(self) -> set[int]:
-        """The ids of the functions that it replaced, and of their replacements."""
-        return {id(f) for entry in self.entries for f in (entry.original, entry.replacement)}
-
-    def touches(self, other: Layer) -> bool:
-        """Whether both replace one attribute, or one replaces what the other inherits."""
-        return not self.functions.isdisjoint(other.functions)
-
-    def put(self) -> None:
-        """Put all replacements in place, or none."""
-        written: list[Entry] = []
-        is_first = not any(layer.is_first for layer in self.siblings)
-        try:
-            # One after the other, so that two replacements of one attribute stack.
-            for replacement in self.replacements:
-                if replacement in self.patch.replacements and not is_first:
-                    continue
-                written.append(entry := prepare(replacement))
-                entry.write()
-        except BaseException:
-            _restore(written)
-            raise
-        self.entries, self.is_first = written, is_first
-        self.made += [weakref.ref(entry.replacement) for entry in written]
-
-    def take_off(self) -> None:
-        """Restore the originals."""
-        _restore(self.entries)
-        self.entries, self.is_first = [], False
-        if self.patch.release is not None:
-            self.patch.release()
-
-    def calls(self, other: Layer) -> bool:
-        """Whether it replaced a replacement of the other layer, perhaps an inherited one."""
-        theirs = {id(entry.replacement) for entry in other.entries}
-        return any(id(entry.original) in theirs for entry in self.entries)
-
     def needs(self, other: Layer) -> bool:
-        """Whether it must be removed before the other layer."""
+        """Whether it must not stay without the other layer."""
         if self.patch is other.patch:
             return other.is_first and self is not other and bool(self.entries)
-        required = bool(self.entries) and other.patch.name in self.patch.requires
-        return required or self.calls(other)
+        return bool(self.entries) and other.patch.name in self.patch.requires
+
+    def inherits(self, other: Layer) -> bool:
+        """Whether it is around an attribute that is inherited from one of the other layer."""
+        return any(own.slot.inherits(e.slot) for own in self.entries for e in other.entries)
 
     def references(self) -> int:
         """How many references to its replacements, present or former, exist."""
         alive = [function for function in (each() for each in self.made) if function is not None]
-        self.made = [weakref.ref(function) for function in alive]
+        self.made[:] = [weakref.ref(function) for function in alive]
         return len(holders(alive))
 
 
-_Relation = Callable[[Layer, Layer], bool]
-
-
 class Stack:
-    """The layers of all patches.
+    """The layers of all patches, and the attributes that they replace.
 
-    Layers that replace the same attribute are stacked in the order of ``layers``, the last one on
-    top.  If other code changes such an attribute, the layers below its change stay until it is
-    undone, and so do the layers that they need.
+    The layers that replace one attribute are around it in the order of ``layers``, the last one
+    outermost.  When one is put or removed, the attribute is built again from those that are left.
+    If other code has changed the attribute, its layers stay until that is undone, and so do the
+    layers that they need.
     """
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         self.layers = list(layers)
+        self._slots: list[Slot] = []
 
-    def make_room(self, layer: Layer) -> list[Layer]:
-        """Remove the layers that belong above a layer that is about to be put; returns them."""
-        functions = set(map(id, originals(layer.replacements)))
-        higher = self.layers[self.layers.index(layer) + 1 :]
-        touching = [each for each in higher if not functions.isdisjoint(each.functions)]
-        stack = self._with(touching, lambda a, b: a in higher and a.touches(b))
-        return self._peel(stack)
+    def put(self, layer: Layer) -> None:
+        """Put all replacements of a layer in place, or none.
+
+        Raises:
+            Mismatch: a target does not exist, is no function, or accepts calls that the replacement
+                would refuse.
+            TypeError: a factory did not return a plain function.
+        """
+        order, is_first = self.layers.index(layer), not any(s.is_first for s in layer.siblings)
+        places = layer.replacements
+        if not is_first:
+            places = [place for place in places if place not in layer.patch.replacements]
+        try:
+            for place in places:
+                self._add(layer, place, order)
+        except BaseException:
+            self._remove([layer])
+            raise
+        layer.is_first = is_first
 
     def take_off(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Remove those of the layers that can be removed, and the layers above or needing them.
+        """Remove those of the layers that can be removed, and those that need them.
 
         Returns all removed layers.
         """
         stuck = self._stuck()
-        free = [layer for layer in layers if layer.entries and layer not in stuck]
-        order = self.layers.index
-
-        def follows(layer: Layer, other: Layer) -> bool:
-            # If other code had changed the attribute meanwhile, a lower layer can be on top, too.
-            return layer.needs(other) or (order(layer) > order(other) and layer.touches(other))
-
-        return self._peel([layer for layer in self._with(free, follows) if layer not in stuck])
+        removed = [layer for layer in layers if layer.entries and layer not in stuck]
+        for layer in removed:  # the list grows meanwhile
+            removed += [e for e in self.layers if e not in removed and e.needs(layer)]
+        removed = self._remove(removed)
+        for layer in removed:
+            if layer.patch.release is not None:
+                layer.patch.release()
+        return removed
 
     def changed(self, layer: Layer) -> list[Entry]:
         """The layer's entries whose attributes other code changed afterwards."""
-        entries = [entry for each in self.layers for entry in each.entries]
-        return [entry for entry in layer.entries if not _is_under(entry, entries)]
+        return [entry for entry in layer.entries if entry.is_changed]
 
     def obstacle(self, layer: Layer) -> str:
         """Why a layer cannot be removed; "" if it can."""
         if changed := ", ".join(map(str, self.changed(layer))):
             return f"other code changed {changed} afterwards"
-        stay = [each.patch.name for each in self._stuck() if each.needs(layer)]
-        return f"{', '.join(stay)} needs it and cannot be uninstalled" if stay else ""
+        stuck = self._stuck()
+        stay = [each.patch.name for each in stuck if each.needs(layer) or each.inherits(layer)]
+        is_stuck = layer in stuck and stay
+        return f"{', '.join(stay)} needs it and cannot be uninstalled" if is_stuck else ""
 
     def _stuck(self) -> list[Layer]:
         """The layers that cannot be removed."""
-        stuck = [layer for layer in self.layers if self.changed(layer)]
-        for layer in stuck:  # the list grows meanwhile
+        slots = [slot for slot in self._slots if slot.is_changed]
+        for slot in slots:  # both lists grow meanwhile
+            slots += [each for each in self._slots if each not in slots and slot.inherits(each)]
+        stuck = [layer for layer in self.layers if any(e.slot in slots for e in layer.entries)]
+        for layer in stuck:
             stuck += [each for each in self.layers if each not in stuck and layer.needs(each)]
         return stuck
 
-    def _with(self, layers: Iterable[Layer], follows: _Relation) -> list[Layer]:
-        """``layers`` and all layers that follow from them, the lowest first."""
-        closure: list[Layer] = []
-        more = list(layers)
-        while more:
-            closure += more
-            rest = (layer for layer in self.layers if layer not in closure)
-            more = [layer for layer in rest if any(follows(layer, each) for each in closure)]
-        return sorted(closure, key=self.layers.index)
+    def _add(self, layer: Layer, place: Replacement, order: int) -> None:
+        target = resolve(place)
+        slot = next((each for each in self._slots if each.holds(target)), None) or Slot(target)
+        entry = Entry(place, slot, made=layer.made, order=order)
+        index = sum(each.order <= order for each in slot.entries)
+        slot.entries.insert(index, entry)
+        try:
+            pair = slot.rebuild(index)
+        except BaseException:
+            slot.entries.remove(entry)
+            raise
+        layer.entries.append(entry)
+        self._slots += [] if slot in self._slots else [slot]
+        rebind([pair] if pair else ())
+        self._follow([slot])
 
-    def _peel(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Remove one layer after the other, always one that is on top; returns those removed.
+    def _remove(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Remove layers, and those whose factory fails now; returns all removed."""
+        leaving = {id(entry) for layer in layers for entry in layer.entries}
+        changed, pairs, failed = [], [], []
+        # Those that need others come after them in ``layers``.
+        slots = [entry.slot for layer in reversed(layers) for entry in layer.entries]
+        for slot in dict.fromkeys(slots):
+            numbers = (n for n, entry in enumerate(slot.entries) if id(entry) in leaving)
+            if (first := next(numbers, None)) is None:
+                continue
+            slot.entries = [entry for entry in slot.entries if id(entry) not in leaving]
+            try:
+                pair = slot.rebuild(first)
+            except Exception:
+                lost, slot.entries = slot.entries[first:], slot.entries[:first]
+                failed += [each for each in self.layers if {*lost} & {*each.entries}]
+                pair = slot.rebuild(first)
+            pairs.append(pair)
+            changed.append(slot)
+        for layer in layers:
+            layer.entries, layer.is_first = [], False
+        self._slots = [slot for slot in self._slots if slot.entries]
+        rebind(filter(None, pairs))
+        self._follow(changed)
+        return [*layers, *(self._remove(failed) if failed else ())]
 
-        Of several, a layer that the others do not need comes first, then the highest one.
-        """
-        off: list[Layer] = []
-        while free := [layer for layer in reversed(layers) if self._is_on_top(layer)]:
-            rest = [layer for layer in layers if layer.entries]
-            unneeded = (f for f in free if not any(r.needs(f) for r in rest if r is not f))
-            top = next(unneeded, free[0])
-            top.take_off()
-            off.append(top)
-        return off
-
-    def _is_on_top(self, layer: Layer) -> bool:
-        ours = {id(entry.after) for entry in layer.entries}
-        if not ours or any(id(entry.now()) not in ours for entry in layer.entries):
-            return False
-        return not any(other.calls(layer) for other in self.layers if other is not layer)
+    def _follow(self, changed: list[Slot]) -> None:
+        """Build again what inherits the value of a changed slot."""
+        for slot in changed:  # the list grows meanwhile
+            for each in self._slots:
+                is_old = each.inherits(slot) and each.entries[0].raw is not each.original
+                if is_old and not each.is_changed:
+                    each.rebuild()
+                    changed.append(each)
 
 
 def originals(replacements: Iterable[Replacement]) -> list[Any]:
@@ -189,17 +190,3 @@ def originals(replacements: Iterable[Replacement]) -> list[Any]:
         with suppress(Exception):  # the error occurs again, and is logged, when the layer is put
             functions.append(resolve(replacement).function)
     return functions
-
-
-def _is_under(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether an entry is in place, or only these entries are stacked above it."""
-    now = entry.now()
-    top = next((each for each in entries if each.after is now), None)
-    while top is not None and top is not entry:
-        top = next((each for each in entries if each.replacement is top.original), None)
-    return top is entry
-
-
-def _restore(entries: Sequence[Entry]) -> None:
-    for entry in reversed(entries):
-        entry.restore()

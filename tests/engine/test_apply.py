@@ -253,22 +253,31 @@ def test_what_a_kept_patch_calls_by_inheritance_is_kept(lib, make, caplog):
     m = lib.load("m")
     before = snapshot(m, m.Base, m.Sub)
     engine = make(lib.patch("a", "m:Base.static"), lib.patch("b", "m:Sub.static", "m:f"))
-    ours = m.f
-    m.f = tagging("foreign")(ours)
+    ours = vars(m.Sub)["static"]
+    m.Sub.static = staticmethod(tagging("foreign")(m.Sub.static))
     for names in ((), ("a",), ()):
         status = engine.uninstall(*names)
         assert [entry.state for entry in status] == [State.APPLIED] * 2
         assert status["a"].reason == "b needs it and cannot be uninstalled"
-        assert (m.Base.static(), m.Sub.static()) == ("a>static", "b>a>static")
+        assert (m.Base.static(), m.Sub.static()) == ("a>static", "foreign>b>a>static")
     assert len(logged(caplog, logging.WARNING)) == 2
     assert engine.install()["a"].reason == "", "it is wanted again"
     engine.uninstall("a")
-    m.f = ours
+    m.Sub.static = ours
     assert engine.status()["a"].reason == "", "nothing is in the way any more"
     assert engine.uninstall("a")["a"].state is State.DISABLED
     assert (m.Base.static(), m.Sub.static(), m.f()) == ("static", "b>static", "b>f")
     engine.uninstall()
     assert snapshot(m, m.Base, m.Sub) == before
+
+
+def test_a_kept_patch_is_built_again_around_what_it_inherits(lib, make):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:Base.static"), lib.patch("b", "m:Sub.static", "m:f"))
+    m.f = tagging("foreign")(m.f)
+    status = engine.uninstall()
+    assert [entry.state for entry in status] == [State.DISABLED, State.APPLIED]
+    assert (m.Base.static(), m.Sub.static()) == ("static", "b>static")
 
 
 def test_a_lower_patch_applied_above_comes_off_first(lib, make):
@@ -794,39 +803,48 @@ def test_a_required_patch_stays_with_one_that_is_patched_over(lib, make, caplog)
     assert (m.f(), m.g()) == ("f", "g")
 
 
-@pytest.mark.parametrize("patched_over", [False, True])
-def test_a_required_patch_that_drifts_when_it_is_put_again(lib, make, patched_over):
+def test_a_required_patch_that_drifts_when_it_is_put_again(lib, make):
     m = lib.load("m")
-    lib.load("n")
+    n = lib.load("n")
     found = [broken()]
-    patches = [
+    engine = make(
         lib.patch("z", "m:g"),
         lib.patch("c", "n:h", requires=["b"]),
         lib.patch("a", "m:g", probe=lambda: found[-1]),
         lib.patch("b", "n:h", requires=["a"]),
-    ]
-    engine = make(*patches, install=False)
-    engine.install("a", "b", "c")
-    n = lib.load("n")
-    assert n.h() == "b>c>h"
-    ours = n.h
-    if patched_over:
-        n.h = tagging("foreign")(ours)
+    )
+    assert (m.g(), n.h()) == ("a>z>g", "b>c>h")
     found.append(drifted("moved"))
-    status = engine.install("z")  # below a, which is probed again
+    assert engine.uninstall("z")["a"].state is State.APPLIED, "it stays, around another function"
+    assert m.g() == "a>g"
+    engine.uninstall("a")
+    status = engine.install("a")
     assert status["a"].state is State.DRIFTED
-    if patched_over:
-        assert "needs a, which is drifted" in status["b"].reason
-        assert "other code changed" in status["b"].reason
-        assert n.h() == "foreign>b>c>h"
-        n.h = ours
-        status = engine.status()
     assert status["b"].reason == "needs a, which is drifted"
     assert status["c"].reason.startswith("needs b, which is blocked")
     assert n.h() == "h"
     found.append(broken())
-    engine.install("a")
+    engine.install("a", "z")
     assert (m.g(), n.h()) == ("a>z>g", "b>c>h")
+
+
+def test_a_factory_that_fails_when_a_patch_below_it_leaves(lib, make):
+    m = lib.load("m")
+    made = []
+
+    def factory(original):
+        made.append(original)
+        if len(made) == 2:
+            raise OSError("no more")
+        return tagging("b")(original)
+
+    b = lib.patch("b", "m:g")
+    b.replaces(f"{lib.name}.m", "f")(factory)
+    engine = make(lib.patch("a", "m:f"), b)
+    assert (m.f(), m.g()) == ("b>a>f", "b>g")
+    status = engine.uninstall("a")
+    assert [entry.state for entry in status] == [State.DISABLED, State.APPLIED], "it is put again"
+    assert (m.f(), m.g()) == ("b>f", "b>g")
 
 
 def test_old_references_to_a_blocked_patch_are_said(lib, make):

@@ -353,7 +353,7 @@ def test_only_forwards_of_one_token(model, calls):
         model(input_ids=ids[:, :1])
     assert calls
     assert set(calls) == {threading.get_ident()}
-    assert kernel.patch_of_forward() is None
+    assert not kernel.in_one_token()
 
 
 @torch.no_grad()
@@ -368,7 +368,7 @@ def test_only_in_the_forward_of_this_thread(model, calls):
         found.append(layer(row))
 
     def in_another_thread(*_):
-        assert kernel.patch_of_forward() is not None
+        assert kernel.in_one_token()
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
@@ -389,7 +389,7 @@ def test_an_exception_ends_the_forward(model, calls):
     with pytest.raises(RuntimeError, match="the user's"):
         one_token(model)
     handle.remove()
-    assert kernel.patch_of_forward() is None
+    assert not kernel.in_one_token()
     assert calls
 
 
@@ -398,15 +398,15 @@ def test_a_forward_inside_another(model, calls):
 
     def again(*_):
         if not inner:
-            inner.append(kernel.patch_of_forward())
+            inner.append(kernel.in_one_token())
             one_token(model)
-            assert kernel.patch_of_forward() is inner[0]
+            assert kernel.in_one_token() is inner[0]
 
     handle = model.model.language_model.layers[2].register_forward_pre_hook(again)
     one_token(model)
     handle.remove()
-    assert inner[0] is not None
-    assert kernel.patch_of_forward() is None
+    assert inner == [True]
+    assert not kernel.in_one_token()
 
 
 def test_other_models(calls):
@@ -426,7 +426,7 @@ def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls):
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401
 
     layer = support.linear4bit(bias=True).to("cpu")
-    with torch.no_grad(), kernel.one_token(patch.PATCH):
+    with torch.no_grad(), kernel.one_token():
         layer(torch.randn(1, 256, dtype=torch.bfloat16))
         assert not calls
         row, state = torch.randn(1, 256, dtype=torch.bfloat16), layer.weight.quant_state
@@ -440,7 +440,7 @@ def test_compiled_layers(calls):
     row = torch.randn(1, 256, dtype=torch.bfloat16)
     expected = layer(row)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    with kernel.one_token(patch.PATCH):
+    with kernel.one_token():
         assert torch.equal(compiled(row), expected)
     assert not calls
 
