@@ -297,6 +297,9 @@ def main() -> None:
     from transformers import BitsAndBytesConfig
 
     int8 = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0) if args.int8 else None
+    steps = args.only in (None, "steps")
+    if steps:  # the hooks of an offloaded model keep the forwards that they find
+        gemma4_compat.install("fast")
     model: Any = load(CASES[args.case], args.shape, folder, int8)
     if args.adapter:
         from peft import PeftModel
@@ -317,8 +320,7 @@ def main() -> None:
     say()
     if args.only in (None, "memory"):
         measure(model, figures, say, before)
-    if args.only in (None, "steps"):
-        gemma4_compat.install("fast")
+    if steps:
         measure_steps(model, figures, say, args.contexts, args.rounds)
         gemma4_compat.uninstall("fast")
     if args.only in (None, "calls"):

@@ -191,7 +191,9 @@ def install(*names: str) -> Status:
     `uninstall` and `disabled`.
 
     Importing this package does this for all patches but those of the kind ``fast``, whose results
-    differ by rounding.  These have to be named: a topic does not name them.  A name asks for the
+    differ by rounding.  These have to be named: a topic does not name them.  Call this before a
+    model is loaded: the hooks of an offloaded model go on calling the functions that they found,
+    and the status says how many do.  A name asks for the
     patches that it requires, too; `uninstall` of that name leaves these on.  A patch that an
     environment variable switches off stays off.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import logging
@@ -13,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 from . import gate
 from .errors import PatchError, suggestion
@@ -59,6 +61,8 @@ class _Record:
     reason: str = "not installed yet"
     #: whether it should have been undone but could not be
     unwanted: bool = False
+    #: whether it was installed by name after the import of what it replaces
+    is_late: bool = False
     #: how many references to the originals other code took before
     held: int = 0
     #: how many references to its replacements existed when it was undone
@@ -162,15 +166,24 @@ class Engine:
                 record.asked = True
                 others = itertools.chain(*self._required(record))
                 records += [other for other in others if not other.asked]
+        with self._lock:
+            self._decide()
+            late = [record for record in records if record.state is not State.APPLIED]
+            self._arm_all(records)
+            for record in late:
+                record.is_late = record.state is State.ARMED and not self._waiting(record)
         return self._install(records)
+
+    def _arm_all(self, records: Sequence[_Record]) -> None:
+        for record in records:
+            record.unwanted = False
+            if record.state is not State.APPLIED:
+                self._arm(record)
 
     def _install(self, records: Sequence[_Record]) -> Status:
         with self._lock:
             self._decide()
-            for record in records:
-                record.unwanted = False
-                if record.state is not State.APPLIED:
-                    self._arm(record)
+            self._arm_all(records)
         self._settle()
         for record in records:
             for module in self._waiting(record):
@@ -336,16 +349,22 @@ class Engine:
         self._decide()
         self._block()
         armed = [record for record in self._records if record.state is State.ARMED]
-        # Scan all objects only for modules that were imported before the engine watched them.  A
-        # scan at each import of the libraries' own modules would cost too much.
-        late = [
-            replacement
-            for record in armed
-            if self._can_be_applied(record)
-            for replacement in record.layer.replacements
-            if not self._imports.watches(replacement.module)
-        ]
-        before = holders(originals(late))
+        # Scan all objects only for modules that were imported before the engine watched them, or
+        # before the patch was asked for.  A scan at each import would cost too much.
+        functions: list[Any] = []
+        late: dict[_Record, set[int]] = {}
+        for record in filter(self._can_be_applied, armed):
+            places = [
+                each
+                for each in record.layer.replacements
+                if record.is_late or not self._imports.watches(each.module)
+            ]
+            start = len(functions)
+            functions += originals(places)
+            late[record] = {*map(id, functions[start:])}
+        if any(record.is_late for record in armed):
+            gc.collect()  # what nobody can call any more holds no function
+        before = holders(functions)
         self._apply_all()
         while unsupported := self._unsupported():
             self._take_off(unsupported)
@@ -355,10 +374,13 @@ class Engine:
         for record in armed:
             if record.state is State.APPLIED:
                 entries = record.layer.entries
-                record.held = count_held(before, {id(e.original): e.keepers() for e in entries})
+                around = [each for entry in entries for each in entry.slot.entries]
+                keepers = {each for entry in around for each in entry.keepers()}
+                record.held = count_held(before, dict.fromkeys(late.get(record, ()), keepers))
                 text = (
                     f"{record.held} reference(s) made before the patch still point to the original"
                 )
+                record.is_late = False
                 self._set(record, State.APPLIED, text if record.held else "")
             elif record.state is State.ARMED:
                 self._set(record, State.ARMED, self._waits_for(record))
@@ -552,7 +574,7 @@ class Engine:
         if held := sum(entry.held for entry in entries):
             problems.append(
                 f"{held} reference(s) to functions of the libraries are older than the patches and "
-                "keep the bug"
+                "do without them"
             )
         if any(entry.state is State.APPLIED for entry in entries):
             problems += self._about.problems()
@@ -562,7 +584,10 @@ class Engine:
         if absent := [name for name, version in libraries.items() if version is None]:
             advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
         if held:
-            advice.append("restart the process, and import this package before those libraries")
+            advice.append(
+                "restart the process, and import this package before those libraries; call "
+                "install() before a model is loaded"
+            )
         untested = [
             f"untested version: {release} is newer than any measured one; the probe of each patch "
             "decides whether it is applied"

@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .slots import Entry, Target
+from .slots import Entry, Slot, Target
 
 
 def holders(functions: Sequence[Any]) -> list[Any]:
@@ -18,7 +18,7 @@ def holders(functions: Sequence[Any]) -> list[Any]:
     if not functions:
         return []
     arguments = tuple(functions)
-    ours = (types.FrameType, Target, Entry)
+    ours = (types.FrameType, Target, Entry, Slot)
     referrers = gc.get_referrers(*arguments)
     ignored = (id(functions), id(arguments))
     return [each for each in referrers if id(each) not in ignored and not isinstance(each, ours)]

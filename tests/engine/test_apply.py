@@ -162,6 +162,24 @@ def test_what_is_out_of_reach_is_said(lib, make):
     assert engine.uninstall()["p"].reason == "uninstall()"
 
 
+def test_references_older_than_an_install(lib, make):
+    """The module was imported before; what was taken while the patch was off goes on without it."""
+    m = lib.load("m")
+    engine = make(lib.patch("p", "m:f"), lib.patch("q", "m:f"), lib.patch("r", "m:Base.method"))
+    engine.uninstall("q", "r")
+    kept = [m.Base().method, functools.partial(m.f)]
+    status = engine.install("q", "r")
+    assert m.f() == "q>p>f"
+    assert [entry.held for entry in status] == [0, 1, 1]
+    assert "2 reference(s) to functions of the libraries are older" in status.verdict
+    kept.clear()
+    engine.uninstall("q", "r")
+    assert [entry.held for entry in engine.install("q", "r")] == [0, 0, 0]
+    with engine.disabled(["q"]):
+        assert m.f() == "p>f"
+    assert [entry.reason for entry in engine.status()] == [""] * 3
+
+
 def test_stacked_patches_claim_nothing_of_each_other(lib, make):
     m = lib.load("m")
     targets = ("m:f", "m:Base.method", "m:Base.static", "m:Base.of", "m:Sub.of")
