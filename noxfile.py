@@ -49,7 +49,9 @@ NEIGHBOR = "compressed-tensors==0.20.0"
 SAMPLE = ("--sample", "1")
 #: The regression tests.
 BUGS = ("tests/patches", "tests/test_cuda.py", "-m", "regression and not slow", *SAMPLE)
-#: These, and the tests that depend most on the versions.
+#: One of them for each patch.
+ONE_OF_EACH = ("--bugs", "1")
+#: The regression tests, and the tests that depend most on the versions.
 EACH = ("-m", "(regression or each_stack) and not slow", *SAMPLE)
 #: Tests of two processes, which take long.  They run on the users' stack.
 LEFT_OUT = tuple(
@@ -65,12 +67,12 @@ LEFT_OUT = tuple(
     )
 )
 #: The arguments of pytest on these stacks.  Most tests run on the newest stack only.  On the
-#: others, the tests that each bug is fixed run, and those that depend most on the versions.
+#: others, a test that each bug is fixed runs, and those that depend most on the versions.
 ARGUMENTS = {
     "newest": ("tests", "-m", "not slow", *SAMPLE, *LEFT_OUT),
-    "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH),
-    "middle": (*BUGS, *LEFT_OUT),
-    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH, *LEFT_OUT),
+    "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH, *ONE_OF_EACH),
+    "middle": (*BUGS, *ONE_OF_EACH, *LEFT_OUT),
+    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH, *ONE_OF_EACH, *LEFT_OUT),
 }
 #: Quick tests of a patch of each topic, in tests/patches/.
 SMOKE = (
@@ -185,7 +187,7 @@ def tests(session: nox.Session, stack: str) -> None:
     session.run(pytest, *WORKERS, "--durations=10", *(session.posargs or ARGUMENTS[stack]))
     if not session.posargs and stack == "newest":
         session.log("with the patches switched off, the regression tests must show the bugs:")
-        session.run(pytest, *WORKERS, *BUGS, env={"GEMMA4_COMPAT": "0"})
+        session.run(pytest, *WORKERS, *BUGS, *ONE_OF_EACH, env={"GEMMA4_COMPAT": "0"})
 
 
 @nox.session(venv_backend="none")
