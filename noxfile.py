@@ -5,10 +5,15 @@ Run ``nox``.  If it is not installed, run ``python noxfile.py``, which installs 
 
 from __future__ import annotations
 
+import atexit
+import os
 import runpy
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -30,22 +35,25 @@ STACKS = {
     "oldest": pinned(VERSIONS["FLOORS"]),
     "newest": pinned(VERSIONS["NEWEST"]),
 }
-#: datasets 5 fails on TRL's data sets, with and without the patches
 TRL = {
-    "users": ("trl==1.3.0", "datasets==4.8.5"),
-    "middle": ("trl==1.3.0", "datasets==4.8.5"),
-    "oldest": ("trl==1.3.0", "datasets==4.8.5"),
-    "newest": ("trl==1.16.0", "datasets==4.8.5"),
+    "users": "trl==1.3.0",
+    "middle": "trl==1.3.0",
+    "oldest": "trl==1.3.0",
+    "newest": "trl==1.16.0",
 }
+#: datasets 5 fails on TRL's data sets, with and without the patches
+DATASETS = "datasets==4.8.5"
 #: Another library that patches the same functions as we do, for tests/test_neighbors.py.
-NEIGHBORS = {"newest": ("compressed-tensors==0.20.0",)}
+NEIGHBOR = "compressed-tensors==0.20.0"
 #: One parameter set of each test that loads a model.
 SAMPLE = ("--sample", "1")
 #: The regression tests.
 BUGS = ("tests/patches", "tests/test_cuda.py", "-m", "regression and not slow", *SAMPLE)
-#: These, and the tests that depend most on the versions.
+#: One of them for each patch.
+ONE_OF_EACH = ("--bugs", "1")
+#: The regression tests, and the tests that depend most on the versions.
 EACH = ("-m", "(regression or each_stack) and not slow", *SAMPLE)
-#: Tests of two processes, which take long.  They run on the users' stack.
+#: Tests of two processes, which take long.  One of each patch runs on the users' stack.
 LEFT_OUT = tuple(
     f"--deselect=tests/patches/{each}"
     for each in (
@@ -54,20 +62,43 @@ LEFT_OUT = tuple(
         "test_fsdp_4bit_left_out.py::test_each_process_holds_half",
         "test_fsdp_layer_classes.py::test_one_process_has_text_alone",
         "test_fsdp_unused_tower.py::test_another_model_asks_nothing",
+        "test_fsdp_unused_tower.py::test_no_process_has_an_image",
         "test_fsdp_unused_tower.py::test_one_process_has_an_image",
         "test_rotary_buffer_order.py::test_ddp",
     )
 )
 #: The arguments of pytest on these stacks.  Most tests run on the newest stack only.  On the
-#: others, the tests that each bug is fixed run, and those that depend most on the versions.
+#: others, a test that each bug is fixed runs, and those that depend most on the versions.
 ARGUMENTS = {
     "newest": ("tests", "-m", "not slow", *SAMPLE, *LEFT_OUT),
-    "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH),
-    "middle": (*BUGS, *LEFT_OUT),
-    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH, *LEFT_OUT),
+    "users": (*BUGS[:2], "tests/test_import.py", "tests/test_users_code.py", *EACH, *ONE_OF_EACH),
+    "middle": (*BUGS, *ONE_OF_EACH, *LEFT_OUT),
+    "oldest": (*BUGS[:2], "tests/test_import.py", *EACH, *ONE_OF_EACH, *LEFT_OUT),
 }
+#: Quick tests of a patch of each topic, in tests/patches/.
+SMOKE = (
+    "test_clippable_linear.py",
+    "test_cpu_packed_state.py",
+    "test_device_map_keys.py",
+    "test_inputs_embeds_lookup.py",
+    "test_packed_mask_notice.py",
+    "test_quant_state_offload.py",
+    "test_sliding_prompt_attention.py",
+    "test_sound_arguments.py",
+)
+SMOKE_FILES = tuple(f"tests/patches/{name}" for name in SMOKE)
+#: The arguments of pytest in the session ``quick``.
+QUICK = (
+    "tests/engine",
+    *(f"tests/test_{name}.py" for name in ("layout", "catalog", "contract", "docs", "versions")),
+    *(*SMOKE_FILES, "-m", "not slow", *SAMPLE),
+)
 #: Two workers; a file whose tests share results of other processes runs in one of them.
 WORKERS = ("-n", "2", "--dist", "loadgroup")
+#: What the newest stack needs beside its libraries.
+BESIDE = (DATASETS, NEIGHBOR, "wrapt", "packaging")
+#: The environment of all stacks.
+STACKS_HOME = ROOT / ".nox" / "stacks"
 #: the files and folders that tools/catalog.py writes
 GENERATED = ("patches.md", "docs/errors.md", "docs/patches", "README.md")
 # pytest-xdist 3.8 names groups in an attribute that pytest 9.2 no longer has, and so ignores them.
@@ -113,17 +144,39 @@ nox.options.sessions = [
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
+#: The environments that this run has made ready.
+ready: set[Path] = set()
+#: Seconds of this run: at its begin, and for installation.
+began, installation = time.monotonic(), [0.0]
+
+
+@contextmanager
+def installing() -> Iterator[None]:
+    """Counts as installation, of which the end of the run says how long it took."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        installation[0] += time.monotonic() - start
+
+
+@atexit.register
+def say_how_long_it_took() -> None:
+    checks = time.monotonic() - began - installation[0]
+    print(f"installation: {installation[0]:.0f} s; checks: {checks:.0f} s", file=sys.stderr)
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Run ruff on all files, and mypy, strict, on package and tools."""
-    session.install("ruff==0.16.*", "mypy==2.*", "wrapt", "packaging", "nox")
+    with installing():
+        session.install("ruff==0.16.*", "mypy==2.*", "wrapt", "packaging", "nox")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 @nox.parametrize("stack", list(STACKS))
 def tests(session: nox.Session, stack: str) -> None:
     """Run the tests on one stack; on the newest, check that they show the bugs without patches.
@@ -131,22 +184,74 @@ def tests(session: nox.Session, stack: str) -> None:
     On the other stacks, tools/matrix.py measured that.  Arguments after ``--`` replace those of
     pytest: ``-- tests`` runs all tests.
     """
-    others = NEIGHBORS.get(stack, ())
-    libraries = (TORCH, *STACKS[stack], *TRL[stack], *others, "wrapt", "packaging")
-    session.install(*libraries, *TEST_TOOLS)
-    session.install(".", "--no-deps", "--force-reinstall", silent=True)
-    session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
-    session.run("pytest", *WORKERS, "--durations=10", *(session.posargs or ARGUMENTS[stack]))
+    pytest = str(with_stack(session, stack) / "pytest")
+    session.run(pytest, *WORKERS, "--durations=10", *(session.posargs or ARGUMENTS[stack]))
     if not session.posargs and stack == "newest":
         session.log("with the patches switched off, the regression tests must show the bugs:")
-        session.run("pytest", *WORKERS, *BUGS, env={"GEMMA4_COMPAT": "0"})
+        session.run(pytest, *WORKERS, *BUGS, *ONE_OF_EACH, env={"GEMMA4_COMPAT": "0"})
+
+
+@nox.session(venv_backend="none")
+def quick(session: nox.Session) -> None:
+    """Run the quickest tests on the newest stack, and then ``lint``.
+
+    They prove the engine, what each patch promises (it is reverted exactly, and functions keep
+    their signatures), the layers of the code, the documents and their Python.  Of the patches,
+    eight are tested, of every topic; without them, their bugs must show.  Not tested are all other
+    patches, the commands, ``plan`` and ``merge``, several processes, and other releases of the
+    libraries: ``tests`` does that.
+    """
+    session.notify("lint")
+    pytest = str(with_stack(session, "newest") / "pytest")
+    session.run(pytest, *WORKERS, "--durations=10", *QUICK)
+    session.log("with the patches switched off, the regression tests must show the bugs:")
+    bugs = ("-m", "regression and not slow", *SAMPLE)
+    session.run(pytest, *SMOKE_FILES, *bugs, env={"GEMMA4_COMPAT": "0"})
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Run the CUDA tests on this machine's GPU, and write what came out into tests/gpu.json.
+
+    A stack may come first after ``--``, then arguments of tools/gpu.py: ``-- users -n 16``.
+    """
+    named = next(iter(session.posargs), None) in STACKS
+    stack = session.posargs[0] if named else "newest"
+    python = str(with_stack(session, stack) / "python")
+    session.run(python, "tools/gpu.py", *session.posargs[named:])
+
+
+def with_stack(session: nox.Session, stack: str) -> Path:
+    """Let the session run on a stack; returns the folder of programs to run.
+
+    All stacks share one environment, which has torch and the newest stack.  The other stacks are
+    folders in front of it on the path (tools/overlays.py).
+    """
+    programs = STACKS_HOME / ("Scripts" if sys.platform == "win32" else "bin")
+    python = str(programs / "python")
+    with installing():
+        if STACKS_HOME not in ready:
+            if not programs.exists():
+                session.run(sys.executable, "-m", "venv", str(STACKS_HOME))
+            pip = (python, "-m", "pip", "install", "-q")
+            session.run(*pip, TORCH, *STACKS["newest"], TRL["newest"], *BESIDE, *TEST_TOOLS)
+            session.run(*pip, "--no-deps", "--force-reinstall", ".")
+            ready.add(STACKS_HOME)
+        session.env["PYTHONPATH"] = ""
+        if stack != "newest":
+            command = (python, "tools/overlays.py", *STACKS[stack], TRL[stack])
+            printed = session.run(*command, silent=True)
+            session.env["PYTHONPATH"] = str(printed).splitlines()[-1]
+    session.env["PATH"] = os.pathsep.join((str(programs), os.environ["PATH"]))
+    session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
+    return programs
 
 
 @nox.session(name="tests-oldest-torch")
 def tests_oldest_torch(session: nox.Session) -> None:
     """Run the regression tests of the newest libraries on the oldest torch that they support."""
-    session.install(OLDEST_TORCH, *STACKS["newest"], *TRL["newest"], "wrapt", "packaging")
-    session.install(*TEST_TOOLS)
+    session.install(OLDEST_TORCH, *STACKS["newest"], TRL["newest"], DATASETS, *TEST_TOOLS)
+    session.install("wrapt", "packaging")
     session.install(".", "--no-deps", "--force-reinstall", silent=True)
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("pytest", *WORKERS, *(session.posargs or BUGS))
@@ -267,7 +372,7 @@ def release_check(session: nox.Session) -> None:
     source, wheel = build_and_try(session)
     work = source.parents[1]
     direct = str(work / "direct")
-    session.install("packaging")
+    session.install("packaging", "wrapt")
     session.run("python", "-m", "build", "--wheel", "--outdir", direct, silent=True)
     session.run("python", "tools/release.py", str(source.parent), direct, *session.posargs)
 
@@ -287,7 +392,8 @@ def release_check(session: nox.Session) -> None:
 
 def build_and_try(session: nox.Session) -> tuple[Path, Path]:
     """Build sdist and wheel in a separate folder, and use the wheel without the libraries."""
-    session.install("build", "twine")
+    with installing():
+        session.install("build", "twine")
     session.env["PYTHONPATH"] = ""  # else packages that it names could be imported
     work = Path(session.create_tmp()).resolve()
     shutil.rmtree(work)
@@ -306,7 +412,9 @@ def build_and_try(session: nox.Session) -> tuple[Path, Path]:
 
 def empty_environment(session: nox.Session, folder: Path, *requirements: str) -> Path:
     """Create a virtual environment with only these requirements; returns its folder of programs."""
-    session.run("python", "-m", "venv", "--clear", str(folder))
     bin_dir = folder / ("Scripts" if sys.platform == "win32" else "bin")
-    session.run(str(bin_dir / "python"), "-m", "pip", "install", "-q", *requirements, external=True)
+    with installing():
+        session.run("python", "-m", "venv", "--clear", str(folder))
+        pip = (str(bin_dir / "python"), "-m", "pip", "install", "-q")
+        session.run(*pip, *requirements, external=True)
     return bin_dir

@@ -60,6 +60,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--sample", type=int, metavar="N", help=f"N parameter sets of each test in {SAMPLED}"
     )
+    parser.addoption("--bugs", type=int, metavar="N", help="N regression tests of each patch")
     parser.addoption("--matrix", metavar="FILE", help="see tests/conftest.py")
     parser.addoption("--matrix-patch", action="append", default=[], metavar="NAME")
 
@@ -99,6 +100,8 @@ def pytest_collection_modifyitems(config, items):
         items[:] = sample([item for item in items if shows_bug_of(item, patches)], MATRIX_SAMPLE)
     elif config.getoption("sample"):
         items[:] = sample(items, config.getoption("sample"))
+    if config.getoption("bugs"):
+        items[:] = few_of_each_patch(items, config.getoption("bugs"))
 
 
 def pytest_collection_finish(session):
@@ -148,6 +151,24 @@ def sample(items, count):
         number = min(count, len(found))
         kept += [found[i * (len(found) - 1) // max(number - 1, 1)] for i in range(number)]
     return kept
+
+
+def few_of_each_patch(items, count):
+    """These tests, but only the first regression tests of each patch, and first those that run."""
+    regression = defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("regression")
+        if marker is not None and item.get_closest_marker("each_stack") is None:
+            regression[marker.args[0]].append(item)
+    more = set()
+    for found in regression.values():
+        found.sort(key=may_be_skipped)
+        more.update(found[count:])
+    return [item for item in items if item not in more]
+
+
+def may_be_skipped(item):
+    return any(item.get_closest_marker(name) is not None for name in ("cuda", "skip", "skipif"))
 
 
 def matrix_line(config, **line):

@@ -14,6 +14,7 @@ from gemma4_compat import versions
 from gemma4_compat.patches import load
 from gemma4_compat.planning import plan
 from tests.support import run_process
+from tools import gpu
 from tools.cards import CARDS, cell, row, with_table
 from tools.measured import DATA, Measured
 from tools.plot import drawing, figures
@@ -383,6 +384,16 @@ def test_the_plans_agree_with_what_was_measured(
         assert measured <= predicted / 2**20 <= 1.15 * measured
     else:
         assert predicted / 2**20 == pytest.approx(measured, rel=0.02)
+
+
+def test_the_gpu_that_ran_the_tests():
+    """The README names the card and the date of each run in tests/gpu.json, and of no other."""
+    if not gpu.FILE.exists():
+        pytest.skip("no run of the CUDA tests is recorded yet: nox -s gpu")
+    named = re.findall(
+        r"passed(?:, \d+ failed)? on an (.+?) with .+? \((\d{4}-\d\d-\d\d)\)", text_of("README.md")
+    )
+    assert named == [(each["card"], each["date"]) for each in gpu.read()]
 
 
 def test_a_new_table_replaces_the_old_one():

@@ -3,8 +3,9 @@
     python tools/catalog.py patches.md docs/errors.md docs/patches README.md
 
 Writes the named files; without arguments, prints ``patches.md``.  ``docs/patches`` is a folder with
-a page for each patch.  The measurements are in ``tools/measured/PATCH.json``.  In the
-README, only the measured releases and the table of errors are replaced.
+a page for each patch.  The measurements are in ``tools/measured/PATCH.json``, the last runs of the
+CUDA tests in ``tests/gpu.json``.  In the README, only what was measured and the table of errors are
+replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from packaging.requirements import Requirement
 from gemma4_compat.engine import Kind, Patch
 from gemma4_compat.patches import load, topics
 from gemma4_compat.versions import LIBRARIES, USERS
+from tools import gpu
 from tools.measured import DATA, Measured
 
 _HEAD = """\
@@ -278,10 +280,12 @@ def _unknown(patch: Patch) -> str:
 
 
 def with_releases(readme: str, measured: Measured) -> str:
-    """The README with the measured releases."""
+    """The README with the measured releases, and the last runs of the CUDA tests."""
     found = {library: measured.releases(library) for library in (*LIBRARIES, "torch")}
     each = [f"{name} {of[0]} to {of[-1]} ({len(of)} releases)" for name, of in found.items()]
     line = f"- **Measured releases**: {', '.join(each)}."
+    if runs := gpu.read():
+        line += f" **CUDA tests**: {gpu.summary(runs)}."
     return _between("measured", line, readme)
 
 

@@ -28,7 +28,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -36,7 +35,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +47,10 @@ sys.path.insert(0, str(ROOT))
 from gemma4_compat.patches import load  # noqa: E402
 from gemma4_compat.versions import FLOORS, LIBRARIES, MIDDLE, NEWEST, USERS  # noqa: E402
 from tools.measured import DATA, Measured  # noqa: E402
+from tools.overlays import FOLDER, Overlays  # noqa: E402
 
 #: The first releases with Gemma 4 came in quick succession, and each changed something.
 EVERY_PATCH_RELEASE_BEFORE = {"transformers": "5.7"}
-#: Libraries that a release of transformers needs in a certain version.
-COMPANIONS = ("tokenizers", "huggingface-hub")
 SECONDS = 900
 
 Stack = dict[str, str]
@@ -100,39 +97,6 @@ def stacks(of: dict[str, list[str]]) -> Iterator[tuple[Stack, str | None]]:
     yield {**oldest, "transformers": newest["transformers"]}, None
     for library, anchor in itertools.product(LIBRARIES, (USERS, newest)):
         yield from (({**anchor, library: version}, library) for version in of[library])
-
-
-class Overlays:
-    """One folder for each release, fetched when it is first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def path(self, stack: Stack) -> str:
-        """``PYTHONPATH`` for a stack."""
-        folders = [self._release(f"{name}=={stack[name]}") for name in LIBRARIES]
-        [distribution] = metadata.distributions(name="transformers", path=[str(folders[0])])
-        for text in distribution.requires or ():
-            name = re.split(r"[^\w-]", text)[0]
-            if name in COMPANIONS and "extra" not in text and not _is_installed(text):
-                folders.append(self._release(text))
-        return os.pathsep.join(map(str, folders))
-
-    def _release(self, requirement: str) -> Path:
-        name = re.sub(r"[^\w.]+", "-", requirement.replace("==", "-"))
-        target = self.folder / name
-        if not target.exists():
-            partial = self.folder / f".{name}.{os.getpid()}"
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
-            subprocess.run([*command, str(partial), requirement], check=True)
-            partial.rename(target)
-        return target
-
-
-def _is_installed(requirement: str) -> bool:
-    """Whether this Python has a version that fits; a newer one may need what it does not have."""
-    wanted = Requirement(requirement)
-    return wanted.specifier.contains(metadata.version(wanted.name))
 
 
 def measure(stack: Stack, path: str, patches: list[str]) -> dict[str, str]:
@@ -280,7 +244,7 @@ def main() -> None:
     """Measure the stacks that are not measured yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("patches", nargs="*", metavar="PATCH")
-    parser.add_argument("--overlays", type=Path, default=ROOT / ".nox" / "overlays")
+    parser.add_argument("--overlays", type=Path, default=FOLDER)
     parser.add_argument("--offline", action="store_true", help="use only releases in that folder")
     parser.add_argument("--newest", action="store_true", help="users' stack, newest, pre-releases")
     parser.add_argument("--tested", action="store_true", help="only the stacks of the tests")
@@ -301,7 +265,8 @@ def main() -> None:
     def one(item: Any) -> Any:
         start = time.monotonic()
         key, patches = item
-        return key, measure(key, overlays.path(key), patches), time.monotonic() - start
+        path = overlays.path(f"{name}=={key[name]}" for name in LIBRARIES)
+        return key, measure(key, path, patches), time.monotonic() - start
 
     with ThreadPoolExecutor(options.jobs) as pool:
         try:

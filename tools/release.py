@@ -9,7 +9,8 @@ built from the checkout.
   "unreleased"; all entries below have a date.
 - The sdist holds every file that git tracks and nothing else; the wheel holds only the package.
 - Both wheels have the same files with the same content.
-- The tables in benchmarks/*.md were measured with the code of the checkout (tools/stamps.py).
+- The tables in benchmarks/*.md were measured with the code of the checkout (tools/stamps.py), and
+  the CUDA tests that tests/gpu.json counts ran on it (tools/gpu.py).
 
 With VERSION, the files are to be published as that release: the package has that version, its entry
 has a date, and everything is committed.
@@ -31,7 +32,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import stamps
+from tools import gpu, stamps
 
 ROOT = Path(__file__).parents[1]
 UNRELEASED = "unreleased"
@@ -131,6 +132,7 @@ def main(dist: str, direct: str, release: str | None = None) -> int:
     problems += [f"built from the checkout: {each}" for each in differences(built, other)]
     for page in sorted((ROOT / "benchmarks").glob("*.md")):
         problems += stamps.stale(f"benchmarks/{page.name}")
+    problems += gpu.stale()
     if release is not None:
         problems += [f"not committed: {each[3:]}" for each in _git("status", "--porcelain")]
     for problem in problems:
