@@ -1,7 +1,7 @@
 """One bug, one file, in the folder of its topic.
 
 Each module in a topic's folder defines one patch, as ``PATCH``; no registration is needed.  The
-docstring of a folder is the title of its topic.
+docstring of a folder is the title of its topic.  ``legacy`` has those that will be removed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
+from . import legacy
 
 #: In the order in which the documentation lists them.
 TOPICS = (
@@ -26,6 +27,7 @@ TOPICS = (
     "adapters",
     "training",
     "avx512_cpu",
+    "legacy",
 )
 
 
@@ -49,15 +51,17 @@ def load() -> list[Patch]:
 def groups(*, asking: bool = False) -> dict[str, list[str]]:
     """The names of the patches of each topic, of each kind, and of ``speed``.
 
-    Those that round differently are left out of the topics if ``asking``: their kind, ``speed`` and
-    their own names ask for them.
+    A patch in ``legacy`` is in its former topic, too.  Those that round differently are left out of
+    the topics if ``asking``: their kind, ``speed`` and their own names ask for them.
     """
     found: dict[str, list[str]] = {name: [] for name in (*TOPICS, *(kind.value for kind in Kind))}
     for topic, modules in topics().items():
         for patch in (module.PATCH for module in modules):
             found[patch.kind.value].append(patch.name)
             if not (asking and patch.kind is Kind.FAST):
-                found[topic].append(patch.name)
+                former, _ = legacy.PATCHES.get(patch.name, (topic, ""))
+                for each in {topic, former}:
+                    found[each].append(patch.name)
     return {**found, "speed": found["exact"] + found["fast"]}
 
 
