@@ -280,11 +280,11 @@ def test_names_of_groups():
 
 def test_a_legacy_patch_answers_to_its_former_topic():
     """So a topic's name, in a call or a variable, does not turn on what it turned off before."""
-    from gemma4_compat.patches import TOPICS, groups, legacy, topics
+    from gemma4_compat.patches import LEGACY, TOPICS, groups, topics
 
     modules = {module.PATCH.name for module in topics()["legacy"]}
-    assert modules == {*groups()["legacy"]} == legacy.PATCHES.keys()
-    for name, (topic, until) in legacy.PATCHES.items():
+    assert modules == {*groups()["legacy"]} == LEGACY.keys()
+    for name, (topic, until) in LEGACY.items():
         assert [each for each in TOPICS if name in groups()[each]] == [topic, "legacy"]
         date.fromisoformat(until)
 

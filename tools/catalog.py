@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from packaging.requirements import Requirement
 
 from gemma4_compat.engine import Kind, Patch
-from gemma4_compat.patches import legacy, load, topics
+from gemma4_compat.patches import LEGACY, load, topics
 from gemma4_compat.versions import LIBRARIES, USERS
 from tools.measured import DATA, Measured
 
@@ -290,7 +290,7 @@ def with_releases(readme: str, measured: Measured) -> str:
 def with_errors(readme: str, measured: Measured) -> str:
     """The README with the errors that were reported in most threads."""
     rows = ["| what you see | patch | threads | still needed |", "|---|---|---|---|"]
-    patches = [patch for patch in load() if patch.name not in legacy.PATCHES]
+    patches = [patch for patch in load() if patch.name not in LEGACY]
     ends = {patch: _ends(patch, measured).partition(" (measured)")[0] for patch in patches}
     order = sorted(ends, key=lambda patch: (-len(patch.links), ends[patch].startswith("Fixed")))
     for patch in order[:_IN_README]:
@@ -317,7 +317,7 @@ def _gate(patch: Patch) -> str:
 
 def _affects(patch: Patch) -> str:
     """The gate, and the day after which the next version leaves the patch out, if it is legacy."""
-    _, until = legacy.PATCHES.get(patch.name, ("", ""))
+    _, until = LEGACY.get(patch.name, ("", ""))
     return _gate(patch) + (f"; kept until {until}" if until else "")
 
 

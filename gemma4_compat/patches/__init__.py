@@ -16,7 +16,6 @@ from types import ModuleType
 from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, evaluate
 from ..versions import FLOORS
-from . import legacy
 
 #: In the order in which the documentation lists them.
 TOPICS = (
@@ -29,6 +28,21 @@ TOPICS = (
     "avx512_cpu",
     "legacy",
 )
+#: Each patch in ``legacy``: its former topic, whose name still names it, and the day after which
+#: the next version leaves it out.  That is a year after the first release with the fix, by the date
+#: of the files in its wheel on PyPI.
+LEGACY = {
+    "audio_uint8_weights": ("images_and_sound", "2027-06-10"),  # transformers 5.11.0
+    "experts_switch_overhead": ("generation", "2027-07-15"),  # transformers 5.14.0
+    "full_attention_memory": ("attention", "2027-07-03"),  # transformers 5.13.0
+    "hf_initialized_flag": ("offloading", "2027-06-11"),  # accelerate 1.14.0
+    "image_block_mask": ("images_and_sound", "2027-07-03"),  # transformers 5.13.0
+    "int8_params_move": ("offloading", "2026-10-29"),  # bitsandbytes 0.48.2
+    "ple_mask_device": ("offloading", "2027-05-20"),  # transformers 5.9.0
+    "sliding_cache_layers": ("generation", "2027-07-15"),  # transformers 5.14.0
+    "unified_uint8_inputs": ("images_and_sound", "2027-07-03"),  # transformers 5.13.0
+    "vision_uint8_pixels": ("images_and_sound", "2027-07-03"),  # transformers 5.13.0
+}
 
 
 def topics() -> dict[str, list[ModuleType]]:
@@ -59,7 +73,7 @@ def groups(*, asking: bool = False) -> dict[str, list[str]]:
         for patch in (module.PATCH for module in modules):
             found[patch.kind.value].append(patch.name)
             if not (asking and patch.kind is Kind.FAST):
-                former, _ = legacy.PATCHES.get(patch.name, (topic, ""))
+                former, _ = LEGACY.get(patch.name, (topic, ""))
                 for each in {topic, former}:
                     found[each].append(patch.name)
     return {**found, "speed": found["exact"] + found["fast"]}
