@@ -186,9 +186,9 @@ def install(*names: str) -> Status:
     """Arm or apply the named patches, or all patches if no name is given.  Idempotent.
 
     A name is that of a patch, of a topic (``offloading``, ``generation``, ``attention``,
-    ``images_and_sound``, ``adapters``, ``training``, ``avx512_cpu``) or of a kind (``fix``,
-    ``warning``, ``memory``, ``exact``, ``fast``; ``speed`` is ``exact`` and ``fast``); the same for
-    `uninstall` and `disabled`.
+    ``images_and_sound``, ``adapters``, ``training``, ``avx512_cpu``, ``legacy``) or of a kind
+    (``fix``, ``warning``, ``memory``, ``exact``, ``fast``; ``speed`` is ``exact`` and ``fast``);
+    the same for `uninstall` and `disabled`.
 
     Importing this package does this for all patches but those of the kind ``fast``, whose results
     differ by rounding.  These have to be named: a topic does not name them.  Call this before a

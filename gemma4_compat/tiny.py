@@ -146,8 +146,7 @@ def _fill(name: str, shape: tuple[int, ...]) -> Tensor:
 def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
     """The key/value tensors of the KV-shared layers.
 
-    The model never uses them.  Newer transformers versions skip them on loading; 5.5.0 has modules
-    for them and reports them as missing if they are absent.
+    Checkpoints of Gemma 4 have them, but no model uses them: transformers skips them on loading.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 #: The oldest supported releases: the lower bounds of the extra in ``pyproject.toml``.
 FLOORS = {
-    "transformers": "5.5.0",
+    "transformers": "5.6.0",
     "accelerate": "1.10.0",
     "peft": "0.18.0",
     "bitsandbytes": "0.46.1",

@@ -195,6 +195,8 @@ def matrix_report(item, call, report):
 def pytest_sessionfinish(session):
     if session.config.getoption("matrix"):
         gemma4_compat._engine.import_targets()
+        if not WITHOUT:  # the last test may have taken them out
+            gemma4_compat.install("fast")
         for each in gemma4_compat.status():
             matrix_line(session.config, patch=each.name, state=str(each.state), reason=each.reason)
 

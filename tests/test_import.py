@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,17 @@ def test_names_of_groups():
         assert status["quant_state_offload"].state is not gemma4_compat.State.DISABLED
     with pytest.raises(ValueError, match="sped"):
         gemma4_compat.uninstall("sped")
+
+
+def test_a_legacy_patch_answers_to_its_former_topic():
+    """So a topic's name, in a call or a variable, does not turn on what it turned off before."""
+    from gemma4_compat.patches import LEGACY, TOPICS, groups, topics
+
+    modules = {module.PATCH.name for module in topics()["legacy"]}
+    assert modules == {*groups()["legacy"]} == LEGACY.keys()
+    for name, (topic, until) in LEGACY.items():
+        assert [each for each in TOPICS if name in groups()[each]] == [topic, "legacy"]
+        date.fromisoformat(until)
 
 
 @pytest.mark.parametrize(

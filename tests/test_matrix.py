@@ -86,7 +86,7 @@ def test_every_patch_was_measured_on_the_stacks_of_the_tests(stack):
 def test_no_release_is_left_out():
     minors = {version.rpartition(".")[0] for version in MEASURED.releases("transformers")}
     newest = int(NEWEST["transformers"].split(".")[1])
-    assert minors >= {f"5.{minor}" for minor in range(5, newest + 1)}
+    assert minors >= {f"5.{minor}" for minor in range(6, newest + 1)}
 
 
 def test_newest_versions_are_those_measured():
@@ -97,10 +97,8 @@ def test_newest_versions_are_those_measured():
 
 
 def test_releases():
-    index = ["5.4.0", "5.5.0", "5.5.1", "5.8.0", "5.8.1", "5.6.1", "5.6.0", "5.9.0rc1", "5.10.0"]
-    assert releases("transformers", index) == [
-        *("5.5.0", "5.5.1", "5.6.0", "5.6.1", "5.8.1", "5.10.0")
-    ]
+    index = ["5.5.4", "5.8.0", "5.8.1", "5.6.1", "5.6.0", "5.9.0rc1", "5.10.0"]
+    assert releases("transformers", index) == ["5.6.0", "5.6.1", "5.8.1", "5.10.0"]
     assert releases("peft", ["0.17.1", "0.18.0", "0.18.1"]) == ["0.18.0", "0.18.1"]
 
 
@@ -120,15 +118,15 @@ def test_verdicts(outcomes, bug, patch):
 
 
 def test_runs():
-    verdicts = {"5.5.0": "fixed", "5.5.2": "broken", "5.6.2": "broken", "5.10.0": "unknown"}
+    verdicts = {"5.6.0": "fixed", "5.6.2": "broken", "5.7.0": "broken", "5.10.0": "unknown"}
     entries = [
         {**USERS, "transformers": version, "result": f"{verdict}/works/applied"}
         for version, verdict in (*verdicts.items(), ("5.11.0", "fixed"))
     ]
     measured = Measured({"p": entries})
     assert measured.runs("p", "transformers") == [
-        Run(False, "5.5.0", "5.5.0"),
-        Run(True, "5.5.2", "5.6.2"),
+        Run(False, "5.6.0", "5.6.0"),
+        Run(True, "5.6.2", "5.7.0"),
         Run(False, "5.11.0", "5.11.0"),
     ]
     assert measured.runs("another", "transformers") == []

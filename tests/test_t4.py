@@ -94,9 +94,7 @@ def gradients(scaled):
                 with torch.autocast("cpu", torch.float16, enabled=fp16):
                     loss = model(**inputs, labels=inputs["input_ids"]).loss
                 (loss * (SCALE if fp16 else 1)).backward()
-                # transformers 5.5 has projections that share keys, and does not use them
-                used = [each.grad for each in trained.values() if each.grad is not None]
-                found[kind] += [each.flatten().float() for each in used]
+                found[kind] += [each.grad.flatten().float() for each in trained.values()]
         return {kind: torch.cat(each) for kind, each in found.items()}
 
     return gradients

@@ -24,8 +24,6 @@ CAP = 3.0  # so low that a loss without the cap is far away
 LENGTHS = (3, 5, 9, 14)
 #: Before, Trainer counts the first token of each row, too, which no loss has.
 COUNTS_TARGETS = Version("5.15") <= Version(transformers.__version__)
-#: Before, Trainer and accelerate each divide by the number of micro batches, whatever the model.
-TWICE = Version(transformers.__version__) < Version("5.5.4")
 TEMPLATE = (
     "{% for message in messages %}{{ 'w6 ' if message['role'] == 'user' else 'w5 ' }}"
     "{% if message['content'] is string %}{{ message['content'] + ' ' }}"
@@ -93,17 +91,12 @@ def log_probs(model, ids, image=None):
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def check(found, model, loss, left_alone=1):
-    """The loss and gradients of a step are those of the loss by hand on the trainer's model.
-
-    ``left_alone`` is the number of micro batches of a trainer that the package leaves alone.
-    """
+def check(found, model, loss):
+    """The loss and gradients of a step are those of the loss by hand on the trainer's model."""
     model.zero_grad()
-    (loss / left_alone if TWICE else loss).backward()
+    loss.backward()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert_equal(found[1], expected)
-    if TWICE:  # what it logs is divided once or not at all
-        return
     assert found[0] == pytest.approx(loss.item(), abs=1e-4)  # TRL 1.3 rounds it
 
 
@@ -165,7 +158,7 @@ def test_sft(loss_type, micro_batches, model_dir, tmp_path):
     loss = (each * each.neg().detach().exp() if loss_type == "dft" else each).mean()
     if loss_type == "dft" and not COUNTS_TARGETS:
         loss *= (sum(LENGTHS) - len(LENGTHS)) / sum(LENGTHS)
-    check(found, trainer.model, loss, micro_batches if loss_type == "dft" else 1)
+    check(found, trainer.model, loss)
 
 
 def spoken(role, ids):
@@ -228,7 +221,7 @@ def test_dpo(images, learnt, micro_batches, model_dir, tmp_path):
     loss = torch.stack(losses).mean()
     if not learnt:
         assert loss.item() == pytest.approx(0.6931472)
-    check(found, trainer.model, loss, micro_batches)
+    check(found, trainer.model, loss)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +266,7 @@ def test_grpo(images, micro_batches, model_dir, tmp_path):
         for ids, advantage in zip(group, advantages, strict=True):
             logs = log_probs(trainer.model, prompt + ids, image)[len(prompt) - 1 :]
             terms.append(-advantage * (logs - logs.detach()).exp())
-    check(found, trainer.model, torch.cat(terms).mean(), micro_batches)
+    check(found, trainer.model, torch.cat(terms).mean())
 
 
 def test_kto(model_dir, tmp_path):
@@ -301,4 +294,4 @@ def test_kto(model_dir, tmp_path):
             base = log_probs(trainer.model, ids)[first:].sum()
         score = 0.5 * (score - base)
         losses.append((-score if row["label"] else score).sigmoid())
-    check(found, trainer.model, torch.stack(losses).mean(), 4)
+    check(found, trainer.model, torch.stack(losses).mean())

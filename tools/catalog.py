@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from packaging.requirements import Requirement
 
 from gemma4_compat.engine import Kind, Patch
-from gemma4_compat.patches import load, topics
+from gemma4_compat.patches import LEGACY, load, topics
 from gemma4_compat.versions import LIBRARIES, USERS
 from tools import gpu
 from tools.measured import DATA, Measured
@@ -37,9 +37,11 @@ Each of these is one file under `gemma4_compat/patches/`, in the folder of its t
 under `tests/patches/`.  A patch is applied only where the installed versions lie inside its gate
 *and* a probe of the real code finds the bug; `gemma4-compat status` shows the state of each patch
 on your machine.  Each name links to a page with the root cause, the fix and the upstream reports.
+The legacy patches, at the end of the table, do not change any more. The date is a year after the
+release with the fix; the next version of this package after it leaves the patch out.
 """
 #: The patches with which the project began.
-_FOUNDING = ("clippable_linear", "hf_initialized_flag", "peft_redispatch", "quant_state_offload")
+_FOUNDING = ("clippable_linear", "peft_redispatch", "quant_state_offload")
 
 _IN_README = 12  # rows of its table of errors
 
@@ -164,7 +166,7 @@ The patch `{patch.name}` of [gemma4-compat](../../README.md#install).
 
 **Replaces.** {", ".join(replaced)}
 
-**Affects.** {_gate(patch)}
+**Affects.** {_affects(patch)}
 
 **Releases.** {_versions(patch, measured)}. {_ends(patch, measured)}
 {_requires(patch)}
@@ -220,13 +222,13 @@ def _title(modules: list[ModuleType]) -> str:
 
 def _symptoms() -> Iterator[str]:
     patches = {patch.name: patch for patch in load()}
-    first = {"The first four": [name for name in _FOUNDING if name in patches]}
+    first = {"The first three": [name for name in _FOUNDING if name in patches]}
     rest = {title: [n for n in names if n not in _FOUNDING] for title, names in titles().items()}
     for title, names in {**first, **rest}.items():
         yield f"| **{title}** | | |"
         for name in names:
             link = f'<a id="{name}"></a>{_link(name)}'
-            yield f"| {link} | {patches[name].symptom} | {_gate(patches[name])} |"
+            yield f"| {link} | {patches[name].symptom} | {_affects(patches[name])} |"
 
 
 def _link(name: str) -> str:
@@ -292,7 +294,8 @@ def with_releases(readme: str, measured: Measured) -> str:
 def with_errors(readme: str, measured: Measured) -> str:
     """The README with the errors that were reported in most threads."""
     rows = ["| what you see | patch | threads | still needed |", "|---|---|---|---|"]
-    ends = {patch: _ends(patch, measured).partition(" (measured)")[0] for patch in load()}
+    patches = [patch for patch in load() if patch.name not in LEGACY]
+    ends = {patch: _ends(patch, measured).partition(" (measured)")[0] for patch in patches}
     order = sorted(ends, key=lambda patch: (-len(patch.links), ends[patch].startswith("Fixed")))
     for patch in order[:_IN_README]:
         end = ends[patch]
@@ -319,6 +322,12 @@ def _gate(patch: Patch) -> str:
     if len({*gates.values()}) == 1:
         return next(iter(gates.values()))
     return "; ".join(f"{part}: {text}" for part, text in gates.items())
+
+
+def _affects(patch: Patch) -> str:
+    """The gate, and the day after which the next version leaves the patch out, if it is legacy."""
+    _, until = LEGACY.get(patch.name, ("", ""))
+    return _gate(patch) + (f"; kept until {until}" if until else "")
 
 
 def _ends(patch: Patch, measured: Measured) -> str:

@@ -44,7 +44,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gemma4_compat.patches import load  # noqa: E402
+from gemma4_compat.patches import LEGACY, load  # noqa: E402
 from gemma4_compat.versions import FLOORS, LIBRARIES, MIDDLE, NEWEST, USERS  # noqa: E402
 from tools.measured import DATA, Measured  # noqa: E402
 from tools.overlays import FOLDER, Overlays  # noqa: E402
@@ -190,7 +190,9 @@ def expiry(measured: Measured) -> Iterator[str]:
         axes = {library: measured.runs(patch.name, library) for library in LIBRARIES}
         gone = [f"{name}>={runs[-1].first}" for name, runs in axes.items() if len(runs) > 1]
         since = " or ".join(gone) or "the newest stack"
-        yield f"{patch.name}: fixed in {since}; when nothing older is supported, delete"
+        _, until = LEGACY.get(patch.name, ("", ""))
+        when = f"after {until}" if until else "when nothing older is supported"
+        yield f"{patch.name}: fixed in {since}; {when}, delete"
         [file] = (ROOT / "gemma4_compat" / "patches").glob(f"*/{patch.name}.py")
         yield f"    {file.relative_to(ROOT).as_posix()} tests/patches/test_{patch.name}.py"
     if not obsolete:

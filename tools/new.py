@@ -27,6 +27,7 @@ def begin(name: str, topic: str, source: Path = ROOT, target: Path = ROOT) -> li
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(f"{name!r} is not a lower_snake_case name")
     topics = sorted(folder.parent.name for folder in (source / _PATCHES).glob("*/__init__.py"))
+    topics.remove("legacy")
     if topic not in topics:
         raise ValueError(f"no topic is named {topic!r}; the topics are {', '.join(topics)}")
     if taken := [*(target / _PATCHES).glob(f"*/{name}.py")]:

@@ -1,7 +1,7 @@
 """One bug, one file, in the folder of its topic.
 
 Each module in a topic's folder defines one patch, as ``PATCH``; no registration is needed.  The
-docstring of a folder is the title of its topic.
+docstring of a folder is the title of its topic.  ``legacy`` has those that will be removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,22 @@ TOPICS = (
     "adapters",
     "training",
     "avx512_cpu",
+    "legacy",
 )
+#: Each patch in ``legacy``: its former topic, whose name still names it, and the day after which
+#: the next version leaves it out.  That is a year after the first release with the fix, by the date
+#: of the files in its wheel on PyPI.
+LEGACY = {
+    "audio_uint8_weights": ("images_and_sound", "2027-06-10"),  # transformers 5.11.0
+    "experts_switch_overhead": ("generation", "2027-07-15"),  # transformers 5.14.0
+    "full_attention_memory": ("attention", "2027-07-03"),  # transformers 5.13.0
+    "hf_initialized_flag": ("offloading", "2027-06-11"),  # accelerate 1.14.0
+    "image_block_mask": ("images_and_sound", "2027-07-03"),  # transformers 5.13.0
+    "int8_params_move": ("offloading", "2026-10-29"),  # bitsandbytes 0.48.2
+    "ple_mask_device": ("offloading", "2027-05-20"),  # transformers 5.9.0
+    "sliding_cache_layers": ("generation", "2027-07-15"),  # transformers 5.14.0
+    "vision_uint8_pixels": ("images_and_sound", "2027-07-03"),  # transformers 5.13.0
+}
 
 
 def topics() -> dict[str, list[ModuleType]]:
@@ -49,15 +64,17 @@ def load() -> list[Patch]:
 def groups(*, asking: bool = False) -> dict[str, list[str]]:
     """The names of the patches of each topic, of each kind, and of ``speed``.
 
-    Those that round differently are left out of the topics if ``asking``: their kind, ``speed`` and
-    their own names ask for them.
+    A patch in ``legacy`` is in its former topic, too.  Those that round differently are left out of
+    the topics if ``asking``: their kind, ``speed`` and their own names ask for them.
     """
     found: dict[str, list[str]] = {name: [] for name in (*TOPICS, *(kind.value for kind in Kind))}
     for topic, modules in topics().items():
         for patch in (module.PATCH for module in modules):
             found[patch.kind.value].append(patch.name)
             if not (asking and patch.kind is Kind.FAST):
-                found[topic].append(patch.name)
+                former, _ = LEGACY.get(patch.name, (topic, ""))
+                for each in {topic, former}:
+                    found[each].append(patch.name)
     return {**found, "speed": found["exact"] + found["fast"]}
 
 

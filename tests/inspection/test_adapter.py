@@ -292,8 +292,7 @@ def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
     assert found.ok
     ignored = counts(found, "ignored")
     assert (found.loads, ignored) == peft_loads(load_model(model_dir), folder)
-    if ignored:  # transformers < 5.5.2 has modules there
-        assert "layers 3 to 5 reuse the keys and values of earlier layers" in reasons(found)
+    assert "layers 3 to 5 reuse the keys and values of earlier layers" in reasons(found)
 
 
 def text_only(folder):

@@ -177,7 +177,7 @@ def test_nothing_private(model_dir, adapter_dir, tmp_path):
         ("4/8-bit and CPU/GPU", None),
         (r".*\.layers\.(\d+)\.(q|o)_proj", None),
         (r"(?:model\.language_model\.layers\.\d+)", None),
-        ("affects transformers>=5.5,<5.13; found transformers 5.6.2", None),
+        ("affects transformers>=5.6,<5.13; found transformers 5.6.2", None),
     ],
 )
 def test_paths(text, expected):

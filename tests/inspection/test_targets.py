@@ -42,9 +42,9 @@ def made(model, targets, rank):
 def test_the_users_figures(e2b_dir):
     """148 Gemma4ClippableLinear and 205 linear layers, 353 in all."""
     found = scan_targets(e2b_dir, BROAD_TARGETS)
-    has_shared_kv = found.count == 353 + 40  # transformers < 5.5.2 has modules there
+    assert found.count == 353
     assert classes(found) == {
-        ("language", "Linear"): 205 + 40 * has_shared_kv,
+        ("language", "Linear"): 205,
         ("vision", "Gemma4ClippableLinear"): 112,
         ("audio", "Gemma4ClippableLinear"): 36,
     }

@@ -776,7 +776,7 @@ def test_memory_of_streamed_layers_is_freed(model_dir):
     check(model, prompt(model))
     assert page_locked.locked() > before
     allocated = set()
-    for _ in range(2):  # in transformers 5.5 a prompt leaves the last layer on the GPU
+    for _ in range(2):
         generated(model, prompt(model))
         gc.collect()
         allocated.add(torch.cuda.memory_allocated())

@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from gemma4_compat.patches.generation import experts_switch_overhead as patch
+from gemma4_compat.patches.legacy import experts_switch_overhead as patch
 from tests import support
 from tests.patches.test_captured_decoding import assert_same, generated, prompt
 

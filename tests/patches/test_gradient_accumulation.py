@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import gemma4_compat
 from gemma4_compat.tiny import audio_inputs, image_inputs, text_inputs
@@ -26,9 +25,6 @@ from tests.test_training import tokenizer
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 DIFFERENT = r"the gradients of two micro batches differ by \d"
-VERSION = Version(transformers.__version__)
-#: From transformers 5.6 on, Gemma4ForConditionalGeneration declares accepts_loss_kwargs.
-DECLARED = Version("5.6") <= VERSION
 INPUTS = {"text": text_inputs, "image": image_inputs, "audio": audio_inputs}
 LANGUAGE = r".*language_model.*\.(q|o|gate|up|down)_proj"
 
@@ -510,11 +506,8 @@ def test_micro_batches_of_equal_length(model_dir, tmp_path):
     for row in data:
         row["attention_mask"] = torch.ones_like(row["attention_mask"])
     found = gradients(gemma4(model_dir), tmp_path, data, micro_batches=2)
-    if not DECLARED:
-        expected = by_hand(gemma4(model_dir), data)[1]
-    else:
-        with gemma4_compat.disabled("gradient_accumulation"):
-            expected = gradients(gemma4(model_dir), tmp_path, data, micro_batches=2)
+    with gemma4_compat.disabled("gradient_accumulation"):
+        expected = gradients(gemma4(model_dir), tmp_path, data, micro_batches=2)
     assert_equal(found, expected)
 
 
@@ -536,7 +529,6 @@ def test_a_model_with_a_loss_of_its_own(model_dir, tmp_path):
     assert all(torch.equal(patched[name], expected[name]) for name in expected)
 
 
-@pytest.mark.skipif(not DECLARED, reason="the forward of this release ignores the number")
 @pytest.mark.parametrize("own", ["class", "instance"])
 def test_a_model_that_says_what_it_accepts(own, model_dir, tmp_path):
     """Trainer passes the number, and the fix changes nothing."""
@@ -663,7 +655,6 @@ def test_a_loss_function_of_the_users(model_dir, tmp_path):
     assert all(torch.equal(patched[name], expected[name]) for name in expected)
 
 
-@pytest.mark.skipif(not DECLARED, reason="Trainer of this release takes the mean for a sum")
 @pytest.mark.regression("gradient_accumulation", DIFFERENT)
 def test_label_smoothing(model_dir, tmp_path):
     options = {"label_smoothing_factor": 0.1}

@@ -133,15 +133,12 @@ def test_who_multiplies(model_dir, calls):
 def test_forward_of_one_token(model_dir):
     from torch.profiler import ProfilerActivity, profile
 
-    model, called = adapted(model_dir, {"": 0}), []
-    hooks = [each.register_forward_hook(lambda *_: called.append(1)) for each in adapters_of(model)]
-    one_token(model)  # transformers 5.5.0 has projections that no forward uses
-    for each in hooks:
-        each.remove()
+    model = adapted(model_dir, {"": 0})
+    one_token(model)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one_token(model)
     launches = sum(each.name == "one_row_lora" for each in profiler.events())
-    assert launches >= len(called) >= 10, "PEFT multiplies one row"
+    assert launches >= len(adapters_of(model)) >= 10, "PEFT multiplies one row"
 
 
 # -- the kernels ----------------------------------------------------------------------------------

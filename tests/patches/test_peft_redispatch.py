@@ -48,14 +48,14 @@ def astray(model):
     return {n for n, p in adapter_parameters(base_of(model)).items() if p.device.type != "cpu"}
 
 
-def assert_untouched(model, before, folder, never_loaded=frozenset()):
+def assert_untouched(model, before, folder):
     tensors, hooks, files, device_map = fingerprint(model, folder)
     moved = [name for name in before[0] if before[0][name] != tensors.get(name)]
     assert not moved, f"offload was undone or the base moved: {len(moved)} tensors, {moved[:2]}"
     assert hooks == before[1], "hooks were removed, replaced or added"
     assert files == before[2], "offloaded weights were written anew"
     assert device_map == before[3]
-    assert astray(model) == never_loaded, "adapter tensors off their execution device"
+    assert not astray(model), "adapter tensors off their execution device"
 
 
 @pytest.mark.regression("peft_redispatch", r"offload was undone")
@@ -130,9 +130,7 @@ def test_ways_to_load(model_dir, adapter_dir, low_cpu_mem_usage, is_trainable, t
     model = split(load_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir, **options).eval()
-    # low_cpu_mem_usage leaves tensors on meta that the file lacks.  In transformers 5.5, these are
-    # the key and value projections that KV-shared layers have, but do not use.
-    assert_untouched(model, before, tmp_path, never_loaded=astray(one))
+    assert_untouched(model, before, tmp_path)
     assert_same(logits(model), logits(one))
 
 

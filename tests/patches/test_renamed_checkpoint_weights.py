@@ -40,15 +40,10 @@ def unified(folder):
 
 def gemma3n_text(folder):
     """The text model of a checkpoint of the whole model: all of its weights are renamed."""
-    import transformers
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     if get_checkpoint_conversion_mapping("gemma3n_text") is None:
         pytest.skip("this transformers does not load such a checkpoint")
-    if transformers.__version__ == "5.5.0":
-        pytest.skip(
-            "save_pretrained of transformers 5.5.0 writes a name that from_pretrained cannot load"
-        )
     return with_names("Gemma3n", folder, "model.", "model.language_model."), {}
 
 

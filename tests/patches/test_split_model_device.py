@@ -31,13 +31,6 @@ def divided(model_dir, tmp_path):
     return split(load_model(model_dir), tmp_path)
 
 
-@pytest.fixture
-def begins_on_meta(divided):
-    """Skip transformers 5.5: its first module is the language model, which is not offloaded."""
-    if not next(divided.parameters()).is_meta:
-        pytest.skip("the first parameter of this release's model is not offloaded")
-
-
 @pytest.mark.regression("split_model_device", r"the device is meta")
 def test_device(divided):
     parts = {
@@ -53,7 +46,6 @@ def test_device(divided):
     assert divided.device == gemma4_compat.input_device(divided)
 
 
-@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_inputs_brought_to_the_device(whole, divided):
     """The code of the model cards works, even after the hooks have offloaded the weights again."""
@@ -83,7 +75,6 @@ def assisted(model, **options):
         pytest.skip("on one device, this release raises the same error")
 
 
-@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_prompt_lookup(whole, divided):
     expected = assisted(whole, prompt_lookup_num_tokens=3)
@@ -91,7 +82,6 @@ def test_prompt_lookup(whole, divided):
         assert torch.equal(tokens(divided, prompt_lookup_num_tokens=3), expected)
 
 
-@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 @pytest.mark.parametrize("side", ["main", "assistant"])
 def test_assisted_generation(whole, divided, model_dir, side):
@@ -103,7 +93,6 @@ def test_assisted_generation(whole, divided, model_dir, side):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.usefixtures("begins_on_meta")
 @pytest.mark.regression("split_model_device", META)
 def test_generate_without_inputs(whole, divided):
     assert torch.equal(tokens(divided, {}), tokens(whole, {}))

@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from gemma4_compat.tiny import image_inputs
-from tests.support import assert_same, dequantized, load_model, logits, split
+from tests.support import assert_same, dequantized, load_model, logits, quantization, split
 
 KINDS = ["nf4", "nf4-nested", "int8"]
 #: bitsandbytes quantizes all of the vision tower; the audio tower has its own patch.
@@ -96,3 +96,74 @@ def test_unquantized_tower_is_untouched(model_dir):
     model = load_model(model_dir)
     expected = features(model)
     assert torch.equal(features(given_float_pixels(copy.deepcopy(model))), expected)
+
+
+@pytest.fixture(scope="module")
+def unified_dir(tmp_path_factory):
+    pytest.importorskip("transformers.models.gemma4_unified")
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision_config={
+            "patch_size": 16,
+            "pooling_kernel_size": 1,
+            "model_patch_size": 16,
+            "mm_embed_dim": 128,
+            "output_proj_dims": 128,
+            "mm_posemb_size": 16,
+        },
+        audio_config={"audio_embed_dim": 128},
+    )
+    path = tmp_path_factory.mktemp("unified")
+    Gemma4UnifiedForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def load_unified(unified_dir, kind):
+    from transformers import Gemma4UnifiedForConditionalGeneration
+
+    model = Gemma4UnifiedForConditionalGeneration.from_pretrained(
+        unified_dir,
+        quantization_config=quantization(kind, llm_int8_skip_modules=["lm_head"]),
+        device_map={"": "cpu"},
+        dtype=torch.bfloat16,
+    )
+    return model.eval().model
+
+
+def vision_features(model):
+    torch.manual_seed(1)
+    pixels = torch.rand(1, 4, 16 * 16 * 3).to(torch.bfloat16)
+    positions = torch.tensor([[[0, 0], [0, 1], [1, 0], [-1, -1]]])
+    embedder = getattr(model, "vision_embedder", None) or model.embed_vision
+    found = embedder(pixels, positions)
+    return getattr(found, "pooler_output", found).float()
+
+
+def audio_features(model):
+    torch.manual_seed(1)
+    return model.embed_audio(torch.randn(1, 5, 128).to(torch.bfloat16)).float()
+
+
+@pytest.mark.regression("vision_uint8_pixels", r"features are off|mixed dtype \(CPU\)")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("features", [vision_features, audio_features])
+@torch.no_grad()
+def test_quantized_embedders_compute_what_their_weights_say(unified_dir, kind, features):
+    """The reference is dequantized; see above for the tolerance."""
+    found = features(load_unified(unified_dir, kind))
+    expected = features(dequantized(load_unified(unified_dir, kind)))
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < 0.1, f"features are off by {error:.0%}"

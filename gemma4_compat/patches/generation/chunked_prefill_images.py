@@ -256,9 +256,6 @@ def _in_chunks(
                 given |= {} if part is None else {kind: part}
                 continue
             inputs[_INPUTS[kind]] = part
-            if kind == "video" and part is not None and inputs.get("pixel_values") is None:
-                # transformers 5.5 makes the mask of images and videos only with pixel_values.
-                inputs["pixel_values"] = _part(features[kind], rows[kind][index][:0, 0])
         if encoded:
             inputs["mm_encoder_outputs"] = given or None
         with shadowed(owner, **methods):

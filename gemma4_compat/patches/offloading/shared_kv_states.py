@@ -3,7 +3,7 @@
 Layers that share keys and values pass them on in a dictionary, ``shared_kv_states``: every decoder
 layer gets the same one, some write to it and later ones read.  Code between the layers may replace
 the dictionary by a copy.  accelerate's hooks send a layer's arguments to its device, and rebuild
-every mapping that ``skip_keys`` does not name.  transformers names it (from 5.5.3) when it
+every mapping that ``skip_keys`` does not name.  transformers names it when it
 dispatches a model itself, but neither PEFT nor a user's own ``dispatch_model``, ``cpu_offload`` or
 ``load_checkpoint_and_dispatch`` does.  FSDP2 rebuilds dictionaries when it casts forward inputs.
 The layer then writes to a copy.
@@ -28,7 +28,7 @@ from ...engine import Finding, Patch, fixed_if
 PATCH = Patch(
     name="shared_kv_states",
     symptom="KeyError: 22 (E4B), 13 (E2B) or 'sliding_attention' in shared_kv_states[...]",
-    affects=("transformers>=5.5.2,<5.23",),
+    affects=("transformers<5.23",),
     changes=(
         "Decoder layers that are called with shared_kv_states get this dictionary inside a "
         "container that neither accelerate's hooks nor FSDP2 copy."
@@ -64,11 +64,7 @@ class _Shared(UserDict[Any, Any]):
         return self
 
 
-@PATCH.replaces(
-    "transformers.modeling_layers",
-    "GradientCheckpointingLayer.__call__",
-    when="transformers>=5.5.3",
-)
+@PATCH.replaces("transformers.modeling_layers", "GradientCheckpointingLayer.__call__")
 def layer_call(original: Any) -> Any:
     """The layers of Gemma 4, its variants and Gemma 3n inherit it, and those of other models."""
 
@@ -80,14 +76,3 @@ def layer_call(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return __call__
-
-
-@PATCH.around(
-    "transformers.models.gemma4.modeling_gemma4",
-    "Gemma4TextDecoderLayer.__call__",
-    when="transformers<5.5.3",
-)
-def layer_call_by_position(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Older releases pass it by position, as the only dictionary among the arguments."""
-    args = tuple(_Shared(arg) if isinstance(arg, dict) else arg for arg in args)
-    return original(self, *args, **kwargs)

@@ -8,10 +8,6 @@ model as ``num_items_in_batch``; the models' loss divides by it.  But
 which had another loss.  So ``Trainer`` averages the means of the micro batches: a token in a short
 micro batch counts more than a token in a long one.  There is no error, but the gradients are wrong.
 
-In transformers 5.5 the classes declare nothing, and their forward ignores the number.  ``Trainer``
-treats their mean as a sum divided by the number.  From 5.5.4 on it adds up the means: with
-``gradient_accumulation_steps=8`` the gradients are eight times too large.
-
 The fix multiplies the loss of each micro batch by its tokens, and divides it by their number in the
 step.  ``Trainer`` and its subclasses see the same flags and numbers as without the fix, but
 ``Trainer.training_step`` returns the weighted loss.  The fix looks at the loss that
@@ -46,7 +42,7 @@ PATCH = Patch(
     name="gradient_accumulation",
     symptom=(
         "with gradient_accumulation_steps, tokens in short micro batches count more than tokens in "
-        "long ones, without an error; in transformers 5.5, gradients are too large"
+        "long ones, without an error"
     ),
     affects=("transformers",),
     changes=(
@@ -239,10 +235,9 @@ def _step_of(trainer: Any, batches: list[Any], number: Any) -> _Step | None:
         processes = trainer.accelerator.num_processes
     if not any(hasattr(count, "ndim") for count in counts):
         return None
-    # What the loss is divided by after compute_loss.
-    divisor = _divisor_of_accelerate(trainer)
+    divisor = 1  # what Trainer divides the loss by after compute_loss
     if number is None or not trainer.model_accepts_loss_kwargs:
-        divisor *= len(batches)
+        divisor = len(batches)
     else:
         processes = 1  # Trainer.compute_loss multiplies by their number
     labels = [batch["labels"] for batch in batches]
@@ -266,14 +261,6 @@ def _shards_sequences(trainer: Any) -> bool:
     return parallel is not None and any(getattr(parallel, flag, False) for flag in flags)
 
 
-def _divisor_of_accelerate(trainer: Any) -> int:
-    """Until transformers 5.5.3, accelerate divides the loss by the number of micro batches, too."""
-    accelerator = trainer.accelerator
-    if str(accelerator.distributed_type).endswith("DEEPSPEED"):
-        return 1
-    return int(accelerator.gradient_accumulation_steps)
-
-
 def _targets(batch: Any, known: Any) -> Any:
     """The number of labels that the loss of a model counts, as a tensor; ``None`` without labels.
 
@@ -282,23 +269,13 @@ def _targets(batch: Any, known: Any) -> Any:
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     if not hasattr(labels, "ndim"):
         return None
-    code = getattr(unwrap(known.forward), "__code__", None)
-    if code is None:  # the user's own forward
+    if getattr(unwrap(known.forward), "__code__", None) is None:  # the user's own forward
         return None
-    if "CrossEntropyLoss" in code.co_names:  # transformers 5.5
-        labels = _without_padding(labels, batch.get("attention_mask"))[..., 1:]
-    elif batch.get("shift_labels") is not None:
+    if batch.get("shift_labels") is not None:
         labels = batch["shift_labels"]
     else:
         labels = labels[..., 1:]
     return labels.ne(_IGNORED).sum()
-
-
-def _without_padding(labels: Any, mask: Any) -> Any:
-    """The labels [batch, length] with -100 at padding."""
-    if getattr(mask, "shape", None) != labels.shape:
-        return labels
-    return labels.masked_fill(mask.to(labels.device) == 0, _IGNORED)
 
 
 # -- the loss --------------------------------------------------------------------------------------

@@ -77,9 +77,6 @@ def create_causal_mask_mapping(
     masks = original(*given, mm_token_type_ids, *args, **kwargs)
     if mm_token_type_ids is None or inputs_embeds.shape[1] == 1:
         return masks
-    for_first_forward = "pixel_values" in inspect.signature(original).parameters  # in 5.5
-    if for_first_forward and not _is_first(past_key_values, *args, **kwargs):
-        return masks
     blocks = block_ids(mm_token_type_ids.to(inputs_embeds.device))
     sliding = _sliding_mask(config.get_text_config(), *given[1:], blocks)
     return {**masks, "sliding_attention": sliding}
@@ -120,19 +117,6 @@ def _has_blocks(config: Any) -> bool:
 
 def _slides(config: Any) -> bool:
     return "sliding_attention" in config.layer_types
-
-
-def _is_first(
-    cache: Any,
-    pixel_values: Any = None,
-    is_training: bool = False,
-    is_first_iteration: bool | None = None,
-    **kwargs: Any,
-) -> bool:
-    """Whether transformers 5.5 treats this as the first forward of a generation."""
-    if is_first_iteration is not None:
-        return is_first_iteration
-    return cache is None or not cache.is_initialized or pixel_values is not None
 
 
 def _sliding_mask(

@@ -1,0 +1,1 @@
+"""Legacy: bugs that later releases do not have."""
