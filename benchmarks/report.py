@@ -15,7 +15,7 @@ from .cases import CASES
 
 #: what the figures depend on
 FILES = (
-    "gemma4_compat/runtime/host gemma4_compat/patches/_offload.py "
+    "gemma4_compat/runtime/host gemma4_compat/runtime/host/onloading.py "
     "gemma4_compat/patches/offloading/host_embedding.py "
     "gemma4_compat/patches/offloading/offload_streaming.py "
     "gemma4_compat/patches/offloading/split_model_overhead.py "

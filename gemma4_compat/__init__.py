@@ -27,7 +27,7 @@ from .errors import DeadlockError, InputError, MergeError, ModelError, PatchErro
 from .machine.host_memory import limit_page_locked
 from .model.hooks import dispatched_now as _dispatched_now
 from .model.hooks import input_device
-from .states import Status
+from .results.status import Status
 
 if TYPE_CHECKING:
     from .engine.core import Engine

@@ -418,11 +418,11 @@ def main(works, known=()):
     import peft  # noqa: F401
     import transformers
 
-    from gemma4_compat.runtime import logits
+    from gemma4_compat.runtime.loss import head
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     transformers.logging.disable_progress_bar()
-    logits.BYTES = 4 * 512 * 24
+    head.BYTES = 4 * 512 * 24
     gemma4_compat.status(import_targets=True)
     messages, before = listen(), states()
     works = {work.__name__: work for work in WORK if work.__name__ in works}

@@ -36,9 +36,9 @@ import torch
 import gemma4_compat
 from gemma4_compat import objects
 from gemma4_compat.model.hooks import offload_hooks
-from gemma4_compat.patches import _offload
 from gemma4_compat.patches.offloading import quant_state_offload
 from gemma4_compat.runtime.host import blocks, page_locked
+from gemma4_compat.runtime.host import onloading as _offload
 from tests import support
 from tests.pretended_gpu import pretend, registered, tensors_in
 

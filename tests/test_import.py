@@ -364,7 +364,7 @@ def test_what_a_notebook_finds(bare):
         "later = {f'gemma4_compat.{name}' for name in ('html', 'inspection', 'planning')}\n"
         "assert not later & set(sys.modules)\n"
         "assert '<p>' in gemma4_compat.status()._repr_html_()\n"
-        "assert sys.modules['gemma4_compat.html']\n"
+        "assert sys.modules['gemma4_compat.results.html']\n"
         "for name in ('plan', 'merge', 'inspect_model', 'inspect_adapter'):\n"
         "    assert getattr(gemma4_compat, name).__name__ == name\n"
         f"assert not {{*{WITH_TORCH!r}}} & set(sys.modules)"

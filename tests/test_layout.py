@@ -27,7 +27,7 @@ NO_WORD = "It knows nothing of Gemma."
 
 #: The rooms, from the ground floor up.
 FLOORS = (
-    ("errors", "versions", "_version", "objects", "engine", "text", "html", "result", "states"),
+    ("errors", "versions", "_version", "objects", "engine", "results"),
     ("files", "machine"),
     ("model",),
     ("runtime",),
@@ -38,7 +38,15 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-RUNTIME = (("kernels",), ("experts",), ("host",), ("capture",), ("facts", "logits", ""))
+RUNTIME = (
+    ("memory",),
+    ("kernels",),
+    ("experts",),
+    ("host",),
+    ("capture",),
+    ("loss",),
+    ("facts", ""),
+)
 
 
 def floor_of(module: str, floors: tuple[tuple[str, ...], ...] = FLOORS) -> int:
@@ -313,7 +321,7 @@ def test_every_file_is_read():
 
 A_PATCH = "patches.offloading.device_map_keys"
 PLANTED = [
-    (imports_go_down, "model.sizes", "from ..patches._offload import onloaded"),
+    (imports_go_down, "model.sizes", "from ..patches._families import FAMILIES"),
     (imports_go_down, "model.sizes", "from ..runtime import facts"),
     (imports_go_down, "model.sizes", "from .. import status"),
     (imports_go_down, "model", "from ..cli import main"),
@@ -328,13 +336,13 @@ PLANTED = [
     (runtime_goes_down, "runtime.host.blocks", "from ..capture.snapshot import Snapshot"),
     (runtime_goes_down, "runtime.capture.graph", "from .. import facts"),
     (runtime_knows_no_engine, "runtime.facts", "from ..engine import Patch"),
-    (runtime_knows_no_engine, "runtime.host.blocks", "from ...patches._offload import onload"),
+    (runtime_knows_no_engine, "runtime.host.blocks", "from ...patches._families import FAMILIES"),
     (runtime_knows_no_engine, "runtime.host.blocks", "from ...versions import FLOORS"),
     (patches_import_helpers_only, A_PATCH, "from . import host_embedding"),
     (patches_import_helpers_only, A_PATCH, "from ..adapters._clippable import wrappers"),
     (
         patches_import_helpers_only,
-        "patches._offload",
+        "patches._families",
         "from .offloading.host_embedding import PATCH",
     ),
     (features_ask_little, "inspection.targets", "from ..patches import TOPICS"),
@@ -347,8 +355,8 @@ PLANTED = [
     (some_know_nothing, "errors", "from .merging import MergeResult"),
     (some_know_nothing, "versions", "from .engine.gate import later"),
     (some_know_nothing, "objects", "from .errors import InputError"),
-    (features_take_no_private_name, "inspection.targets", "from ..patches import _offload"),
-    (features_take_no_private_name, "planning.planner", "from ..patches._offload import onloaded"),
+    (features_take_no_private_name, "inspection.targets", "from ..patches import _families"),
+    (features_take_no_private_name, "planning.planner", "from ..patches._families import FAMILIES"),
     (features_take_no_private_name, "inspection.targets", "from ..model.parts import _WRAPPER"),
     (features_take_no_private_name, "inspection.targets", "from .. import _engine"),
     (features_take_no_private_name, "planning.planner", "from ..model.sizes import _parameter"),
@@ -381,7 +389,7 @@ def test_a_planted_line_is_found(rule, module, line, around):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        (A_PATCH, "from .._offload import onloaded"),
+        (A_PATCH, "from .._families import FAMILIES"),
         (A_PATCH, "from ._dispatched import use"),
         ("runtime.capture.graph", "from ..host.blocks import Blocks"),
         (A_PATCH, "from ...engine import Patch"),
@@ -458,5 +466,5 @@ def test_only_errors_of_the_package_reach_users():
     assert [name for name in told if f"`{name}`" not in text] == []
     for name, errors in found.items():
         if errors & {"AttributeError", "KeyError", "AssertionError", "error"}:
-            assert name in ("logits", "quantized_resave", "decoding", "_code", "launch")
+            assert name in ("logits", "head", "quantized_resave", "decoding", "launch")
     assert set(raised(ast.parse("raise ValueError(1)\nraise KeyError"))) - CAUGHT == {"ValueError"}

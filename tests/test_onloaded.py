@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gemma4_compat.patches._offload import onloaded
+from gemma4_compat.runtime.host.onloading import onloaded
 
 
 def test_another_view_of_the_same_memory_is_a_change():

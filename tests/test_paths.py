@@ -8,9 +8,9 @@ from pathlib import PureWindowsPath
 
 import pytest
 
-from gemma4_compat import text
 from gemma4_compat.files import hub
 from gemma4_compat.planning.code import Load
+from gemma4_compat.results import text
 from tests.support import run_command
 
 WINDOWS = [

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gemma4_compat.model import parts
 from gemma4_compat.planning import Plan, plan
-from gemma4_compat.text import plural
+from gemma4_compat.results.text import plural
 
 CARDS = ("6GB", "8GB", "12GB", "16GB", "24GB")
 JOBS = {"generate": False, "QLoRA": True}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gemma4_compat"
 PAGE, NAMES = ROOT / "docs" / "private-names.md", PACKAGE / "patches" / "names.json"
-PLACES = ("patches", "runtime", "model", "objects.py")
+PLACES = ("patches", "runtime", "model", "planning", "objects.py", "engine/probing.py")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 GUARDS = {
     "replaced": "A patch replaces it: the patch is `drifted` without it.",

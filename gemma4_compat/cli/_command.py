@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from ..engine.gate import installed_version, too_old, upgrade
 from ..errors import InputError, MergeError, PatchError
-from ..result import Result
-from ..text import words
+from ..results.result import Result
+from ..results.text import words
 from ..versions import FLOORS, OLDEST_TORCH, WITH_TORCH
 
 #: what a command needs that imports PEFT

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..result import Result
+from ..results.result import Result
 from ._arguments import add_adapter, add_model
 from ._command import PEFT, Command
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..result import Result
+from ..results.result import Result
 from ..versions import WITH_TORCH
 from ._command import Command
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..result import Result
+from ..results.result import Result
 from ._arguments import add_map, add_model
 from ._command import Command
 

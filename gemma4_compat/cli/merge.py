@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..result import Result
+from ..results.result import Result
 from ._command import PEFT, Command
 
 

@@ -24,7 +24,7 @@ import argparse
 from ..errors import InputError
 from ..model.meta import QUANTS
 from ..planning import ENGINES, parse_gpu, parse_size, plan
-from ..result import Result
+from ..results.result import Result
 from ..versions import WITH_TORCH
 from ._arguments import add_adapter, add_model, add_rank, argument, at_least_one
 from ._command import Command

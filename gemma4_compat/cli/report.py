@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 
 from ..errors import InputError
-from ..result import Result
+from ..results.result import Result
 from ._arguments import add_adapter, add_map, add_model
 from ._command import Command
 

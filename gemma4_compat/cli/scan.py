@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from ..result import Result
+from ..results.result import Result
 from ._arguments import add_model, add_rank, argument
 from ._command import PEFT, Command
 

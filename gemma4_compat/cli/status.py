@@ -21,8 +21,8 @@ from .. import InputError, PatchStatus, State
 from .. import status as status_of_patches
 from ..errors import suggestion
 from ..patches import load
-from ..result import Result
-from ..text import wrap
+from ..results.result import Result
+from ..results.text import wrap
 from ._command import Command
 
 

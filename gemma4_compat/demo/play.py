@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..result import Result
-from ..text import table
+from ..results.result import Result
+from ..results.text import table
 from .stories import Story
 
 _BUILD = Story("build a tiny Gemma 4 and adapters for it", f"{__package__}.stage:build")

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import text
 from ..engine.gate import holds
 from ..errors import InputError, reason
 from ..files.checkpoint import (
@@ -34,7 +33,8 @@ from ..files.checkpoint import (
 from ..files.hub import Repository, short_name
 from ..model.meta import COMPRESSED, QAT, on_meta
 from ..model.parts import TOWERS, is_shared_kv, shared_layers, tower_of
-from ..result import Result
+from ..results import text
+from ..results.result import Result
 from .targets import BaseModel, base_model_of, matching, needs_patch, pinned, with_patches
 
 _PREFIX = "base_model.model."

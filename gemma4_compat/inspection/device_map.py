@@ -12,8 +12,8 @@ from typing import Any
 from ..files.checkpoint import Location
 from ..files.hub import short_name
 from ..model.device_maps import checked_map, closest, covering, device_label, left_out
-from ..result import Result
-from ..text import size, some, table, wrap
+from ..results.result import Result
+from ..results.text import size, some, table, wrap
 from .mapped import Mapped
 from .traps import Trap, traps_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..model.device_maps import above
 from ..model.hooks import host_tensor, offload_hook
 from ..model.parts import PARTS, fused_experts, part_of
-from ..text import plural
+from ..results.text import plural
 from .mapped import OFFLOAD_FLAG
 
 DISK = "disk"

@@ -11,9 +11,9 @@ from .. import status
 from ..model.hooks import input_device
 from ..model.parts import base_of, is_ours
 from ..patches import load
-from ..result import Result
+from ..results.result import Result
+from ..results.text import plural, size, some, table, wrap
 from ..runtime.facts import at_work, how_it_decodes
-from ..text import plural, size, some, table, wrap
 from .loaded import Loaded, Part, Problem, device_text
 
 _FAST = "kernels whose results differ by rounding"

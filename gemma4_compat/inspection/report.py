@@ -32,8 +32,8 @@ from ..files.checkpoint import (
 )
 from ..files.hub import Repository, short_name
 from ..machine.host_memory import machine_memory
-from ..result import Result
-from ..text import plural, size
+from ..results.result import Result
+from ..results.text import plural, size
 from ..versions import WITH_TORCH
 from .adapter import inspect_adapter
 from .device_map import check_device_map

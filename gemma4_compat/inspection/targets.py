@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .. import text
 from ..engine.status import State
 from ..errors import InputError, suggestion
 from ..files.checkpoint import LOCATIONS
@@ -27,7 +26,8 @@ from ..model.parts import (
     target_parameters,
     tower_of,
 )
-from ..result import Result
+from ..results import text
+from ..results.result import Result
 
 #: the settings of a ``PeftConfig`` that decide which modules match
 _SETTINGS = (

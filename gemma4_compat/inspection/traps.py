@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, left_out
 from ..model.meta import COMPRESSED, QAT
-from ..text import plural, size, some
+from ..results.text import plural, size, some
 from .mapped import OFFLOAD_FLAG, Mapped
 
 

@@ -19,7 +19,7 @@ from ..files.checkpoint import (
     weight_headers,
 )
 from ..files.hub import Repository
-from ..text import size
+from ..results.text import size
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The files of a repository to download.

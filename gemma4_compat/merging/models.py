@@ -12,7 +12,7 @@ from ..errors import InputError, MergeError, failures_of
 from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_weights, exists
 from ..inspection.adapter import inspect_adapter
 from ..model.parts import is_shared_kv, shared_layers
-from ..text import plural
+from ..results.text import plural
 from . import parity
 from .prompts import all_inputs
 from .result import Parity

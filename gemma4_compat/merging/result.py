@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..result import Result
-from ..text import command_line, shortened, table, wrap
+from ..results.result import Result
+from ..results.text import command_line, shortened, table, wrap
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..errors import ModelError
-from ._offload import hook_of_weight
+from ..runtime.host.onloading import hook_of_weight
 
 #: About how many elements of the embedding weight are hashed at a time.
 _ELEMENTS = 16 * 2**20

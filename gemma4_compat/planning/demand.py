@@ -68,7 +68,7 @@ class Job:
 
 def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) -> Job:
     """One sequence, whose prompt is read in chunks."""
-    from ..model import peak
+    from . import peak
 
     forward_peak = partial(peak.forward_peak, fused=fused)
 
@@ -95,7 +95,7 @@ def training(model: Any, fused: bool = True) -> Job:
 
     ``model`` has an adapter, on meta.
     """
-    from ..model.peak import training_peak
+    from .peak import training_peak
 
     adapter = tuple(
         TensorSize(name, parameter.numel() * parameter.element_size(), rows=len(parameter))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import InputError, suggestion
 from ..machine.torch_build import cpu_only
-from ..text import size
+from ..results.text import size
 
 _GIB = 2**30
 #: The least number that can be a GPU's memory in bytes; a smaller one was meant in GiB.

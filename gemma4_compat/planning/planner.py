@@ -13,7 +13,7 @@ from ..model import parts, sizes
 from ..model.device_maps import covering
 from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
-from ..text import command_line
+from ..results.text import command_line
 from .code import ENGINES, Load, launch, unquantized, zero_config
 from .demand import (
     BUCKET,

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..files import hub
 from ..model import parts
-from ..result import Result
-from ..text import size, table, wrap
+from ..results.result import Result
+from ..results.text import size, table, wrap
 from .code import ZERO_CONFIG
 from .demand import PREFILL
 from .gpus import Gpu

@@ -15,7 +15,7 @@ from gemma4_compat.engine import Patch
 from gemma4_compat.engine.core import Engine
 from gemma4_compat.engine.status import About, State
 from gemma4_compat.engine.switches import read
-from gemma4_compat.states import Status
+from gemma4_compat.results.status import Status
 
 GREEN, YELLOW, RED = "#278a47", "#a06a00", "#dc3f38"
 NAMES = ("clippable_linear", "shared_states")

@@ -11,9 +11,9 @@ import struct
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from gemma4_compat import text
 from gemma4_compat.errors import InputError
 from gemma4_compat.files import checkpoint as files
+from gemma4_compat.results import text
 from tests import damage
 
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "I64": 8}

@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat.cli.scan import _targets as parse_targets
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
-from gemma4_compat.text import size
+from gemma4_compat.results.text import size
 from gemma4_compat.tiny import BROAD_TARGETS
 from tests.support import load_model, run_command
 

@@ -266,6 +266,6 @@ def test_float32_states_between_float16_products(model, part):
 
 def takes_what_is_allowed(attention):
     """Since transformers 5.20 the mask is not 0 where attention is forbidden."""
-    from gemma4_compat.patches._code import code_of
+    from gemma4_compat.engine.probing import code_of
 
     return "logical_not" in code_of(type(attention).forward).co_names

@@ -18,7 +18,8 @@ from transformers.loss import loss_utils
 
 from gemma4_compat import disabled
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime import logits
+from gemma4_compat.runtime.loss import forward, head, logits
+from gemma4_compat.runtime.loss.output import LazyOutput
 from tests.patches.test_gradient_accumulation import gemma3n
 from tests.support import config_of, load_model, split
 from tests.unified import unified_model
@@ -36,7 +37,7 @@ TARGETS = r"model\.(language_model\.)?layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(u
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """Pieces of ``ROWS`` rows in float32."""
-    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 24)
+    monkeypatch.setattr(head, "BYTES", ROWS * VOCABULARY * 24)
 
 
 class Largest(TorchDispatchMode):
@@ -118,9 +119,7 @@ def assert_equal(model, reads=lambda output: output.loss, **inputs):
 
 
 def is_lazy(output):
-    return isinstance(output, logits.LazyOutput) and isinstance(
-        vars(output)["logits"], logits.LazyLogits
-    )
+    return isinstance(output, LazyOutput) and isinstance(vars(output)["logits"], logits.LazyLogits)
 
 
 def check_memory(model):
@@ -337,7 +336,7 @@ def test_what_changes_between_forward_and_backward(model_dir, change):
             output = model(**batch(model.config), output_hidden_states=True)
             AFTERWARDS[change](model, output)
             output.loss.backward()
-        assert isinstance(output, logits.LazyOutput) is (names is NONE)
+        assert isinstance(output, LazyOutput) is (names is NONE)
         found.append([output.logits, *(p.grad for p in adapter.values())])
     assert torch.equal(found[0][0], found[1][0])
     assert max(map(error, found[1], found[0])) < TOLERANCE[torch.float32]
@@ -615,14 +614,14 @@ WHOLE = {
 def test_whole_logits(model, case):
     model = WHOLE[case](model)
     output = assert_equal(model, **batch(model.config))
-    assert not isinstance(output, logits.LazyOutput)
+    assert not isinstance(output, LazyOutput)
 
 
 def test_an_offloaded_head(model, tmp_path):
     """The head is on the disk, together with the embedding."""
     head = dict.fromkeys(("lm_head", "model.language_model.embed_tokens"), "disk")
     model = adapted(split(model, tmp_path, {**head, "": "cpu"}))
-    assert not isinstance(assert_equal(model, **batch(model.config)), logits.LazyOutput)
+    assert not isinstance(assert_equal(model, **batch(model.config)), LazyOutput)
 
 
 def test_offloaded_layers(model, tmp_path):
@@ -649,14 +648,14 @@ def test_accelerate_leaves_caches_where_they_are(model):
 
 def test_without_gradients(model):
     with torch.no_grad():
-        assert not isinstance(model(**batch(model.config)), logits.LazyOutput)
+        assert not isinstance(model(**batch(model.config)), LazyOutput)
 
 
 def test_short_batches_and_tuples(model):
     model = adapted(model)
     inputs = batch(model.config)
     short = batch(model.config, rows=1, length=2 * ROWS)
-    assert not isinstance(assert_equal(model, **short), logits.LazyOutput)
+    assert not isinstance(assert_equal(model, **short), LazyOutput)
     assert type(model(**inputs, return_dict=False)) is tuple
 
 
@@ -666,7 +665,7 @@ def test_a_replaced_cross_entropy(model, monkeypatch):
     model = adapted(model)
     output = model(**batch(model.config))
     assert torch.equal(output.loss, output.logits.float()[:, :-1].mean()) or output.loss.isfinite()
-    assert not isinstance(output, logits.LazyOutput)
+    assert not isinstance(output, LazyOutput)
 
 
 def halved(function):
@@ -717,7 +716,7 @@ def test_what_users_replace_is_used_in_forward_and_backward(model, monkeypatch, 
         place, name, function = REPLACED[case]
         monkeypatch.setattr(place or model, name, function, raising=False)
     with Halved() if case == "mode" else nullcontext():
-        assert not isinstance(assert_equal(model, **batch(model.config)), logits.LazyOutput)
+        assert not isinstance(assert_equal(model, **batch(model.config)), LazyOutput)
     with torch.device("cpu"):  # a mode that replaces nothing
         assert case != "mode" or is_lazy(model(**batch(model.config)))
 
@@ -728,10 +727,10 @@ def test_a_failure_of_ours(model, monkeypatch, caplog):
     inputs = batch(model.config)
     calls = []
     model.get_base_model().model.register_forward_hook(lambda *args: calls.append(1))
-    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logits.__name__):
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, forward.__name__):
         patched.setattr(logits, "_cap_of", lambda steps: steps.unknown)
         output = model(**inputs)
-    assert not isinstance(output, logits.LazyOutput)
+    assert not isinstance(output, LazyOutput)
     assert calls == [1]
     assert "all logits of this step are computed: AttributeError" in caplog.text
     assert_lazy_and_equal(model)
@@ -805,7 +804,7 @@ def test_the_error_against_float64(model_dir, dtype, case):
 @pytest.mark.parametrize("kind", ["nf4-nested", torch.float32, torch.bfloat16, "autocast"])
 def test_on_a_gpu(model_dir, monkeypatch, kind):
     """There one kernel computes loss and gradient of a piece."""
-    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 4)
+    monkeypatch.setattr(head, "BYTES", ROWS * VOCABULARY * 4)
     calls = []
     kernel = logits.token_loss.losses_
 
@@ -840,7 +839,7 @@ def test_on_a_gpu(model_dir, monkeypatch, kind):
 def test_a_trained_head_on_a_gpu(model, make):
     model = make(model.cuda())
     inputs = {name: each.cuda() for name, each in batch(model.config).items()}
-    assert isinstance(assert_equal(model, **inputs), logits.LazyOutput)
+    assert isinstance(assert_equal(model, **inputs), LazyOutput)
 
 
 # -- trainers

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemma4_compat import disabled
-from gemma4_compat.model.peak import PeakMemory
+from gemma4_compat.planning.peak import PeakMemory
 from tests.support import load_model
 
 NAME = "ple_training_memory"

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from gemma4_compat import disabled
-from gemma4_compat.runtime import logits
+from gemma4_compat.runtime.loss import head
 from tests.patches.test_loss_memory import ROWS, VOCABULARY, Largest, adapted
 from tests.support import load_model
 from tests.test_training import tokenizer
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(FUSED, reason="this TRL computes its metrics wit
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 24)
+    monkeypatch.setattr(head, "BYTES", ROWS * VOCABULARY * 24)
 
 
 def trainer(model_dir, folder, kind=trl.SFTTrainer, options=(), **arguments):

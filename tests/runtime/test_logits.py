@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemma4_compat import disabled
-from gemma4_compat.runtime import logits
+from gemma4_compat.runtime.loss import head
 from tests.patches.test_loss_memory import (
     PATCHES,
     ROWS,
@@ -27,7 +27,7 @@ from tests.patches.test_loss_memory import (
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """Pieces of ``ROWS`` rows in float32."""
-    monkeypatch.setattr(logits, "BYTES", ROWS * VOCABULARY * 24)
+    monkeypatch.setattr(head, "BYTES", ROWS * VOCABULARY * 24)
 
 
 class Storages(TorchDispatchMode):

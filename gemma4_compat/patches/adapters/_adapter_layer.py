@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ...model.hooks import offload_hook
-from .._offload import offload, onload
+from ...runtime.host.onloading import offload, onload
 
 #: Attribute of a layer: the hook of its base layer, for each forward in progress.
 _FORWARDS = "_forwards_with_offloaded_base_layer"

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from .._code import mentions
+from ...engine.probing import mentions
 from ._clippable import inner_keys, matching_inner, resolving, wrappers
 from ._native_names import LOAD_ADAPTER, loading_in, loading_with
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
 
 PATCH = Patch(
     name="deleted_adapter_layers",

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
 
 PATCH = Patch(
     name="dequantized_merge",

@@ -15,8 +15,8 @@ import logging
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, drifted, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.parts import experts_without_adapter, target_parameters
-from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed, fixed_if
+from ...engine.probing import code_of, mentions
 from ...errors import RefusedError
-from .._code import code_of, mentions
 
 PATCH = Patch(
     name="gemma_quant_merge",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_of
+from ...engine.probing import code_of
 from ._native_names import LOAD_ADAPTER, loading_in
 
 PATCH = Patch(

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.hooks import offload_hook
-from .._code import code_of, mentions
-from .._offload import executing_map, has_changed, offload, tied_copies_follow
+from ...runtime.host.onloading import executing_map, has_changed, offload, tied_copies_follow
 from ._native_names import LOAD_ADAPTER, loading_in
 
 PATCH = Patch(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
 from ._native_names import LOAD_ADAPTER, loading_in, loading_with
 
 PATCH = Patch(

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...model.hooks import offload_hook, offloaded_value
-from .._code import code_at
-from .._offload import onloaded, tied_copies_follow
+from ...runtime.host.onloading import onloaded, tied_copies_follow
 
 PATCH = Patch(
     name="offloaded_adapter_embeddings",

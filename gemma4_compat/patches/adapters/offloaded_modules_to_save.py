@@ -24,10 +24,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine.probing import code_at
 from ...model.hooks import hooks_of, offload_hook
 from ...objects import hidden
-from .._code import code_at
-from .._offload import is_dispatched, onloaded
+from ...runtime.host.onloading import is_dispatched, onloaded
 from ._adapter_layer import onload_in_forward
 
 PATCH = Patch(

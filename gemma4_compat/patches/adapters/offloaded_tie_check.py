@@ -14,9 +14,9 @@ import warnings
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at, mentions
 from ...model.hooks import offload_hook
 from ...objects import shadowed
-from .._code import code_at, mentions
 
 PATCH = Patch(
     name="offloaded_tie_check",

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine.probing import code_at
 from ...runtime.capture.decoding import forget
+from ...runtime.host.onloading import onloaded
 from ...runtime.kernels.one_row_lora import in_kernels
-from .._code import code_at
-from .._offload import onloaded
 
 PATCH = Patch(
     name="one_row_lora",

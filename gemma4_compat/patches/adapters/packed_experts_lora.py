@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at, mentions
 from ...errors import RefusedError
 from ...model.hooks import execution_device
 from ...objects import hidden, shadowed
 from ...runtime.experts.forward import updates
 from ...runtime.experts.packed import Packed, dequantize, experts_in, is_packed, quantized
-from .._code import code_at, mentions
-from .._offload import onloaded
+from ...runtime.host.onloading import onloaded
 
 PATCH = Patch(
     name="packed_experts_lora",

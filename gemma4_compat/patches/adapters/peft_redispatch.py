@@ -26,10 +26,10 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
-from .._code import code_at
-from .._offload import executing_map, has_changed, is_dispatched, onloaded
+from ...runtime.host.onloading import executing_map, has_changed, is_dispatched, onloaded
 from ._adapter_layer import base_layer, onload_in_forward, unmerge
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from .._code import code_at
+from ...engine.probing import code_at
 
 PATCH = Patch(
     name="peft_without_tensor_parallel",

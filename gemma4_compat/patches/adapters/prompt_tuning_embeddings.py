@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of, mentions
+from ...engine.probing import code_of, mentions
 from .._token_ids import VIRTUAL, token_ids, virtual_tokens
 
 PATCH = Patch(

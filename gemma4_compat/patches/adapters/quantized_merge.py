@@ -17,7 +17,7 @@ import weakref
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
-from .._code import code_of, mentions
+from ...engine.probing import code_of, mentions
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import mentions
 from ...errors import RefusedError
 from ...model.device_maps import above
 from ...model.parts import base_of
 from ...objects import shadowed
-from .._code import mentions
 from .._text_model import (
     is_gemma4,
     is_text_model,

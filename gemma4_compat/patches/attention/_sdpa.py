@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engine import Finding, Part, drifted, fixed_if
+from ...engine.probing import code_at, mentions
 from ...objects import View
 from ...runtime.kernels.replacing import plain
-from .._code import code_at, mentions
 from .._families import Family
 
 _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ...engine import Finding, Part, Patch, drifted, fixed_if
+from ...engine.probing import code_at, mentions
 from ...runtime.capture.cudnn import is_allowed, without_cudnn
-from .._code import code_at, mentions
 from .._families import FAMILIES, GEMMA4, Family, former
 
 PATCH = Patch(

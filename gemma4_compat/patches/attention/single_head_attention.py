@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_of, mentions
+from ...engine.probing import code_of, mentions
 
 PATCH = Patch(
     name="single_head_attention",

@@ -16,7 +16,7 @@ import copy
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_of
+from ...engine.probing import code_of
 
 PATCH = Patch(
     name="cpu_packed_dequantize",

@@ -18,8 +18,8 @@ from copy import copy
 from typing import Any
 
 from ...engine import Finding, Patch, fixed, fixed_if
+from ...engine.probing import code_of, mentions
 from ...objects import View
-from .._code import code_of, mentions
 
 PATCH = Patch(
     name="cpu_packed_gradient",

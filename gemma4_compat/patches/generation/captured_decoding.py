@@ -37,13 +37,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name
 from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget
 from ...runtime.capture.graph import reason_of
 from ...runtime.kernels.watch import is_of_user
-from .._code import code_at, mentions
 
 logger = logging.getLogger(__name__)
 

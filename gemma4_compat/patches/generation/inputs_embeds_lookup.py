@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_of, mentions
+from ...engine.probing import code_of, mentions
 from .._token_ids import token_ids
 
 PATCH = Patch(

@@ -13,8 +13,8 @@ PyTorch's order, and is compared with the original at the first call.  See
 from __future__ import annotations
 
 from ...engine import Finding, Kind, Part, Patch, drifted, fixed_if
+from ...engine.probing import code_at, mentions
 from ...runtime.kernels.rms_norm import in_one_kernel
-from .._code import code_at, mentions
 from .._families import FAMILIES, Family, former
 
 PATCH = Patch(

@@ -14,9 +14,9 @@ once.
 from __future__ import annotations
 
 from ...engine import Finding, Kind, Patch, drifted, fixed_if
+from ...engine.probing import code_at, mentions
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels.one_row_4bit import in_forward, matmul
-from .._code import code_at, mentions
 from .._families import FAMILIES, former
 
 PATCH = Patch(

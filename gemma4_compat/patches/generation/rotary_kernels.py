@@ -11,8 +11,8 @@ The fix does the same in one kernel if no gradients are needed, with the same bi
 from __future__ import annotations
 
 from ...engine import Finding, Kind, Part, Patch, drifted, fixed_if
+from ...engine.probing import code_at
 from ...runtime.kernels.rotary import in_one_kernel
-from .._code import code_at
 from .._families import FAMILIES, Family, former
 
 PATCH = Patch(

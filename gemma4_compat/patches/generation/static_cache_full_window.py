@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, drifted, fixed_if
-from .._code import code_at
+from ...engine.probing import code_at
 
 PATCH = Patch(
     name="static_cache_full_window",

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine.probing import code_at, mentions
 from ...model.parts import is_ours
-from .._code import code_at, mentions
 
 PATCH = Patch(
     name="static_cache_head_sizes",

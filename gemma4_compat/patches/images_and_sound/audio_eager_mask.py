@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
-from .._code import code_of
+from ...engine.probing import code_of
 
 PATCH = Patch(
     name="audio_eager_mask",

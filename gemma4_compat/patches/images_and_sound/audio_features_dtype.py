@@ -12,8 +12,8 @@ import dis
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...objects import View
-from .._code import code_at
 
 PATCH = Patch(
     name="audio_features_dtype",

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...objects import View
-from .._code import code_at
 
 PATCH = Patch(
     name="audio_float16",

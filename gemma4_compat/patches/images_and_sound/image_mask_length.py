@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine.probing import code_at
 from ...model.caches import layers_by_kind
-from .._code import code_at
 
 PATCH = Patch(
     name="image_mask_length",

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at, mentions
 from ...objects import variant
-from .._code import code_at, mentions
 from ._sound import check_rate, of_gemma, rate_of
 
 PATCH = Patch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_of
+from ...engine.probing import code_of
 from ._claimed_dtype import claiming
 
 PATCH = Patch(

@@ -15,8 +15,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.probing import code_at
 from ...model.parts import is_ours
-from .._code import code_at
 
 PATCH = Patch(
     name="experts_switch_overhead",

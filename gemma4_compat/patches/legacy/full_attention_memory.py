@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
-from .._code import code_of
+from ...engine.probing import code_of
 
 PATCH = Patch(
     name="full_attention_memory",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_at
+from ...engine.probing import code_at
 from .._families import GEMMA4, UNIFIED
 from ._claimed_dtype import claiming
 

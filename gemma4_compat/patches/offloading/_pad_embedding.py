@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, fixed_if
+from ...engine.probing import code_at
 from ...objects import View
-from .._code import code_at
 
 FORWARD = "transformers.models.gemma4.modeling_gemma4", "Gemma4Model.forward"
 

@@ -16,9 +16,9 @@ import logging
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...engine.probing import code_of
 from ...model.device_maps import closest, left_out
 from ...model.parts import is_ours
-from .._code import code_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.gate import holds
+from ...engine.probing import code_of, mentions
 from ...runtime.experts.forward import Upstream, forward_4bit
 from ...runtime.experts.packed import (
     FUSED,
@@ -37,8 +38,7 @@ from ...runtime.experts.packed import (
     packed_parameters,
     quantized,
 )
-from .._code import code_of, mentions
-from .._offload import onloaded
+from ...runtime.host.onloading import onloaded
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import logging
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.parts import fused_experts
-from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 

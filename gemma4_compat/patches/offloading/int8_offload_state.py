@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...runtime.host.int8_state import clear_state
-from .._code import code_at
 
 PATCH = Patch(
     name="int8_offload_state",

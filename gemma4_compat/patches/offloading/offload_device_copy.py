@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
-from ...runtime.capture.snapshot import address
+from ...model.tensors import address
 
 PATCH = Patch(
     name="offload_device_copy",

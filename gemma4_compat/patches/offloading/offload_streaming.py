@@ -19,8 +19,8 @@ time, and none after a forward.  accelerate itself loads a module whose tensors 
 from __future__ import annotations
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.probing import code_at
 from ...runtime.host.blocks import Blocks
-from .._code import code_at
 from ._dispatched import use
 
 PATCH = Patch(

@@ -22,9 +22,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.hooks import offload_hook
 from ...runtime.host.forward_lock import lock_forward, share_lock
-from .._code import code_of, mentions
 from ._dispatched import after_dispatch
 
 PATCH = Patch(

@@ -24,7 +24,7 @@ from ...engine import Finding, Patch, fixed_if
 from ...errors import RefusedError
 from ...model.hooks import offload_hook
 from ...objects import shadowed
-from .._offload import onloaded, tied_copies_follow
+from ...runtime.host.onloading import onloaded, tied_copies_follow
 
 PATCH = Patch(
     name="offloaded_load_state_dict",

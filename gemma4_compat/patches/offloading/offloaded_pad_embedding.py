@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine import Patch
 from ...model.hooks import offload_hook
-from .._offload import hook_of_weight
+from ...runtime.host.onloading import hook_of_weight
 from ._pad_embedding import FORWARD, weight_is_read_outside_its_module, with_weight
 
 PATCH = Patch(

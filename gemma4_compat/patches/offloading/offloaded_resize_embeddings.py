@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...model.hooks import host_tensors, offload_hooks
-from ...runtime.capture.snapshot import address
-from .._code import code_at
-from .._offload import offload, onload, onloaded
+from ...model.tensors import address
+from ...runtime.host.onloading import offload, onload, onloaded
 
 PATCH = Patch(
     name="offloaded_resize_embeddings",

@@ -15,8 +15,8 @@ import dis
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine.probing import code_of
 from ...objects import shadowed
-from .._code import code_of
 
 PATCH = Patch(
     name="saved_skip_modules",

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
-from .._code import code_at
+from ...engine.probing import code_at
 
 PATCH = Patch(
     name="split_model_overhead",

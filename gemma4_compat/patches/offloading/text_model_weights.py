@@ -23,8 +23,8 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...engine.probing import code_of
 from ...errors import RefusedError
-from .._code import code_of
 from .._text_model import (
     is_gemma4,
     is_text_model,

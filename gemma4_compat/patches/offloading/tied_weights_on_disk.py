@@ -23,8 +23,8 @@ import inspect
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine.probing import code_of
 from ...model.device_maps import covering
-from .._code import code_of
 
 PATCH = Patch(
     name="tied_weights_on_disk",

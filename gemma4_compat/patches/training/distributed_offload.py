@@ -19,10 +19,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
+from ...engine.probing import code_at
 from ...model.hooks import placed_model
 from ...objects import shadowed
-from .._code import code_at
-from .._offload import executing_map
+from ...runtime.host.onloading import executing_map
 
 PATCH = Patch(
     name="distributed_offload",

@@ -12,8 +12,8 @@ from typing import Any
 from weakref import WeakSet
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine.probing import code_at, mentions
 from ...model.parts import is_ours
-from .._code import code_at, mentions
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
 
 logger = logging.getLogger(__name__)
 

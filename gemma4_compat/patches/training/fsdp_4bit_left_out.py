@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...objects import shadowed
-from .._code import code_at
 from ._packed import is_4bit
 
 PATCH = Patch(

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at
 from ...model.parts import base_of, decoder_layers, is_ours
 from ...objects import shadowed
-from .._code import code_at
 
 PATCH = Patch(
     name="fsdp_layer_classes",

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.parts import AUDIO, MODELS, VISION, part_of
-from .._code import code_of, mentions
 
 PATCH = Patch(
     name="fsdp_unused_tower",

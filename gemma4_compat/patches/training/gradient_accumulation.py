@@ -32,8 +32,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from ...engine import Finding, Patch, broken, drifted, fixed
+from ...engine.probing import code_at
 from ...objects import shadowed
-from .._code import code_at
 from .._families import GEMMA3N, GEMMA4, UNIFIED
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
-from .._code import code_at
-from .._offload import executing_map
+from ...engine.probing import code_at
+from ...runtime.host.onloading import executing_map
 
 PATCH = Patch(
     name="kbit_offload_training",

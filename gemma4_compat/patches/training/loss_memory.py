@@ -18,8 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Part, Patch, fixed_if
-from ...runtime import logits
-from .._code import code_at
+from ...engine.probing import code_at
+from ...runtime.loss import forward as lazy_forward
+from ...runtime.loss import output
 from .._families import FAMILIES, Family, former
 
 PATCH = Patch(
@@ -48,18 +49,18 @@ def mend(part: Part, family: Family) -> None:
     @part.around(module, f"{prefix}ForConditionalGeneration.forward")
     @part.around(module, f"{prefix}ForCausalLM.forward")
     def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        return logits.lazily(original, self, *args, **kwargs)
+        return lazy_forward.lazily(original, self, *args, **kwargs)
 
 
 @PATCH.around("accelerate.utils.operations", "convert_to_fp32")
 def convert_to_fp32(original: Any, tensor: Any) -> Any:
-    return logits.in_float32(original, tensor)
+    return output.in_float32(original, tensor)
 
 
 @PATCH.around("torch.nn.parallel.distributed", "_find_tensors")
 @PATCH.around("torch.nn.parallel.distributed", "_tree_flatten_with_rref")
 def in_ddp(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return logits.in_ddp(original, *args, **kwargs)
+    return output.in_ddp(original, *args, **kwargs)
 
 
 for each in FAMILIES:

@@ -17,8 +17,8 @@ from typing import Any
 from weakref import ref
 
 from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.probing import code_at, mentions
 from ...errors import ModelError
-from .._code import code_at, mentions
 
 PATCH = Patch(
     name="ple_training_memory",

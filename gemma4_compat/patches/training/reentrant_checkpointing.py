@@ -30,8 +30,8 @@ from functools import partial
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
+from ...engine.probing import code_of, mentions
 from ...model.parts import is_ours
-from .._code import code_of, mentions
 
 logger = logging.getLogger(__name__)
 

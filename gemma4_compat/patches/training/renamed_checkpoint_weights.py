@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
+from ...engine.probing import code_at, mentions
 from ...model.parts import is_ours
 from ...objects import shadowed
-from .._code import code_at, mentions
 
 PATCH = Patch(
     name="renamed_checkpoint_weights",

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
-from ...runtime import logits
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
+from ...runtime.loss.output import staying_lazy
 
 PATCH = Patch(
     name="sft_metrics_memory",
@@ -37,12 +37,12 @@ def metrics_read_all_logits() -> Finding:
 
 @PATCH.around("trl.trainer.sft_trainer", "SFTTrainer.compute_loss")
 def sft_loss(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with logits.staying_lazy():
+    with staying_lazy():
         return original(self, *args, **kwargs)
 
 
 @PATCH.around("transformers.trainer", "Trainer.compute_loss")
 def loss(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Inside of SFTTrainer's: with the model's forward, and the user's loss function."""
-    with logits.staying_lazy(False):
+    with staying_lazy(False):
         return original(self, *args, **kwargs)

@@ -20,7 +20,7 @@ from inspect import signature
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
-from .._code import code_at, mentions
+from ...engine.probing import code_at, mentions
 
 PATCH = Patch(
     name="zero_unused_tower",

@@ -6,11 +6,11 @@ from typing import Any
 
 from ...model.hooks import execution_device, offload_hook
 from ...model.parts import tower_of
+from ...model.tensors import address, own_tensors
 from ..host.blocks import why_not_streamed
 from ..host.page_locked import in_place_of
 from .cudnn import is_allowed
 from .graph import NotCaptured
-from .snapshot import address, own_tensors
 
 _TOWERS = ("vision", "audio")
 #: The inputs of a decode step; any other input belongs to a prompt or to a user's own forward.

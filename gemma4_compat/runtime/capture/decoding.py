@@ -18,8 +18,8 @@ from ...model.caches import cache_name
 from ...objects import NotCopied, attached
 from ..host.blocks import first_layers, in_capture
 from ..host.forward_lock import lock_of
-from ..kernels.memory import is_short_of_memory
 from ..kernels.watch import is_of_user, uses_of, watched
+from ..memory import is_short_of_memory
 from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers_of
 from .conditions import (
     INPUTS,

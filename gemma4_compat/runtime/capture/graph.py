@@ -10,8 +10,8 @@ from functools import cache as cached
 from typing import Any
 
 from ...model.caches import cache_name
-from ..kernels.memory import is_short_of_memory
 from ..kernels.watch import is_of_user
+from ..memory import is_short_of_memory
 from .cache_memory import Memory, counting_layers
 
 _Locks = dict[Any, threading.Lock]  # by device

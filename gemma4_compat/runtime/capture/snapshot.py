@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from ...model.hooks import offload_hook
+from ...model.tensors import address, own_tensors, present
 from ..host.blocks import streamed_tensors
 from ..kernels.watch import Use
 
@@ -179,25 +180,8 @@ def _place(tensor: Any) -> tuple[Any, ...]:
     return type(tensor), where, tensor.shape, tensor.dtype, values, state
 
 
-def address(tensor: Any) -> int | None:
-    """The address of a tensor's values; ``None`` if it has no storage, as sparse tensors have."""
-    try:
-        return int(tensor.data_ptr())
-    except RuntimeError:
-        return None
-
-
-def own_tensors(module: Any) -> list[Any]:
-    """The parameters and buffers of a module, without those of its submodules."""
-    return _present(module._parameters) + _present(module._buffers)
-
-
 def _names(own: Any) -> tuple[str, ...]:
     return tuple(name for name in own if name not in _LEFT_OUT)
-
-
-def _present(entries: Any) -> list[Any]:
-    return [value for value in entries.values() if value is not None]
 
 
 def _tensors(module: Any) -> list[Any]:
@@ -208,10 +192,10 @@ def _tensors(module: Any) -> list[Any]:
         state = own.get("state")
         if state is None:
             return own_tensors(module)
-        return own_tensors(module) + _present({n: getattr(state, n, None) for n in ("CB", "SCB")})
+        return own_tensors(module) + present({n: getattr(state, n, None) for n in ("CB", "SCB")})
     streamed = streamed_tensors(hook)
     # An offloaded embedding has other parameters during each lookup.
-    return own_tensors(module) + streamed if streamed else _present(own["_buffers"])
+    return own_tensors(module) + streamed if streamed else present(own["_buffers"])
 
 
 def _state_addresses(tensor: Any) -> Iterator[int | None]:

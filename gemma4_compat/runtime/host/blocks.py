@@ -25,8 +25,8 @@ from ...model.hooks import host_tensors, offload_hooks
 from ...model.parts import layer_of
 from ...objects import NotCopied, View
 from ..experts.packed import packed_parameters
-from ..kernels.memory import is_short_of_memory
 from ..kernels.streams import is_capturing
+from ..memory import is_short_of_memory
 from .forward_lock import lock_of
 from .hooked import AfterForward, Way
 from .page_locked import on_gpu, page_lock, page_locked_memory

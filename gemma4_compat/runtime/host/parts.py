@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import reason
 from ...objects import NotCopied
 from ..experts.packed import IN_HOST_MEMORY
-from ..kernels.memory import is_short_of_memory
+from ..memory import is_short_of_memory
 from .int8_state import clear_state
 
 _say = cache(logging.getLogger(__name__).info)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from ..memory import is_short_of_memory
 from .compiler import KernelError
-from .memory import is_short_of_memory
 from .streams import is_capturing
 from .watch import is_of_user
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ..model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
-from ..objects import shadowed
-from ..runtime.host.forward_lock import lock_of
+from ...model.hooks import execution_device, hooks_of, host_tensor, offload_hook, placed_model
+from ...objects import shadowed
+from .forward_lock import lock_of
 
 #: The number of rows of a weight to compare at a time.
 _ROWS = 8192

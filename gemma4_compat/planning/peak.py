@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .caches import cache_name, with_all_layers
-from .meta import checkpointing
-from .parts import decoder_layers, shared_layers
-from .sizes import kv_shapes, on_cuda
+from ..model.caches import cache_name, with_all_layers
+from ..model.meta import checkpointing
+from ..model.parts import decoder_layers, shared_layers
+from ..model.sizes import kv_shapes, on_cuda
 
 #: the largest head size of FlashAttention
 _FLASH_HEAD = 256

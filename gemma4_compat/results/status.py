@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .engine.status import Status as EngineStatus
+from ..engine.status import Status as EngineStatus
 from .result import Result
 
 

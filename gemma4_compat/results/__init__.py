@@ -1,0 +1,1 @@
+"""What functions of the package return, as text, HTML and JSON."""
