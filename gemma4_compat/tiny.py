@@ -109,7 +109,7 @@ def _generator(name: str, seed: int = 0) -> Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
-def _fill(name: str, shape: tuple[int, ...]) -> Tensor:
+def _random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     """Random bfloat16 values for the tensor `name`, scaled to keep activations near 1."""
     import torch
 
@@ -174,7 +174,7 @@ def build_checkpoint(path: Path) -> Path:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     del shapes["lm_head.weight"]  # tied to embed_tokens
     shapes |= _shared_kv_shapes()
-    state = {name: _fill(name, shapes[name]) for name in sorted(shapes)}
+    state = {name: _random_tensor(name, shapes[name]) for name in sorted(shapes)}
 
     model.generation_config = GenerationConfig(
         bos_token_id=2, eos_token_id=1, pad_token_id=0, do_sample=False

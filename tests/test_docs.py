@@ -158,6 +158,12 @@ def test_python_of_the_other_pages(names, capsys):
     defined = names("docs/commands.md")
     assert defined["planned"].ok
     assert "device_map" in defined["planned"].code
+    shim = names("docs/write-a-shim.md")["shim"]
+    from packaging import utils
+
+    assert utils.canonicalize_name("My Project") == "my-project"
+    shim.retire()
+    assert utils.canonicalize_name("My Project") == "my project"
 
 
 # -- commands -------------------------------------------------------------------------------------

@@ -371,3 +371,27 @@ def test_what_a_notebook_finds(bare):
     )
     result = python("-S", "-c", code, path=[bare], drop=["PYTHONPATH"])
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_patches_of_other_packages(tmp_path, monkeypatch, caplog):
+    """An installed package names a patch in the entry-point group; another one has a mistake."""
+    import sys
+
+    from gemma4_compat import patches
+
+    (tmp_path / "theirs.py").write_text(
+        "from gemma4_compat.engine import Patch\n"
+        'PATCH = Patch("theirs", symptom="", affects=(), changes="")\n'
+    )
+    metadata = tmp_path / "theirs-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: theirs\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[gemma4_compat.patches]\ntheirs = theirs:PATCH\nwrong = theirs:Patch\ngone = absent:P\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = {patch.name for patch in patches.load()} - {"theirs"}
+    assert {patch.name for patch in patches.load()} == {*ours, "theirs"}
+    assert "the patch wrong is left out: theirs:Patch is no Patch" in caplog.text
+    assert "the patch gone is left out: No module named 'absent'" in caplog.text
+    sys.modules.pop("theirs")

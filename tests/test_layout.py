@@ -466,5 +466,26 @@ def test_only_errors_of_the_package_reach_users():
     assert [name for name in told if f"`{name}`" not in text] == []
     for name, errors in found.items():
         if errors & {"AttributeError", "KeyError", "AssertionError", "error"}:
-            assert name in ("logits", "head", "quantized_resave", "decoding", "launch")
+            assert name in ("logits", "head", "output", "quantized_resave", "decoding", "launch")
     assert set(raised(ast.parse("raise ValueError(1)\nraise KeyError"))) - CAUGHT == {"ValueError"}
+
+
+def test_long_files_say_why():
+    """A file above 350 lines says in its docstring why it is one."""
+    for module, source in SOURCES.items():
+        if source.count("\n") > 350:
+            assert "one file" in (ast.get_docstring(parsed(source)) or ""), module
+
+
+#: Names of private helpers that meant several things.
+AMBIGUOUS = {"_table", "_fill", "_plain", "_Plan", "_Kind"}
+
+
+def test_one_name_means_one_thing():
+    found = {
+        node.name
+        for source in SOURCES.values()
+        for node in parsed(source).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    assert found & AMBIGUOUS == set()

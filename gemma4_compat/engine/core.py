@@ -1,4 +1,7 @@
-"""The engine: arms patches, applies them when their targets are imported, and undoes them."""
+"""The engine: arms patches, applies them when their targets are imported, and undoes them.
+
+This is one file because all of it changes the states of the same records, under one lock.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -20,73 +21,26 @@ from . import gate
 from .errors import PatchError, suggestion
 from .gate import Outcome
 from .imports import Imports
+from .overview import Overview
 from .patch import Finding, Kind, Patch, Verdict, broken, drifted
+from .record import BUG_GONE, BUG_REMAINS, Record, required_first, state_of, whole
 from .references import count_held, holders
 from .slots import Mismatch, look_up
 from .stack import Layer, Stack, originals
-from .status import About, PatchStatus, State, Status
+from .status import About, State, Status
 from .switches import Switches
 
 #: Seconds that an import or a fork waits while another thread uses the engine.  Waiting longer
 #: could deadlock: that thread may wait for the lock of a module that this thread imports.
 _PATIENCE = 5.0
 
-#: In these states of a required patch, the bug that it fixes is gone.
-_BUG_GONE = (State.APPLIED, State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
-#: In these states it remains.  In any other state, the patch that requires it waits.
-_BUG_REMAINS = (
-    State.DISABLED, State.OPTIONAL, State.BLOCKED, State.DRIFTED, State.FAILED, State.TOO_OLD
-)  # fmt: skip
-
-_NOT_NEEDED = (State.UNAFFECTED, State.FIXED, State.NOT_INSTALLED)
-#: The state of a patch is that of its parts which comes first here.
-_ORDER = (
-    State.FAILED, State.DRIFTED, State.APPLIED, State.BLOCKED, State.ARMED, State.DISABLED,
-    State.OPTIONAL, State.TOO_OLD, State.FIXED, State.UNAFFECTED, State.NOT_INSTALLED,
-)  # fmt: skip
-
 #: The engine of each prefix.  It is stored in ``sys``, to survive when this package is removed from
 #: sys.modules.  The engine of the next import then replaces it.
 _ENGINES: dict[str, Engine] = vars(sys).setdefault("_version_gated_patch_engines", {})
 
 
-@dataclass(eq=False)
-class _Record:
-    """The engine's data about one patch."""
-
-    layer: Layer
-    #: whether it is applied if it can be; a patch that rounds differently has to be asked for
-    asked: bool
-    state: State = State.DISABLED
-    reason: str = "not installed yet"
-    #: whether it should have been undone but could not be
-    unwanted: bool = False
-    #: whether it was installed by name after the import of what it replaces
-    is_late: bool = False
-    #: how many references to the originals other code took before
-    held: int = 0
-    #: how many references to its replacements existed when it was undone
-    kept: int = 0
-    #: how many blocks of ``disabled`` are open
-    blocks: int = 0
-    #: whether it is on after them
-    outside: bool = False
-    logged: str = ""
-    versions: dict[str, str | None] = field(default_factory=dict)
-
-    @property
-    def patch(self) -> Patch:
-        return self.layer.patch
-
-    @property
-    def name(self) -> str:
-        """The name of the patch, and of the part if it has several."""
-        unit = self.layer.unit
-        return unit.name if unit is self.patch else f"{self.patch.name} ({unit.name})"
-
-
 class Engine:
-    """Arms, applies and undoes a fixed set of patches in this process.
+    """Arms, applies and undoes patches in this process.
 
     If several patches replace the same attribute, they are around it in the order of ``patches``,
     whatever the order in which they are applied.  ``floors`` holds the oldest supported version of
@@ -105,18 +59,14 @@ class Engine:
     ) -> None:
         self._switches = switches
         #: by patch: one for each of its parts
-        self._parts: dict[str, list[_Record]] = {}
-        for patch in patches:
-            layers: list[Layer] = []
-            layers += [Layer(patch, unit, layers) for unit in patch.units]
-            asked = self._is_asked(patch)
-            self._parts[patch.name] = [_Record(layer, asked) for layer in layers]
-        self._records = [record for records in self._parts.values() for record in records]
-        self._required_first = _required_first(self._parts)
-        self._stack = Stack(record.layer for record in self._records)
+        self._parts: dict[str, list[Record]] = {}
+        self._records: list[Record] = []
+        self._stack = Stack()
+        self._add(patches)
         self._logger = logger
         self._floors, self._newest = floors or {}, newest or {}
         self._about = about or About()
+        self._overview = Overview(self._stack, switches, self._floors, self._newest, self._about)
         #: libraries whose import raised, and the error
         self._broken: dict[str, str] = {}
         self._imports = Imports(self._after_import)
@@ -138,7 +88,54 @@ class Engine:
         if predecessor is not None:
             predecessor.retire()
 
+    def _add(self, patches: Iterable[Patch]) -> list[Record]:
+        """Make the records of patches.
+
+        Raises:
+            ValueError: a name is taken, or a required patch is unknown.
+        """
+        parts = dict(self._parts)
+        for patch in patches:
+            if patch.name in parts:
+                raise ValueError(f"two patches are named {patch.name}")
+            layers: list[Layer] = []
+            layers += [Layer(patch, unit, layers) for unit in patch.units]
+            parts[patch.name] = [Record(layer, self._is_asked(patch)) for layer in layers]
+        for name, records in parts.items():
+            if unknown := {*records[0].patch.requires} - {*parts}:
+                raise ValueError(f"{name} requires unknown patches: {', '.join(sorted(unknown))}")
+        self._required_first = required_first(parts)
+        added = [each for name in parts if name not in self._parts for each in parts[name]]
+        self._parts = parts
+        self._records += added
+        self._stack.layers += [record.layer for record in added]
+        return added
+
     # -- public methods -----------------------------------------------------------------------
+
+    def add(self, *patches: Patch) -> Status:
+        """Add patches, and arm or apply them.  They are around those that are there already.
+
+        Variables of the environment that are named after them count as if they had been known at
+        the start.
+
+        Raises:
+            ValueError: a patch of that name is there, or a required patch is unknown.
+
+        Example:
+            >>> engine.add(PATCH)["quiet_names"].state
+            <State.APPLIED: 'applied'>
+        """
+        with self._lock:
+            self._decide()
+            before = self._switches
+            self._switches = self._switches.knowing([patch.name for patch in patches])
+            try:
+                added = self._add(patches)
+            except ValueError:
+                self._switches = before
+                raise
+        return self._install(added)
 
     def start(self) -> None:
         """Arm all patches at the least cost.
@@ -174,13 +171,13 @@ class Engine:
                 record.is_late = record.state is State.ARMED and not self._waiting(record)
         return self._install(records)
 
-    def _arm_all(self, records: Sequence[_Record]) -> None:
+    def _arm_all(self, records: Sequence[Record]) -> None:
         for record in records:
             record.unwanted = False
             if record.state is not State.APPLIED:
                 self._arm(record)
 
-    def _install(self, records: Sequence[_Record]) -> Status:
+    def _install(self, records: Sequence[Record]) -> Status:
         with self._lock:
             self._decide()
             self._arm_all(records)
@@ -197,7 +194,7 @@ class Engine:
             record.outside, record.asked = False, self._is_asked(record.patch)
         return self._uninstall(records)
 
-    def _uninstall(self, records: Sequence[_Record]) -> Status:
+    def _uninstall(self, records: Sequence[Record]) -> Status:
         with self._lock:
             self._decide()
             self._take_off(records)
@@ -220,8 +217,9 @@ class Engine:
         self._stale = True
         self._settle()
         with self._lock:
-            entries = [self._describe(records) for records in self._parts.values()]
-            return self._overview(entries)
+            parts = self._parts.values()
+            entries = [self._overview.describe(records, self._needs) for records in parts]
+            return self._overview.status(entries, self._broken)
 
     def import_targets(self) -> Status:
         """Import the modules that armed patches wait for, so that their states are final."""
@@ -273,8 +271,8 @@ class Engine:
                     record.blocks -= 1
             self._follow_blocks(records)
 
-    def _follow_blocks(self, records: Sequence[_Record]) -> Status:
-        changing: dict[bool, list[_Record]] = {True: [], False: []}
+    def _follow_blocks(self, records: Sequence[Record]) -> Status:
+        changing: dict[bool, list[Record]] = {True: [], False: []}
         for record in records:
             on = record.outside and not record.blocks
             if on is (record.state is State.DISABLED or record.unwanted):
@@ -299,7 +297,7 @@ class Engine:
             for record in self._records:
                 self._arm(record)
 
-    def _arm(self, record: _Record) -> None:
+    def _arm(self, record: Record) -> None:
         name = record.patch.name
         try:
             affects = record.patch.gate_of(record.layer.unit)
@@ -352,7 +350,7 @@ class Engine:
         # Scan all objects only for modules that were imported before the engine watched them, or
         # before the patch was asked for.  A scan at each import would cost too much.
         functions: list[Any] = []
-        late: dict[_Record, set[int]] = {}
+        late: dict[Record, set[int]] = {}
         for record in filter(self._can_be_applied, armed):
             places = [
                 each
@@ -385,10 +383,10 @@ class Engine:
             elif record.state is State.ARMED:
                 self._set(record, State.ARMED, self._waits_for(record))
 
-    def _can_be_applied(self, record: _Record) -> bool:
+    def _can_be_applied(self, record: Record) -> bool:
         """Whether it can be applied now, or once the patches that it requires are applied."""
         if record.state is not State.ARMED or self._waiting(record):
-            return record.state in _BUG_GONE
+            return record.state in BUG_GONE
         return all(any(map(self._can_be_applied, parts)) for parts in self._required(record))
 
     def _apply_all(self) -> None:
@@ -402,7 +400,7 @@ class Engine:
                     waiting = True
             self._block()
 
-    def _apply(self, record: _Record) -> None:
+    def _apply(self, record: Record) -> None:
         """Run the probe, then put all replacements in place, or none."""
         try:
             finding = self._run_probe(record)
@@ -419,7 +417,7 @@ class Engine:
             return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
         record.state = State.APPLIED
 
-    def _run_probe(self, record: _Record) -> Finding:
+    def _run_probe(self, record: Record) -> Finding:
         probe = record.layer.unit.probe_function or record.patch.probe_function
         random = getattr(sys.modules.get("torch"), "random", None)
         try:
@@ -430,7 +428,7 @@ class Engine:
             # The code that it examines is gone, or takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
-    def _take_off(self, records: Iterable[_Record]) -> None:
+    def _take_off(self, records: Iterable[Record]) -> None:
         """Undo patches, and arm them.  The caller may set another state afterwards."""
         removed = self._stack.take_off([record.layer for record in records])
         for record in self._records:
@@ -444,7 +442,7 @@ class Engine:
 
     # -- what patches require of each other ---------------------------------------------------
 
-    def _required(self, record: _Record) -> list[list[_Record]]:
+    def _required(self, record: Record) -> list[list[Record]]:
         """The parts of each patch that it requires."""
         return [self._parts[name] for name in record.patch.requires]
 
@@ -452,30 +450,30 @@ class Engine:
         """Block patches that require one that cannot be applied; arm them once that changes."""
         for record in self._required_first:
             if record.state in (State.ARMED, State.BLOCKED):
-                if needs := self._needs(record, _BUG_REMAINS):
+                if needs := self._needs(record, BUG_REMAINS):
                     self._set(record, State.BLOCKED, needs)
                 elif record.state is State.BLOCKED:
                     self._set(record, State.ARMED, "")
 
-    def _unsupported(self) -> list[_Record]:
+    def _unsupported(self) -> list[Record]:
         """Applied patches that can be undone, and lack a patch that they require."""
         records = [r for r in self._records if r.layer.entries]
-        lacking = [r for r in records if self._needs(r, [*set(State) - {*_BUG_GONE}])]
+        lacking = [r for r in records if self._needs(r, [*set(State) - {*BUG_GONE}])]
         return [record for record in lacking if not self._stack.obstacle(record.layer)]
 
-    def _needs(self, record: _Record, states: Sequence[State]) -> str:
+    def _needs(self, record: Record, states: Sequence[State]) -> str:
         """Text about the required patches that are in one of these states."""
-        required = [other for other in map(_whole, self._required(record)) if other.state in states]
-        return "; ".join(f"needs {o.patch.name}, which is {_state_of(o)}" for o in required)
+        required = [other for other in map(whole, self._required(record)) if other.state in states]
+        return "; ".join(f"needs {o.patch.name}, which is {state_of(o)}" for o in required)
 
-    def _waits_for(self, record: _Record) -> str:
+    def _waits_for(self, record: Record) -> str:
         modules = ", ".join(self._waiting(record))
         imports = f"waits for the import of {modules}" if modules else ""
         return "; ".join(filter(None, (imports, self._needs(record, (State.ARMED,)))))
 
     # -- logging --------------------------------------------------------------------------------
 
-    def _set(self, record: _Record, state: State, reason: str) -> None:
+    def _set(self, record: Record, state: State, reason: str) -> None:
         record.state, record.reason = state, reason
         text = f"{state} ({reason})" if reason else str(state)
         if text == record.logged:
@@ -490,7 +488,7 @@ class Engine:
             level = logging.INFO if state is State.APPLIED else logging.DEBUG
             self._logger.log(level, "%s: %s", record.name, text)
 
-    def _warn(self, record: _Record, text: str) -> None:
+    def _warn(self, record: Record, text: str) -> None:
         if (record.name, text) not in self._warned:
             self._warned.add((record.name, text))
             self._logger.warning("%s: %s", record.name, text)
@@ -507,7 +505,7 @@ class Engine:
         except Exception:
             self._logger.warning("internal error after an import", exc_info=True)
 
-    def _waiting(self, record: _Record) -> list[str]:
+    def _waiting(self, record: Record) -> list[str]:
         if record.state is not State.ARMED:
             return []
         modules = dict.fromkeys(replacement.module for replacement in record.layer.replacements)
@@ -519,89 +517,13 @@ class Engine:
         """Whether a variable asks for the patch, or nobody has to."""
         return patch.kind is not Kind.FAST or patch.name in self._switches.asked
 
-    def _select(self, names: Sequence[str]) -> list[_Record]:
+    def _select(self, names: Sequence[str]) -> list[Record]:
         known = {name: self._switches.renamed(name) for name in names}
         for name, meant in known.items():
             if meant not in self._parts:
                 hint = suggestion(name, self._parts)
                 raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
         return [r for r in self._records if r.patch.name in known.values() or not names]
-
-    def _describe(self, records: Sequence[_Record]) -> PatchStatus:
-        """The state of a patch: that of its parts which needs attention first."""
-        whole = _whole(records)
-        texts: dict[str, str] = {}
-        for record in records:
-            if record is whole or not (whole.layer.entries and record.state in _NOT_NEEDED):
-                text = self._reason(record)
-                if record.state is not whole.state:
-                    text = f"{record.state} ({text})" if text else str(record.state)
-                texts[record.layer.unit.name] = text
-        reason = texts[whole.layer.unit.name]
-        if {*texts.values()} != {reason}:
-            reason = "; ".join(f"{part}: {text}" for part, text in texts.items() if text)
-        replaced = [str(entry) for record in records for entry in record.layer.entries]
-        held = sum(record.held for record in records if record.state is State.APPLIED)
-        versions = {name: v for record in records for name, v in record.versions.items()}
-        patch = whole.patch
-        parts = {r.layer.unit.name: r.state for r in records} if patch.parts else {}
-        return PatchStatus(
-            patch.name, whole.state, reason, patch.symptom, versions, tuple(replaced), held,
-            patch.kind.does, parts,
-        )  # fmt: skip
-
-    def _reason(self, record: _Record) -> str:
-        layer, stays, untested = record.layer, "", ""
-        if record.unwanted or self._stack.changed(layer):
-            stays = self._stack.obstacle(layer)
-        needs = self._needs(record, _BUG_REMAINS) if layer.entries else ""
-        if record.kept and record.state in (State.DISABLED, State.BLOCKED):
-            stays = f"{record.kept} reference(s) still point to the patch"
-        if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
-            later = gate.later(record.versions, self._newest)
-            untested = f"untested version: {', '.join(later)}" if later else ""
-        return "; ".join(filter(None, (record.reason, needs, stays, untested)))
-
-    def _overview(self, entries: Sequence[PatchStatus]) -> Status:
-        """The states, and what is to be said of the libraries."""
-        libraries = dict(map(_installed, dict.fromkeys((*self._about.required, *self._floors))))
-        old = gate.too_old(self._floors)
-        missing = [name for name in self._about.required if libraries[name] is None]
-        problems = [f"{name} is not installed" for name in missing]
-        problems += old.values()
-        problems += [f"{name} cannot be imported" for name in self._broken if name not in old]
-        problems += self._switches.mistakes
-        if held := sum(entry.held for entry in entries):
-            problems.append(
-                f"{held} reference(s) to functions of the libraries are older than the patches and "
-                "do without them"
-            )
-        if any(entry.state is State.APPLIED for entry in entries):
-            problems += self._about.problems()
-        advice = [f"{name} cannot be imported: {text}" for name, text in self._broken.items()]
-        if old:
-            advice.append(gate.upgrade({name: self._floors[name] for name in old}))
-        if absent := [name for name, version in libraries.items() if version is None]:
-            advice.append(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
-        if held:
-            advice.append(
-                "restart the process, and import this package before those libraries; call "
-                "install() before a model is loaded"
-            )
-        untested = [
-            f"untested version: {release} is newer than any measured one; the probe of each patch "
-            "decides whether it is applied"
-            for release in gate.later(libraries, self._newest)
-        ]
-        off = {each.name for each in entries if each.state in (State.DISABLED, State.OPTIONAL)}
-        notes = [*untested, *self._switches.late(off)]
-        if any(entry.state is State.OPTIONAL for entry in entries):
-            notes.append(f"optional patches are faster, but {self._switches.offer()}")
-        about = self._about
-        status = about.status(entries, libraries, problems, advice, notes, about)
-        if status.off and not problems:
-            status.advice += (self._switches.undo(status.off),)
-        return status
 
 
 def _after_fork(child: bool = False) -> None:
@@ -611,33 +533,6 @@ def _after_fork(child: bool = False) -> None:
         except RuntimeError:  # acquiring it timed out: another thread holds it
             if child:
                 engine._lock, engine._busy = threading.RLock(), False
-
-
-def _required_first(parts: Mapping[str, list[_Record]]) -> list[_Record]:
-    """The records, ordered so that each follows those that it requires."""
-    graph = {name: records[0].patch.requires for name, records in parts.items()}
-    return [record for name in TopologicalSorter(graph).static_order() for record in parts[name]]
-
-
-def _whole(records: Sequence[_Record]) -> _Record:
-    """The part whose state is that of the whole patch."""
-    return min(records, key=lambda record: _ORDER.index(record.state))
-
-
-def _state_of(record: _Record) -> str:
-    """The state, and what switched the patch off."""
-    is_off = record.state is State.DISABLED
-    return f"disabled by {record.reason}" if is_off else str(record.state)
-
-
-def _installed(name: str) -> tuple[str, str | None]:
-    """The name and version of a library; an imported one tells its build, as in "2.13.0+cu130"."""
-    try:
-        version = gate.installed_version(name)
-    except PackageNotFoundError:
-        return name, None
-    imported = getattr(sys.modules.get(name), "__version__", None)
-    return name, str(imported or version or "unknown version")
 
 
 def _why_not_imported(module: str, error: Exception) -> tuple[State, str]:

@@ -69,8 +69,8 @@ class Stack:
     layers that they need.
     """
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
-        self.layers = list(layers)
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
         self._slots: list[Slot] = []
 
     def put(self, layer: Layer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 
@@ -39,6 +39,19 @@ class Switches:
     names: Mapping[str, Iterable[str]] = field(default_factory=dict)
     #: former names of patches, and the present ones
     former: Mapping[str, str] = field(default_factory=dict)
+
+    def knowing(self, names: Iterable[str]) -> Switches:
+        """These switches, with the variables of further patches."""
+        off, asked, known = dict(self.off), {*self.asked}, dict(self.names)
+        for name in names:
+            variable = f"{self.prefix}_{name.upper()}"
+            value = self.seen.get(variable, "").strip().lower()
+            known[variable] = (name,)
+            if value in _OFF:
+                off[name] = f"{variable}=0"
+            elif value:
+                asked.add(name)
+        return replace(self, off=off, asked=asked, names=known)
 
     def renamed(self, name: str) -> str:
         """The present name of a patch; says so if it is another one."""

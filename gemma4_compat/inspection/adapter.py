@@ -1,6 +1,7 @@
 """Inspect an adapter: what its safetensors header holds, and which tensors a model loads.
 
-``inspect_adapter`` is also the command ``gemma4-compat adapter DIR``.
+``inspect_adapter`` is also the command ``gemma4-compat adapter DIR``.  This is one file because a
+report is made in one pass over what the file holds and what PEFT would load.
 """
 
 from __future__ import annotations

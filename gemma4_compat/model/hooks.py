@@ -133,7 +133,7 @@ def input_device(model: Any) -> torch.device:
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return _as_device(device)
-    device = _table(embedding).device
+    device = _weight_of(embedding).device
     if device.type == "meta":
         raise ValueError(
             f"the token embeddings of this {type(model).__name__} are on the meta device, and no "
@@ -157,12 +157,12 @@ def _token_embedding(model: Any) -> Any:
         # In PEFT's wrappers the original, which has the hook, comes first.
         originals = (each for each in embedding.modules() if isinstance(each, nn.Embedding))
         embedding = next(originals, embedding)
-    if _table(embedding) is None:
+    if _weight_of(embedding) is None:
         raise TypeError(f"{type(model).__name__} has no token embeddings (get_input_embeddings)")
     return embedding
 
 
-def _table(embedding: Any) -> Any:
+def _weight_of(embedding: Any) -> Any:
     """The weight.  In a QAT checkpoint ``weight`` is a property, which dequantizes all rows."""
     packed = getattr(embedding, "embedding_quantized", None)
     return getattr(embedding, "weight", None) if packed is None else packed

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pkgutil
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib.metadata import entry_points
 from types import ModuleType
 
 from ..engine import Kind, Patch
 from ..engine.gate import Evaluation, Outcome, evaluate
 from ..versions import FLOORS
+
+logger = logging.getLogger(__name__)
 
 #: In the order in which the documentation lists them.
 TOPICS = (
@@ -58,7 +62,22 @@ def load() -> list[Patch]:
         names = json.loads(pkgutil.get_data(__name__, "names.json") or "{}")
     for patch in patches:
         patch.names = names.get(patch.name, ())
+    patches += _of_other_packages({patch.name for patch in patches})
     return sorted(patches, key=lambda patch: patch.name)
+
+
+def _of_other_packages(taken: set[str]) -> Iterable[Patch]:
+    """The patches that installed packages name in the entry-point group `gemma4_compat.patches`."""
+    for point in entry_points(group="gemma4_compat.patches"):
+        try:
+            patch = point.load()
+            if not isinstance(patch, Patch) or patch.name in taken:
+                raise TypeError(f"{point.value} is no Patch with a name of its own")
+        except Exception as error:  # another package's mistake must not end the user's program
+            logger.warning("the patch %s is left out: %s", point.name, error)
+        else:
+            taken.add(patch.name)
+            yield patch
 
 
 def groups(*, asking: bool = False) -> dict[str, list[str]]:

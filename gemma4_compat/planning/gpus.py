@@ -105,12 +105,12 @@ def parse_gpu(text: str | int) -> Gpu:
         return Gpu(size(text), text)
     if re.match(r"\s*\d", text):
         return Gpu(text.strip(), parse_size(text))
-    names = {_plain(name): name for cards in _CARDS.values() for name in cards.split(", ")}
-    name = names.get(_plain(text))
+    names = {_bare_name(name): name for cards in _CARDS.values() for name in cards.split(", ")}
+    name = names.get(_bare_name(text))
     if name is None:
-        if "laptop" in _plain(text):
+        if "laptop" in _bare_name(text):
             raise InputError(f"{text!r}: laptop cards have less memory: write 8GiB, for example")
-        hint = suggestion(_plain(text), names)
+        hint = suggestion(_bare_name(text), names)
         raise InputError(f"{text!r} is neither a size nor a known card{hint}: write 12GiB or 12GB")
     sizes = [gib for gib, cards in _CARDS.items() if name in cards.split(", ")]
     if len(sizes) > 1:
@@ -119,7 +119,7 @@ def parse_gpu(text: str | int) -> Gpu:
     return Gpu(name, int(sizes[0] * _GIB), not name.startswith(_WITHOUT_BFLOAT16))
 
 
-def _plain(name: str) -> str:
+def _bare_name(name: str) -> str:
     """A card's name without its maker, spaces and case: "rtx3060ti"."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 

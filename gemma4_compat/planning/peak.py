@@ -3,7 +3,8 @@
 The model's own code runs on meta tensors, which have shapes but no data, while every tensor that
 this creates is counted.  So the estimate follows the installed transformers and PEFT.  Two things
 differ on a GPU, and are replaced by functions that allocate what the GPU's kernels allocate: the
-attention kernel, and the layers of bitsandbytes.
+attention kernel, and the layers of bitsandbytes.  This is one file because these functions and what
+counts them share one mode of PyTorch.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def forward_peak(
     )
     shapes = kv_shapes(model)
     with torch.no_grad(), _measuring(model, fused) as (memory, _):
-        _fill(cache, shapes, past, tokens)
+        _fill_cache(cache, shapes, past, tokens)
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         memory.peak = memory.allocated
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
@@ -286,7 +287,7 @@ def forward_peak(
     return memory.peak - memory.allocated
 
 
-def _fill(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: int) -> None:
+def _fill_cache(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: int) -> None:
     """Update the cache with ``past`` tokens.
 
     A sliding layer keeps a view of its last update.  So that is as long as a chunk.

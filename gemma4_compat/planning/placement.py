@@ -141,24 +141,24 @@ def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Pl
     and the decoder layers from the last one on are moved away from GPU 0: to the first other GPU
     that has room, else to the CPU.  If several GPUs are needed, as much is left free on each.
     """
-    _fill(placement, demand, keep_ple)
+    _fill_gpus(placement, demand, keep_ple)
     if placement.fits(demand) and any(unit.gpu for unit in placement.units):
         offloaded = placement.offloaded()
         low, high = 0, max(gpu.free for gpu in placement.gpus)
         while high - low > _EVEN:
             placement.spare = (low + high) // 2
-            _fill(placement, demand, keep_ple)
+            _fill_gpus(placement, demand, keep_ple)
             if placement.fits(demand) and placement.offloaded() == offloaded:
                 low = placement.spare
             else:
                 high = placement.spare
         placement.spare = low
-        _fill(placement, demand, keep_ple)
+        _fill_gpus(placement, demand, keep_ple)
         placement.spare = 0
     return placement
 
 
-def _fill(placement: Placement, demand: Demand, keep_ple: bool) -> None:
+def _fill_gpus(placement: Placement, demand: Demand, keep_ple: bool) -> None:
     for unit in placement.units:
         unit.device = 0
     first = 1  # Layers that follow each other stay together.

@@ -148,7 +148,10 @@ class Plan(Result):
     def __str__(self) -> str:
         job = ", training" if self.train else ""
         title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
-        paragraphs = [wrap(title), "\n".join([_table(self), wrap(self.verdict), *_advice(self)])]
+        paragraphs = [
+            wrap(title),
+            "\n".join([_rows_of_modules(self), wrap(self.verdict), *_advice(self)]),
+        ]
         if self.ok:
             rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
@@ -163,7 +166,7 @@ def _sum(rows: Sequence[Memory]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(row.gpus for row in rows), strict=True)))
 
 
-def _table(plan: Plan) -> str:
+def _rows_of_modules(plan: Plan) -> str:
     loaded = [row for row in plan.memory if row.kind in ("weights", "adapter")]
     rows = [
         *loaded,

@@ -29,7 +29,7 @@ def page(result: Any) -> str:
         text = str(result)
     finally:
         recorded.reset(token)
-    blocks = [(table[0], _table(table)) for table in tables]
+    blocks = [(table[0], _table_in_html(table)) for table in tables]
     code = getattr(result, "code", "")
     blocks.append((code, f"{_CODE}{escape(code)}</pre>"))
     lines = []
@@ -49,7 +49,7 @@ def _prose(text: str) -> str:
     return f"{_TEXT}{escape(text)}</pre>" if (text := text.strip("\n")) else ""
 
 
-def _table(table: Table) -> str:
+def _table_in_html(table: Table) -> str:
     _, rows, head, right = table
     lines = [_row("th", head, right)] if any(head) else []
     lines += (_row("td", row, right) for row in rows)

@@ -877,8 +877,8 @@ def test_old_references_to_a_blocked_patch_are_said(lib, make):
 @pytest.mark.parametrize(
     ("requires", "message"),
     [
-        ({"a": ["z", "b"]}, "'z'"),
-        ({"b": "a_"}, "'_'"),
+        ({"a": ["z", "b"]}, "a requires unknown patches: z"),
+        ({"b": "a_"}, "b requires unknown patches: _"),
         ({"a": ["a"]}, r"in a cycle.*'a', 'a'"),
         ({"a": ["b"], "b": ["c"], "c": ["a"]}, "in a cycle"),
     ],
@@ -995,3 +995,21 @@ def test_a_former_name(lib, make, caplog):
         assert a.a() == "a"
         assert status["family"].state is State.DISABLED
     assert a.a() == "part>a"
+
+
+def test_patches_that_are_added_later(lib, make, monkeypatch):
+    m = lib.load("m")
+    engine = make(lib.patch("a", "m:f"), seen={"TEST_C": "0"}, prefix="TEST")
+    status = engine.add(lib.patch("b", "m:f", requires=["a"]), lib.patch("c", "m:f"))
+    assert [entry.state for entry in status] == [State.APPLIED, State.APPLIED, State.DISABLED]
+    assert status["c"].reason == "TEST_C=0"
+    assert m.f() == "b>a>f"
+    for patch, why in (
+        (lib.patch("a", "m:g"), "two patches are named a"),
+        (lib.patch("d", "m:g", requires=["e"]), "d requires unknown patches: e"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            engine.add(patch)
+    assert len(engine.status()) == 3
+    engine.uninstall("a")
+    assert m.f() == "f"

@@ -5,6 +5,8 @@ of them, and a ``Part`` one module of the layer.  A ``Layout`` is the block of h
 tensors of the layer, a ``Piece`` one of these, and a ``Copy`` the block on the device.  Experts in
 4 bits are a layer of their own, ``Experts``, whose block the GPU reads in place.
 
+This is one file because a dispatch, its layers and their copies change each other under one lock.
+
 A ``KeyboardInterrupt`` may come at any line, and an allocation may fail.  So what a line makes is
 assigned when it is complete, and each function may run again after it was interrupted.
 """

@@ -127,7 +127,7 @@ def _table_to_look_up(hook: Any, embedding: Any, name: str) -> Any | None:
         or not _has_known_forward(embedding)
     ):
         return None
-    table = _table(hook.weights_map, name)
+    table = _stored(hook.weights_map, name)
     if table.shape != weight.shape:  # the embedding was resized
         return None
     tied = (hook.tied_params_map or {}).get(table.data_ptr(), {})
@@ -144,7 +144,7 @@ def _has_known_forward(embedding: Any) -> bool:
     return is_own and owner.__module__.startswith(("torch.", "transformers."))
 
 
-def _table(weights_map: Any, name: str) -> Any:
+def _stored(weights_map: Any, name: str) -> Any:
     """The stored weight: in memory, or mapped from its file."""
     import torch
 

@@ -33,7 +33,7 @@ _FAR = 2**31  # strides are 32-bit numbers in the kernel
 _ALIGNED = 16  # bytes of a load
 
 
-class _Plan(NamedTuple):
+class _Launch(NamedTuple):
     """The launch parameters for inputs of one layout: shapes, strides, dtypes, alignment."""
 
     key: Any  # of the kernels
@@ -77,7 +77,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
         return FAMILY.failed(layout, query.device, error, plan.key)
 
 
-def _launched(plan: _Plan, index: int, *tensors: Any) -> Any:
+def _launched(plan: _Launch, index: int, *tensors: Any) -> Any:
     import torch
 
     output = torch.empty(plan.output, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -96,7 +96,7 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
     return type(tensor), shape, stride, tensor.dtype, device, tensor.data_ptr() % _ALIGNED
 
 
-def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Plan | None:
+def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Launch | None:
     """How to compute these inputs; ``None`` if the kernel cannot."""
     import torch
 
@@ -115,7 +115,7 @@ def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -
 
 def _plan(
     kind: tuple[Any, ...], keys: int, scale: float, query: Any, key: Any, value: Any, mask: Any
-) -> _Plan:
+) -> _Launch:
     """With so many keys of a block."""
     device, dtype, size, per_block, masked, _ = kind
     (batch, heads, _, _), (_, key_heads, length, _) = query.shape, key.shape
@@ -135,7 +135,7 @@ def _plan(
         constants |= {"HEADS": 1, "MASK": 0}
         combined = compiler.compiled(_FILE, "combined", device, **constants)
         combine = compiler.launcher(combined, 2, (splits, batch * heads), block)
-    return _Plan(
+    return _Launch(
         key=kind,
         attend=compiler.launcher(attend, 6, numbers, block),
         blocks=batch * groups * splits,

@@ -35,7 +35,7 @@ _ALIGNMENT = 16  # bytes of the longest load
 _VALUES = 1 << 19  # of the trial with most rows
 
 
-class _Kind:
+class _Launch:
     """How the kernel is launched for one kind of norms and inputs."""
 
     def __init__(self, kernel: compiler.Kernel, rows: int, size: int, eps: float) -> None:
@@ -110,7 +110,7 @@ def in_one_kernel(original: Any) -> Any:
     return forward
 
 
-def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind | None:
+def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Launch | None:
     """The kind whose outputs equal those of a norm bit for bit; ``None`` if it computes none."""
     import torch
 
@@ -125,11 +125,11 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Kind |
     counts = enumerate((*_TRIALS * [rows], _VALUES // size))
     trials = [4 * pattern((count, size), torch.float32, device, seed) for seed, count in counts]
 
-    def kind_of(count: int, of: Any, halving: bool) -> _Kind:
+    def kind_of(count: int, of: Any, halving: bool) -> _Launch:
         constants = {"INPUT": numbers[of], "WEIGHT": numbers[dtype], "HALVING": int(halving)}
         constants["THREADS"] = _MAX_THREADS
         kernel = compiler.compiled(_FILE, "rms_norm", device, **constants)
-        return _Kind(kernel, count, size, module.eps)
+        return _Launch(kernel, count, size, module.eps)
 
     def compare(trial: Any, halving: bool) -> None:
         count, out = len(trial), torch.full_like(trial, float("nan"))

@@ -36,7 +36,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
     labels = kwargs.get("labels")
     if not hasattr(labels, "numel") or not _can_be_lazy(model, labels, kwargs):
         return original(model, *args, **kwargs)
-    head = Head(_plain(model.lm_head))
+    head = Head(_own_head(model.lm_head))
     kept = Kept(head)  # noqa: F841  (until the loss has it)
     backbone = _Recorded(model.model)
 
@@ -61,7 +61,7 @@ def lazily(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) 
         return original(whole, *args, **kwargs)
 
 
-def _plain(head: Any) -> Any:
+def _own_head(head: Any) -> Any:
     """The copy of the head that PEFT's ``modules_to_save`` runs; another head itself."""
     from torch import nn
 
@@ -92,7 +92,7 @@ def _can_be_lazy(model: Any, labels: Any, kwargs: dict[str, Any]) -> bool:
     from transformers.loss import loss_utils
 
     losses = loss_utils.__name__
-    head = _plain(model.lm_head)
+    head = _own_head(model.lm_head)
     if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
         return False
     forward = vars(head).get("_old_forward" if hasattr(head, "_hf_hook") else "forward")
