@@ -79,7 +79,7 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     try:
         if copied:  # short reads would leave the link idle
             chosen = indices.view(-1)
-            with Fork(device, "maxima") as fork:  # short reads, beside the long ones
+            with Fork(device) as fork:  # short reads, beside the long ones
                 states = gate_up.chosen_state(chosen), down.chosen_state(chosen)
             gate_up, down = gate_up.chosen(chosen, states[0]), down.chosen(chosen, states[1])
             fork.join()

@@ -23,7 +23,7 @@ class Fork:
 
     Example::
 
-        with Fork(device, "maxima") as fork:
+        with Fork(device) as fork:
             small = table.index_select(0, indices)
         large = matrix.index_select(0, indices)
         fork.join()
@@ -35,8 +35,8 @@ class Fork:
     the memory of a side stream to the next fork, which may belong to another thread.
     """
 
-    def __init__(self, device: Any, purpose: str) -> None:
-        self.device, self.purpose = device, purpose
+    def __init__(self, device: Any) -> None:
+        self.device = device
         self.main: Any = None
         self.side: Any = None
 
@@ -45,7 +45,7 @@ class Fork:
 
         if is_capturing(self.device):
             self.main = torch.cuda.current_stream(self.device)
-            self.side = _side_stream(self.device, self.purpose)
+            self.side = _side_stream(self.device)
             self.side.wait_stream(self.main)
             torch.cuda.set_stream(self.side)
         return self
@@ -63,8 +63,8 @@ class Fork:
 
 
 @cache
-def _side_stream(device: Any, purpose: str) -> Any:
-    """One stream for all forks of a purpose, because cuBLAS keeps 32 MiB for each stream."""
+def _side_stream(device: Any) -> Any:
+    """One stream for all forks, because cuBLAS keeps 32 MiB for each stream."""
     import torch
 
     return torch.cuda.Stream(device)
