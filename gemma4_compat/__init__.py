@@ -193,9 +193,10 @@ def install(*names: str) -> Status:
     Importing this package does this for all patches but those of the kind ``fast``, whose results
     differ by rounding.  These have to be named: a topic does not name them.  Call this before a
     model is loaded: the hooks of an offloaded model go on calling the functions that they found,
-    and the status says how many do.  A name asks for the
-    patches that it requires, too; `uninstall` of that name leaves these on.  A patch that an
-    environment variable switches off stays off.
+    and the status says how many do.  A name asks for the patches of that kind that it requires,
+    too; `uninstall` of that name leaves these on.  After `uninstall()` of all, name those that a
+    patch requires, too: else it is ``blocked``.  A patch that an environment variable switches off
+    stays off.
 
     Raises:
         ValueError: no patch has that name.
@@ -204,6 +205,9 @@ def install(*names: str) -> Status:
         >>> gemma4_compat.install("clippable_linear").ok
         True
         >>> gemma4_compat.install("fast").ok
+        True
+        >>> off = gemma4_compat.uninstall()  # then only these, as `GEMMA4_COMPAT=only:fix` does
+        >>> gemma4_compat.install("fix").ok
         True
     """
     return cast(Status, _start().install(*_named(names, asking=True)))

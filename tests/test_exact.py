@@ -1,4 +1,4 @@
-"""An import alone changes no bit of what a GPU computes, but for four patches, which are named."""
+"""An import alone changes no bit of what a GPU computes, but for the patches that are named."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ The legacy patches, at the end of the table, do not change any more. The date is
 release with the fix; the next version of this package after it leaves the patch out.
 """
 #: The patches with which the project began.
-_FOUNDING = ("clippable_linear", "peft_redispatch", "quant_state_offload")
+_FOUNDING = ("clippable_linear", "peft_redispatch", "quant_state_offload", "hf_initialized_flag")
 
 _IN_README = 12  # rows of its table of errors
 
@@ -222,7 +222,9 @@ def _title(modules: list[ModuleType]) -> str:
 
 def _symptoms() -> Iterator[str]:
     patches = {patch.name: patch for patch in load()}
-    first = {"The first three": [name for name in _FOUNDING if name in patches]}
+    first = {
+        "The four with which the project began": [name for name in _FOUNDING if name in patches]
+    }
     rest = {title: [n for n in names if n not in _FOUNDING] for title, names in titles().items()}
     for title, names in {**first, **rest}.items():
         yield f"| **{title}** | | |"

@@ -6,26 +6,25 @@ that has a module on the CPU or on disk, and does not warn.  Such a model decode
 works for a tenth of each step and waits for Python during the rest.
 
 In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
-runs eagerly, the second is captured, and all others are replayed.  The kernels are those of the
-eager step, and the logits are equal bit for bit.  torch.compile is not used.  In 26B-A4B, the MLP
-of a layer runs beside its experts.  The GPU waits while ``prepare_inputs_for_generation`` makes the
-masks of the next step, so the fix makes the same masks with fewer operations, see
-``runtime/capture/inputs.py``.  Modules that a decode step does not run, such as the towers, may be
-on the CPU or on disk; the GPU reads offloaded embeddings in place.  The cache's memory and the
-graphs are kept, and the next call with a cache of the same size uses them again, unless other code
-still holds the old cache.
+runs eagerly, the second is captured, and it and all others are replayed.  The kernels are those of
+the eager step, and the logits are equal bit for bit. torch.compile is not used.  The GPU waits
+while ``prepare_inputs_for_generation`` makes the masks of the next step, so the fix makes the same
+masks with fewer operations, see ``runtime/capture/inputs.py``.  Modules that a decode step does not
+run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded embeddings in place.
+The cache's memory and the graphs are kept, and the next call with a cache of the same size uses
+them again, unless other code still holds the old cache.
 
 A graph repeats kernels, and runs no Python code.  So the eager step is watched: if it runs code
 that is not of the libraries, the steps stay eager.  Before each call, the functions of the step are
 compared with those that ran (``runtime/kernels/watch.py``).
 
 A step stays eager, with a warning that gives the reason, if a graph would not repeat it: a user's
-code, decoder layers that accelerate copies (see ``offload_streaming``), several GPUs, forward
-hooks, modes of PyTorch, training mode, 8-bit layers with an outlier threshold (the CPU has to know
-how many outliers there are), Gemma 3n before transformers 5.23 (it copies a number from the CPU in
-each step).  Nothing changes if transformers compiles the step, or if the user passes a
-``compile_config`` or ``disable_compile``.  Between two tokens of a call, a hook that is added and
-an adapter that is switched are noticed, and weights that are replaced are not.
+code, decoder layers that accelerate copies itself (``offload_streaming`` copies most), several
+GPUs, forward hooks, modes of PyTorch, training mode, 8-bit layers with an outlier threshold (the
+CPU has to know how many outliers there are), Gemma 3n before transformers 5.23 (it copies a number
+from the CPU in each step).  Nothing changes if transformers compiles the step, or if the user
+passes a ``compile_config`` or ``disable_compile``.  Between two tokens of a call, a hook that is
+added and an adapter that is switched are noticed, and weights that are replaced are not.
 """
 
 from __future__ import annotations
