@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 KEY_ERROR = r"KeyError: (1|'sliding_attention')$"
 #: each family, and the first transformers release that passes shared_kv_states to its layers
 FAMILIES = {"Gemma4": "5.6", "Gemma4Unified": "5.10", "Gemma3n": "5.6"}
-FAMILY = pytest.mark.parametrize("family", FAMILIES)
+LAUNCHER = pytest.mark.parametrize("family", FAMILIES)
 
 
 def tiny(family="Gemma4"):
@@ -163,7 +163,7 @@ def test_hooks_without_skip_keys(family, way, tmp_path):
     assert_equal(logits(model, use_cache=False), without_cache)
 
 
-@FAMILY
+@LAUNCHER
 @pytest.mark.regression("shared_kv_states", KEY_ERROR)
 def test_generate(family, tmp_path):
     options = {
@@ -370,7 +370,7 @@ SPLITS = {
 
 @pytest.mark.cuda(gpus=2)
 @pytest.mark.parametrize("split", SPLITS)
-@FAMILY
+@LAUNCHER
 @pytest.mark.regression("shared_kv_states", KEY_ERROR)
 def test_layers_on_two_gpus(family, split):
     from accelerate import dispatch_model

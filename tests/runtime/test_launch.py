@@ -38,8 +38,8 @@ def anew():
 
 @pytest.fixture
 def family(monkeypatch):
-    monkeypatch.setattr(launch, "_families", [])
-    return launch.Family("own", "PyTorch computes", most=8)
+    monkeypatch.setattr(launch, "_launchers", [])
+    return launch.Launcher("own", "PyTorch computes", most=8)
 
 
 def counted(function):
@@ -215,7 +215,7 @@ def in_threads(run, caplog):
 
 def test_layouts_that_another_thread_drops():
     """A table may lose its entries at each look: here, whenever a layout is hashed."""
-    table = one_token_attention.FAMILY.kinds
+    table = one_token_attention.LAUNCHER.kinds
 
     class Dropping(type(torch.Tensor)):
         def __hash__(cls):
@@ -410,7 +410,7 @@ def test_the_first_call(name, capsys):
     with capsys.disabled():
         print(f"\n{name}: {first:.3f} s with the compiler, {compared - again:.3f} s to compare")
     assert not launch.without()
-    assert module_of(name).FAMILY.kinds
+    assert module_of(name).LAUNCHER.kinds
     assert torch.equal(own, theirs) == (name in ("rms_norm", "rotary")), "another kernel ran"
     assert compared - again < 0.3
 
@@ -458,7 +458,7 @@ def test_a_missing_source_or_compiler(name, monkeypatch, tmp_path):
 @torch.no_grad()
 def test_what_a_comparison_leaves_alone(name, monkeypatch, capsys):
     """The states of the random numbers, and most of the memory."""
-    family, used, seen = module_of(name).FAMILY, [], []
+    family, used, seen = module_of(name).LAUNCHER, [], []
     checked = family.checked
 
     def compare(*arguments):

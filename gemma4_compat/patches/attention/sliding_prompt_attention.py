@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from ...engine import Kind, Patch
-from ...runtime.kernels.launch import Family as Compared
+from ...runtime.kernels.launch import Launcher
 from ...runtime.kernels.streams import is_capturing
 from ...runtime.kernels.trials import pattern, require_equal
 from .._families import FAMILIES, former
@@ -44,7 +44,7 @@ _ALIGNED = 64  # keys at which a range begins and ends, for PyTorch's fast kerne
 _WORTH = 0.6  # of the scores, at most
 _LARGEST_HEAD = 256  # with larger ones, and in float32, the result differs by rounding
 
-_COMPARED = Compared("of sliding windows", "PyTorch computes all scores of long prompts")
+_COMPARED = Launcher("of sliding windows", "PyTorch computes all scores of long prompts")
 
 _thread = threading.local()  # .last: a reference to a mask, its version, and its ranges
 

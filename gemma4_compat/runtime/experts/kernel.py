@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels import compiler
-from ..kernels.launch import Family
+from ..kernels.launch import Launcher
 from ..kernels.replacing import raw_stream
 from ..kernels.streams import Fork
 from ..kernels.trials import maxima_of, pattern, require_near, values_of
 
-FAMILY = Family("routed_experts", "bitsandbytes multiplies with the experts in 4 bits")
+LAUNCHER = Launcher("routed_experts", "bitsandbytes multiplies with the experts in 4 bits")
 
 #: More tokens share experts, which these kernels read once for each token.
 TOKENS = 8
@@ -73,7 +73,7 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
     if copied:
         shape = replace(shape, experts=TOKENS * shape.top_k)  # for any number of tokens
     device, tokens = inputs.device, len(inputs)
-    launch = FAMILY.get((shape, tokens), device, _launcher, shape, tokens, gate_up.state.code)
+    launch = LAUNCHER.get((shape, tokens), device, _launcher, shape, tokens, gate_up.state.code)
     if launch is None:
         return None
     try:
@@ -86,12 +86,12 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
             indices = torch.arange(len(chosen), device=device).view_as(indices)
             shape = replace(shape, nested=_are_nested(gate_up, down))
             kind = shape, tokens
-            launch = FAMILY.get(kind, device, _launcher, shape, tokens, gate_up.state.code)
+            launch = LAUNCHER.get(kind, device, _launcher, shape, tokens, gate_up.state.code)
             if launch is None:
                 return None
         return launch(inputs, indices, weights.float().contiguous(), gate_up, down)
     except Exception as error:  # bitsandbytes computes it, or raises its own error
-        return FAMILY.failed((shape, tokens), device, error)
+        return LAUNCHER.failed((shape, tokens), device, error)
 
 
 def has_usual_gate(module: Any) -> bool:
@@ -165,7 +165,7 @@ def _are_nested(gate_up: Any, down: Any) -> tuple[bool, bool]:
 
 def _launcher(shape: _Shape, tokens: int, code: Any) -> Any:
     """A function that launches the kernels for this number of tokens."""
-    FAMILY.checked(shape, shape.device, _compare, shape, code)
+    LAUNCHER.checked(shape, shape.device, _compare, shape, code)
     first, second = _launchers(shape, tokens)
 
     def launch(inputs: Any, indices: Any, weights: Any, gate_up: Any, down: Any) -> Any:

@@ -20,10 +20,10 @@ from .watch import is_of_user
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = object()
-_families: list[Family] = []
+_launchers: list[Launcher] = []
 
 
-class Family:
+class Launcher:
     """What launches one kernel, on each GPU and for inputs of each kind.
 
     Args:
@@ -33,7 +33,7 @@ class Family:
 
     Example::
 
-        launch = FAMILY.kinds.get(kind) or FAMILY.get(kind, device, make, *arguments)
+        launch = LAUNCHER.kinds.get(kind) or LAUNCHER.get(kind, device, make, *arguments)
         if launch is None:
             return original(inputs)
     """
@@ -43,7 +43,7 @@ class Family:
         self.kinds: dict[Any, Any] = {}  # None: the original computes this kind
         self.told: dict[str, str] = {}  # by GPU
         self._checked: dict[Any, Any] = {}
-        _families.append(self)
+        _launchers.append(self)
 
     def get(self, kind: Any, device: Any, make: Callable[..., Any], *arguments: Any) -> Any:
         """What launches the kernel for inputs of a kind; ``None`` if the original computes them.
@@ -117,15 +117,15 @@ def without() -> list[str]:
 
         on cuda:0, bitsandbytes multiplies with weights in 4 bits, not the kernel one_row_4bit, ...
     """
-    return [line for family in _families for line in list(family.told.values())]
+    return [line for launcher in _launchers for line in list(launcher.told.values())]
 
 
 def reset(compiled: bool = True) -> None:
     """Forget what was compared and told, and what was ``compiled``, as in a new process."""
     from . import compiler
 
-    for family in _families:
-        for table in (family.kinds, family.told, family._checked):
+    for launcher in _launchers:
+        for table in (launcher.kinds, launcher.told, launcher._checked):
             table.clear()
     if compiled:
         compiler.compiled.cache_clear()

@@ -20,11 +20,11 @@ from typing import Any
 
 from ...model.parts import is_ours
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .replacing import current_device, dtypes, raw_stream
 from .trials import maxima_of, pattern, require_near, values_of
 
-FAMILY = Family("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
+LAUNCHER = Launcher("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
 
 _thread = threading.local()  # .one_token: whether this thread runs a one-token forward
 _FILE = Path(__file__).with_suffix(".cu")
@@ -133,8 +133,8 @@ def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
             or not weight.is_contiguous()
         ):
             return None
-        plan = FAMILY.kinds.get(kind)
-        plan = plan or FAMILY.get(kind, inputs.device, _plan, original, state, *kind)
+        plan = LAUNCHER.kinds.get(kind)
+        plan = plan or LAUNCHER.get(kind, inputs.device, _plan, original, state, *kind)
         if plan is None:
             return None
         out = inputs.new_empty((*inputs.shape[:-1], outputs))
@@ -150,7 +150,7 @@ def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
                 launch(blocks, raw_stream()(index), *pointers, *sizes)
         return out
     except Exception as error:  # bitsandbytes computes it, or raises its own error
-        return FAMILY.failed(kind, inputs.device, error)
+        return LAUNCHER.failed(kind, inputs.device, error)
 
 
 def _plan(
@@ -198,7 +198,7 @@ def _plan(
         return launch
 
     key = index, dtype, size, nested, blocksize, rows
-    launch = FAMILY.checked(key, device, compared)
+    launch = LAUNCHER.checked(key, device, compared)
     return launch, min(-(-outputs // (rows * parts)), _BLOCKS * count), *last(outputs)
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .one_row_4bit import in_one_token
 from .replacing import current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_near
 
-FAMILY = Family("one_row_lora", "PEFT adds the updates of LoRA adapters")
+LAUNCHER = Launcher("one_row_lora", "PEFT adds the updates of LoRA adapters")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _RANKS = 256  # at most
@@ -127,7 +127,7 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
     ):
         return None
     key = x.device, x.dtype, a.dtype, size, rank, outputs, scaling
-    launch = FAMILY.kinds.get(key) or FAMILY.get(key, x.device, _launch, *key)
+    launch = LAUNCHER.kinds.get(key) or LAUNCHER.get(key, x.device, _launch, *key)
     if launch is None:
         return None
 
@@ -156,7 +156,7 @@ def _without_errors(kind: Any, x: Any, function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # PEFT computes it, or raises its own error
-        return FAMILY.failed(kind, getattr(x, "device", None), error)
+        return LAUNCHER.failed(kind, getattr(x, "device", None), error)
 
 
 def _is_plain_linear(layer: Any) -> bool:
@@ -229,7 +229,7 @@ def _launch(
     ):
         return None
     kind = device, dtype, adapter, rank, inputs * rank * adapter.itemsize <= _SMALL
-    FAMILY.checked(kind, device, _compare, *kind)
+    LAUNCHER.checked(kind, device, _compare, *kind)
     return _launching(*kind, inputs, outputs, float(scaling))
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .replacing import current_device, dtypes, raw_stream
 from .trials import pattern, require_near
 
 #: A kind is a layout: with a growing cache, each token has another one.
-FAMILY = Family("one_token_attention", "PyTorch computes the attention of one token", most=4096)
+LAUNCHER = Launcher("one_token_attention", "PyTorch computes the attention of one token", most=4096)
 
 _FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 256
@@ -64,7 +64,9 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
 
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     layout = (float(scale), *map(_layout, tensors))
-    plan = FAMILY.kinds.get(layout) or FAMILY.get(layout, query.device, _plan_of, scale, *tensors)
+    plan = LAUNCHER.kinds.get(layout) or LAUNCHER.get(
+        layout, query.device, _plan_of, scale, *tensors
+    )
     if plan is None:
         return None
     index = query.get_device()
@@ -74,7 +76,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
         with torch.cuda.device(index):
             return _launched(plan, index, *tensors)
     except Exception as error:  # PyTorch raises it, too, or needs less memory
-        return FAMILY.failed(layout, query.device, error, plan.key)
+        return LAUNCHER.failed(layout, query.device, error, plan.key)
 
 
 def _launched(plan: _Launch, index: int, *tensors: Any) -> Any:
@@ -109,7 +111,7 @@ def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -
     keys = _keys_of_a_block(length, batch * heads // per_block, size, query.device)
     masked = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
     kind = query.device, query.dtype, size, per_block, masked, keys < length
-    FAMILY.checked(kind, query.device, _compare, *kind)
+    LAUNCHER.checked(kind, query.device, _compare, *kind)
     return _plan(kind, keys, scale, query, key, value, mask)
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .replacing import current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_equal
 
-FAMILY = Family("rms_norm", "transformers computes RMS norms in its own kernels")
+LAUNCHER = Launcher("rms_norm", "transformers computes RMS norms in its own kernels")
 _WARP = 32
 _MAX_THREADS = 512  # of a block in PyTorch's reductions
 _FILE = Path(__file__).with_suffix(".cu")
@@ -57,7 +57,7 @@ def in_one_kernel(original: Any) -> Any:
     from torch.nn import Parameter
 
     is_plain, get_device, stream_of = plain(), current_device(), raw_stream()
-    known, Tensor, empty_like = FAMILY.kinds, torch.Tensor, torch.empty_like
+    known, Tensor, empty_like = LAUNCHER.kinds, torch.Tensor, torch.empty_like
 
     def output(self: Any, inputs: Any, index: int) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -85,14 +85,14 @@ def in_one_kernel(original: Any) -> Any:
         kind = known.get(key)
         if kind is None:
             compare = key, inputs.device, _equal_kind, original, self, inputs, weight
-            kind = FAMILY.get(key, inputs.device, FAMILY.checked, *compare)
+            kind = LAUNCHER.get(key, inputs.device, LAUNCHER.checked, *compare)
         if kind is None or rows > kind.most_rows:
             return None
         try:
             out, blocks = empty_like(inputs), -(-rows // kind.rows_in_block)
             kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
         except Exception as error:  # the original raises it, too, or needs less memory
-            return FAMILY.failed(key, inputs.device, error)
+            return LAUNCHER.failed(key, inputs.device, error)
         return out
 
     @wraps(original)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .replacing import current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_equal
 
-FAMILY = Family("rotary", "transformers computes the rotary embedding in its own kernels")
+LAUNCHER = Launcher("rotary", "transformers computes the rotary embedding in its own kernels")
 _FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 256
 _VALUES = 8  # of a thread
@@ -35,7 +35,7 @@ def in_one_kernel(original: Any) -> Any:
     namespace = original.__globals__
     half = namespace.get("rotate_half")
     code = getattr(half, "__code__", None)
-    known, Tensor, empty_like = FAMILY.kinds, torch.Tensor, torch.empty_like
+    known, Tensor, empty_like = LAUNCHER.kinds, torch.Tensor, torch.empty_like
 
     def output(x: Any, cos: Any, sin: Any, index: int) -> Any:
         """Of plain inputs with heads in dimension 2; ``None`` if the kernel cannot compute it."""
@@ -62,7 +62,7 @@ def in_one_kernel(original: Any) -> Any:
         launch = known.get(key)
         if launch is None:
             compare = key, x.device, _equal_launch, original, x
-            launch = FAMILY.get(key, x.device, FAMILY.checked, *compare)
+            launch = LAUNCHER.get(key, x.device, LAUNCHER.checked, *compare)
         if launch is None:
             return None
         count //= _VALUES
@@ -71,7 +71,7 @@ def in_one_kernel(original: Any) -> Any:
             out, blocks = empty_like(x), -(-count // _THREADS)
             launch(blocks, stream_of(index), out.data_ptr(), *pointers, *sizes)
         except Exception as error:  # the original raises it, too, or needs less memory
-            return FAMILY.failed(key, x.device, error)
+            return LAUNCHER.failed(key, x.device, error)
         return out
 
     @wraps(original)

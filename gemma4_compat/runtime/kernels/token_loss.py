@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from . import compiler
-from .launch import Family
+from .launch import Launcher
 from .replacing import dtypes, raw_stream
 from .trials import pattern, require_near
 
-FAMILY = Family("token_loss", "PyTorch computes the loss of tokens in its own kernels")
+LAUNCHER = Launcher("token_loss", "PyTorch computes the loss of tokens in its own kernels")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 1024
@@ -31,7 +31,7 @@ def can_compute(device: Any, dtype: Any, size: int) -> bool:
     kind = device, dtype, _values(dtype, size)
     if device.type == "meta":
         return True
-    return FAMILY.get(kind, device, FAMILY.checked, kind, device, _compared, *kind) is not None
+    return LAUNCHER.get(kind, device, LAUNCHER.checked, kind, device, _compared, *kind) is not None
 
 
 def losses_(logits: Any, target: Any, cap: float, ignore_index: int) -> Any:
@@ -50,10 +50,10 @@ def losses_(logits: Any, target: Any, cap: float, ignore_index: int) -> Any:
         return losses
     kind = logits.device, logits.dtype, _values(logits.dtype, logits.shape[-1])
     try:
-        kernel = FAMILY.checked(kind, logits.device, _compared, *kind)
+        kernel = LAUNCHER.checked(kind, logits.device, _compared, *kind)
         _launch(kernel, losses, logits, target.contiguous(), cap, ignore_index)
     except Exception as error:
-        FAMILY.failed(kind, logits.device, error)
+        LAUNCHER.failed(kind, logits.device, error)
         losses, gradients = _by_pytorch(logits, target, cap, ignore_index)
         logits.copy_(gradients)
     return losses
