@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gemma4_compat.model import meta, peak
+from gemma4_compat.model import meta
+from gemma4_compat.planning import peak
 from tests.shapes import E2B_TEXT, write_config
 from tests.support import load_model, quantization
 
