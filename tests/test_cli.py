@@ -142,7 +142,7 @@ def test_status_exit_code_where_a_patch_drifted(monkeypatch, capsys, strict):
 
 def test_status_says_untested_version(monkeypatch, capsys):
     newest = {"transformers": "5.0", "peft": "9999"}
-    monkeypatch.setattr(gemma4_compat._engine, "_newest", newest)
+    monkeypatch.setattr(gemma4_compat._engine._overview, "_newest", newest)
     cli.main(["status"])
     version = metadata.version("transformers")
     assert f"untested version: transformers {version} is newer" in capsys.readouterr().out

@@ -64,9 +64,9 @@ class Engine:
         self._stack = Stack()
         self._add(patches)
         self._logger = logger
-        self._floors, self._newest = floors or {}, newest or {}
+        self._floors = floors or {}
         self._about = about or About()
-        self._overview = Overview(self._stack, switches, self._floors, self._newest, self._about)
+        self._overview = Overview(self._stack, switches, self._floors, newest or {}, self._about)
         #: libraries whose import raised, and the error
         self._broken: dict[str, str] = {}
         self._imports = Imports(self._after_import)
@@ -489,8 +489,8 @@ class Engine:
             self._logger.log(level, "%s: %s", record.name, text)
 
     def _warn(self, record: Record, text: str) -> None:
-        if (record.name, text) not in self._warned:
-            self._warned.add((record.name, text))
+        if (record.patch.name, text) not in self._warned:  # parts often have the same reason
+            self._warned.add((record.patch.name, text))
             self._logger.warning("%s: %s", record.name, text)
 
     # -- imports --------------------------------------------------------------------------------

@@ -38,23 +38,23 @@ PATCH = Patch(
 )
 _GEMMA4 = PATCH.part(GEMMA4.name)
 _UNIFIED = PATCH.part(UNIFIED.name, UNIFIED.requirement)
+_GONE = "inputs are no longer cast to an integer dtype"
 
 
 @_GEMMA4.probe
 def casts_to_any_dtype() -> Finding:
     """Check whether the forward casts only to floating-point dtypes."""
-    return _probe(GEMMA4.module, "Gemma4VisionPatchEmbedder")
+    return fixed_if(_asks(GEMMA4.module, "Gemma4VisionPatchEmbedder"), _GONE)
 
 
 @_UNIFIED.probe
 def unified_casts_to_any_dtype() -> Finding:
     """The same for Gemma 4 unified."""
-    return _probe(UNIFIED.module, "Gemma4UnifiedVisionEmbedder")
+    return fixed_if(_asks(UNIFIED.module, "Gemma4UnifiedVisionEmbedder"), _GONE)
 
 
-def _probe(module: str, embedder: str) -> Finding:
-    asks = "is_floating_point" in code_at(module, f"{embedder}.forward").co_names
-    return fixed_if(asks, "inputs are no longer cast to an integer dtype")
+def _asks(module: str, embedder: str) -> bool:
+    return "is_floating_point" in code_at(module, f"{embedder}.forward").co_names
 
 
 @_GEMMA4.around(GEMMA4.module, "Gemma4VisionPatchEmbedder.forward")
