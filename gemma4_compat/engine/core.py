@@ -129,12 +129,14 @@ class Engine:
         with self._lock:
             self._decide()
             before = self._switches
-            self._switches = self._switches.knowing([patch.name for patch in patches])
+            self._switches = before.knowing({patch.name: patch.requires for patch in patches})
             try:
                 added = self._add(patches)
             except ValueError:
                 self._switches = before
                 raise
+            self._overview.switches = self._switches
+            self._arm_late(added)
         return self._install(added)
 
     def start(self) -> None:
@@ -165,11 +167,14 @@ class Engine:
                 records += [other for other in others if not other.asked]
         with self._lock:
             self._decide()
-            late = [record for record in records if record.state is not State.APPLIED]
-            self._arm_all(records)
-            for record in late:
-                record.is_late = record.state is State.ARMED and not self._waiting(record)
+            self._arm_late([record for record in records if record.state is not State.APPLIED])
         return self._install(records)
+
+    def _arm_late(self, records: Sequence[Record]) -> None:
+        """Arm patches; what they replace may have been taken by other code before."""
+        self._arm_all(records)
+        for record in records:
+            record.is_late = record.state is State.ARMED and not self._waiting(record)
 
     def _arm_all(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -362,19 +367,17 @@ class Engine:
             late[record] = {*map(id, functions[start:])}
         if any(record.is_late for record in armed):
             gc.collect()  # what nobody can call any more holds no function
-        before = holders(functions)
+        before, keepers = holders(functions), self._stack.keepers() if functions else set()
         self._apply_all()
-        while unsupported := self._unsupported():
-            self._take_off(unsupported)
+        while (unsupported := self._unsupported()) and self._take_off(unsupported):
             self._block()
             self._apply_all()
             self._count_kept()
+        keepers |= self._stack.keepers() if functions else set()
         for record in armed:
             if record.state is State.APPLIED:
-                entries = record.layer.entries
-                around = [each for entry in entries for each in entry.slot.entries]
-                keepers = {each for entry in around for each in entry.keepers()}
-                record.held = count_held(before, dict.fromkeys(late.get(record, ()), keepers))
+                if late.get(record):
+                    record.held = count_held(before, dict.fromkeys(late[record], keepers))
                 text = (
                     f"{record.held} reference(s) made before the patch still point to the original"
                 )
@@ -411,11 +414,13 @@ class Engine:
                 look_up(name)
             self._stack.put(record.layer)
         except Mismatch as error:
-            return self._set(record, State.DRIFTED, str(error))
+            self._set(record, State.DRIFTED, str(error))
         except Exception as error:
             self._logger.debug("%s failed", record.name, exc_info=True)
-            return self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
-        record.state = State.APPLIED
+            self._set(record, State.FAILED, f"{type(error).__name__}: {error}")
+        else:
+            record.state = State.APPLIED
+        self._rearm(())
 
     def _run_probe(self, record: Record) -> Finding:
         probe = record.layer.unit.probe_function or record.patch.probe_function
@@ -428,16 +433,21 @@ class Engine:
             # The code that it examines is gone, or takes other arguments now.
             return drifted(f"its probe raised {type(error).__name__}: {error}")
 
-    def _take_off(self, records: Iterable[Record]) -> None:
+    def _take_off(self, records: Iterable[Record]) -> bool:
         """Undo patches, and arm them.  The caller may set another state afterwards."""
         removed = self._stack.take_off([record.layer for record in records])
+        self._rearm(removed)
+        return bool(removed)
+
+    def _rearm(self, removed: Sequence[Layer]) -> None:
+        layers, self._stack.lost = {*removed, *self._stack.lost}, []
         for record in self._records:
-            if record.layer in removed:
+            if record.layer in layers and record.state is State.APPLIED:
                 record.state, record.unwanted = State.ARMED, False
 
     def _count_kept(self) -> None:
         for record in self._records:
-            if record.state in (State.DISABLED, State.BLOCKED) and record.layer.made:
+            if not record.layer.entries and record.layer.made:
                 record.kept = record.layer.references()
 
     # -- what patches require of each other ---------------------------------------------------
@@ -463,7 +473,8 @@ class Engine:
 
     def _needs(self, record: Record, states: Sequence[State]) -> str:
         """Text about the required patches that are in one of these states."""
-        required = [other for other in map(whole, self._required(record)) if other.state in states]
+        parts = (parts for parts in self._required(record) if not _serves(parts))
+        required = [other for other in map(whole, parts) if other.state in states]
         return "; ".join(f"needs {o.patch.name}, which is {state_of(o)}" for o in required)
 
     def _waits_for(self, record: Record) -> str:
@@ -524,6 +535,12 @@ class Engine:
                 hint = suggestion(name, self._parts)
                 raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
         return [r for r in self._records if r.patch.name in known.values() or not names]
+
+
+def _serves(parts: Sequence[Record]) -> bool:
+    """Whether the bug is gone for one model, and the other parts wait for theirs."""
+    states = {record.state for record in parts}
+    return State.ARMED in states and not states - {State.ARMED, *BUG_GONE} and len(states) > 1
 
 
 def _after_fork(child: bool = False) -> None:

@@ -24,7 +24,7 @@ class Overview:
         newest: Mapping[str, str],
         about: About,
     ) -> None:
-        self._stack, self._switches, self._about = stack, switches, about
+        self._stack, self.switches, self._about = stack, switches, about
         self._floors, self._newest = floors, newest
 
     def describe(
@@ -57,7 +57,7 @@ class Overview:
         if record.unwanted or self._stack.changed(layer):
             stays = self._stack.obstacle(layer)
         needs = needs_of(record, BUG_REMAINS) if layer.entries else ""
-        if record.kept and record.state in (State.DISABLED, State.BLOCKED):
+        if record.kept and not layer.entries:
             stays = f"{record.kept} reference(s) still point to the patch"
         if record.state in (State.ARMED, State.APPLIED, State.FIXED, State.DRIFTED):
             later = gate.later(record.versions, self._newest)
@@ -72,7 +72,7 @@ class Overview:
         problems = [f"{name} is not installed" for name in missing]
         problems += old.values()
         problems += [f"{name} cannot be imported" for name in broken if name not in old]
-        problems += self._switches.mistakes
+        problems += self.switches.mistakes
         if held := sum(entry.held for entry in entries):
             problems.append(
                 f"{held} reference(s) to functions of the libraries are older than the patches and "
@@ -96,13 +96,13 @@ class Overview:
             for release in gate.later(libraries, self._newest)
         ]
         off = {each.name for each in entries if each.state in (State.DISABLED, State.OPTIONAL)}
-        notes = [*untested, *self._switches.late(off)]
+        notes = [*untested, *self.switches.late(off)]
         if any(entry.state is State.OPTIONAL for entry in entries):
-            notes.append(f"optional patches are faster, but {self._switches.offer()}")
+            notes.append(f"optional patches are faster, but {self.switches.offer()}")
         about = self._about
         status = about.status(entries, libraries, problems, advice, notes, about)
         if status.off and not problems:
-            status.advice += (self._switches.undo(status.off),)
+            status.advice += (self.switches.undo(status.off),)
         return status
 
 

@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -92,6 +92,10 @@ class Entry:
         # isinstance() is true for a wrapt proxy, too, which torch.compile would leave out.
         if type(new) is not types.FunctionType:
             raise TypeError(f"the factory of {self.place} returned no plain function: {type(new)}")
+        if new in _OURS or new is function or _is_named(new):
+            raise TypeError(f"the factory of {self.place} returned a function that is not new")
+        if inspect.iscoroutinefunction(new) is not inspect.iscoroutinefunction(function):
+            raise Mismatch(f"{self.place} is not asynchronous as its replacement is, or is one")
         if not takes_all_calls_of(function, new):
             parameters = ", ".join(inspect.signature(function).parameters)
             raise Mismatch(f"{self.place} has other parameters than expected: {parameters}")
@@ -100,23 +104,21 @@ class Entry:
             # pickle stores a reference by name: it must name this class, not the one inherited from
             new.__module__, new.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
         _OURS.add(new)
-        self.made.append(weakref.ref(new))
+        self.made[:] = [*(each for each in self.made if each() is not None), weakref.ref(new)]
         self.raw, self.replacement = raw, new
         return rewrap(new)
 
-    def keepers(self) -> set[int]:
-        """The ids of the objects that may keep referring to the original.
+    def keepers(self) -> Iterator[Any]:
+        """The objects that may keep referring to the original.
 
         These are the staticmethod or classmethod around it, the namespace of the class that it is
-        inherited from, its own closure, if a decorator's wrapper refers to itself, and former
-        replacements.
+        inherited from, and its own closure, if a decorator's wrapper refers to itself.
         """
-        closure = getattr(self.original, "__closure__", None) or ()
         owner, is_inherited = self.slot.owner, self.before is _ABSENT
         inherited = owner.__mro__ if isinstance(owner, type) and is_inherited else ()
-        namespaces = (each for cls in inherited for each in gc.get_referents(vars(cls)))
-        former = (each for f in list(_OURS) for each in (vars(f), *(f.__closure__ or ())))
-        return {id(self.raw), *map(id, (*closure, *namespaces, *former))}
+        yield from (self.raw, self.slot.value, self.slot.original, self.slot.before)
+        yield from getattr(self.original, "__closure__", None) or ()
+        yield from (each for cls in inherited for each in gc.get_referents(vars(cls)))
 
     def __str__(self) -> str:
         return str(self.place)
@@ -130,14 +132,15 @@ class Slot:
         self.before = vars(self.owner).get(self.name, _ABSENT)
         self.entries: list[Entry] = []
         self.is_set = False
-        self._original = self.value
+        is_inherited = self.before is _ABSENT and isinstance(self.owner, type)
+        self._original = None if is_inherited else self.value
 
     @property
     def original(self) -> Any:
         """The attribute's value without the entries; on a class, it may be inherited."""
         if self.before is _ABSENT and isinstance(self.owner, type):
             namespaces = (vars(base) for base in self.owner.__mro__[1:])
-            return next((own[self.name] for own in namespaces if self.name in own), self._original)
+            return next((own[self.name] for own in namespaces if self.name in own), self.value)
         return self._original
 
     def holds(self, target: Target) -> bool:
@@ -169,24 +172,24 @@ class Slot:
         """
         value = self.entries[first - 1].value if first else self.original
         before = [(entry, entry.raw, entry.replacement) for entry in self.entries[first:]]
+        is_shared = isinstance(self.owner, types.ModuleType) and (
+            not self.entries or _references(self) > _references_of_a_module(self.is_set)
+        )
+        old = self.value
         try:
             for entry in self.entries[first:]:
                 value = entry.wrap(value)
+            if self.is_set and vars(self.owner).get(self.name, _ABSENT) is not old:
+                pass  # other code changed it since
+            elif self.entries or self.before is not _ABSENT:
+                setattr(self.owner, self.name, value)
+            elif self.is_set:
+                delattr(self.owner, self.name)
         except BaseException:
             for entry, raw, replacement in before:
                 entry.raw, entry.replacement = raw, replacement
             raise
-        is_shared = isinstance(self.owner, types.ModuleType) and (
-            not self.entries or _references(self) > _references_of_a_module(self.is_set)
-        )
-        old, self.value = self.value, value
-        if self.is_set and vars(self.owner).get(self.name, _ABSENT) is not old:
-            pass  # other code changed it since
-        elif self.entries or self.before is not _ABSENT:
-            setattr(self.owner, self.name, value)
-        else:
-            delattr(self.owner, self.name)
-        self.is_set = bool(self.entries)
+        self.value, self.is_set = value, bool(self.entries)
         return (old, value) if is_shared and old is not value else None
 
 
@@ -253,6 +256,12 @@ def _references_of_a_module(is_set: bool) -> int:
     return _references(slot)
 
 
+def former() -> Iterator[Any]:
+    """What keeps the originals of replacements that exist, also of those that were removed."""
+    for function in list(_OURS):
+        yield from (vars(function), *(function.__closure__ or ()))
+
+
 def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Rebind every module attribute that is the first of a pair.  To look at all takes 20 ms."""
     new_of = {id(old): (old, new) for old, new in pairs}
@@ -263,6 +272,14 @@ def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
             for key, value in list(vars(module).items()):
                 if id(value) in new_of:
                     vars(module)[key] = new_of[id(value)][1]
+
+
+def _is_named(function: Any) -> bool:
+    """Whether the function's name leads to it, as that of a function of a module does."""
+    owner: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        owner = getattr(owner, part, None)
+    return owner is function
 
 
 def _unwrap(raw: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,7 +12,9 @@ from typing import Any
 from . import gate
 from .patch import Part, Patch, Replacement
 from .references import holders
-from .slots import Entry, Slot, rebind, resolve
+from .slots import Entry, Slot, former, rebind, resolve
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -71,6 +74,8 @@ class Stack:
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
+        #: removed with others, because a factory failed; to be put again
+        self.lost: list[Layer] = []
         self._slots: list[Slot] = []
 
     def put(self, layer: Layer) -> None:
@@ -104,9 +109,17 @@ class Stack:
             removed += [e for e in self.layers if e not in removed and e.needs(layer)]
         removed = self._remove(removed)
         for layer in removed:
-            if layer.patch.release is not None:
-                layer.patch.release()
+            try:
+                if layer.patch.release is not None:
+                    layer.patch.release()
+            except Exception:
+                logger.warning("%s: on_revert failed", layer.patch.name, exc_info=True)
         return removed
+
+    def keepers(self) -> set[int]:
+        """The ids of what may keep referring to the originals: the engine, and what it made."""
+        entries = [entry for slot in self._slots for entry in slot.entries]
+        return {*map(id, former()), *(id(each) for entry in entries for each in entry.keepers())}
 
     def changed(self, layer: Layer) -> list[Entry]:
         """The layer's entries whose attributes other code changed afterwards."""
@@ -114,12 +127,15 @@ class Stack:
 
     def obstacle(self, layer: Layer) -> str:
         """Why a layer cannot be removed; "" if it can."""
-        if changed := ", ".join(map(str, self.changed(layer))):
-            return f"other code changed {changed} afterwards"
         stuck = self._stuck()
+        if layer not in stuck:
+            return ""
+        around = [each for entry in layer.entries for each in entry.slot.entries]
+        changed = self.changed(layer) or [each for each in around if each.is_changed]
+        if names := ", ".join(map(str, changed)):
+            return f"other code changed {names} afterwards"
         stay = [each.patch.name for each in stuck if each.needs(layer) or each.inherits(layer)]
-        is_stuck = layer in stuck and stay
-        return f"{', '.join(stay)} needs it and cannot be uninstalled" if is_stuck else ""
+        return f"{', '.join(dict.fromkeys(stay))} needs it and cannot be uninstalled"
 
     def _stuck(self) -> list[Layer]:
         """The layers that cannot be removed."""
@@ -145,7 +161,9 @@ class Stack:
         layer.entries.append(entry)
         self._slots += [] if slot in self._slots else [slot]
         rebind([pair] if pair else ())
-        self._follow([slot])
+        if failed := self._follow([slot]):
+            self.lost += failed
+            self._remove(failed)
 
     def _remove(self, layers: Sequence[Layer]) -> list[Layer]:
         """Remove layers, and those whose factory fails now; returns all removed."""
@@ -170,17 +188,24 @@ class Stack:
             layer.entries, layer.is_first = [], False
         self._slots = [slot for slot in self._slots if slot.entries]
         rebind(filter(None, pairs))
-        self._follow(changed)
+        failed += self._follow(changed)
+        self.lost += failed
         return [*layers, *(self._remove(failed) if failed else ())]
 
-    def _follow(self, changed: list[Slot]) -> None:
-        """Build again what inherits the value of a changed slot."""
+    def _follow(self, changed: list[Slot]) -> list[Layer]:
+        """Build again what inherits the value of a changed slot; returns the layers that failed."""
+        failed: list[Layer] = []
         for slot in changed:  # the list grows meanwhile
             for each in self._slots:
                 is_old = each.inherits(slot) and each.entries[0].raw is not each.original
                 if is_old and not each.is_changed:
-                    each.rebuild()
+                    try:
+                        each.rebuild()
+                    except Exception:
+                        failed += [e for e in self.layers if {*e.entries} & {*each.entries}]
+                        continue
                     changed.append(each)
+        return failed
 
 
 def originals(replacements: Iterable[Replacement]) -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 
@@ -39,19 +39,12 @@ class Switches:
     names: Mapping[str, Iterable[str]] = field(default_factory=dict)
     #: former names of patches, and the present ones
     former: Mapping[str, str] = field(default_factory=dict)
+    #: reads the same variables with further patches
+    again: Callable[[Mapping[str, Iterable[str]]], Switches] | None = None
 
-    def knowing(self, names: Iterable[str]) -> Switches:
-        """These switches, with the variables of further patches."""
-        off, asked, known = dict(self.off), {*self.asked}, dict(self.names)
-        for name in names:
-            variable = f"{self.prefix}_{name.upper()}"
-            value = self.seen.get(variable, "").strip().lower()
-            known[variable] = (name,)
-            if value in _OFF:
-                off[name] = f"{variable}=0"
-            elif value:
-                asked.add(name)
-        return replace(self, off=off, asked=asked, names=known)
+    def knowing(self, patches: Mapping[str, Iterable[str]]) -> Switches:
+        """These switches as they are with further patches, each with those that it requires."""
+        return self.again(patches) if self.again else self
 
     def renamed(self, name: str) -> str:
         """The present name of a patch; says so if it is another one."""
@@ -122,6 +115,8 @@ def read(
     groups = {} if groups is None else groups
     asking = groups if asking is None else asking
     former = {} if former is None else former
+    if clash := former.keys() & patches.keys():
+        raise ValueError(f"former names of patches are names of others: {', '.join(clash)}")
     names = {f"{prefix}_{name.upper()}": name for name in (*patches, *groups)}
     names |= {f"{prefix}_{name.upper()}": former[name] for name in former}
     strict_name = f"{prefix}_STRICT"
@@ -156,7 +151,7 @@ def read(
                 name = names[variable]
                 if variable != f"{prefix}_{name.upper()}":
                     _say_renamed(variable, f"{prefix}_{name.upper()}")
-                if name not in own or own[name][1] not in _OFF:
+                if name not in own or value in _OFF or own[name][1] in _ON:
                     own[name] = variable, value
                 if value not in _OFF:
                     asks.append(names[variable])
@@ -170,7 +165,15 @@ def read(
     known: dict[str, Iterable[str]] = {prefix: [*patches], strict_name: ()}
     known |= {variable: groups.get(name, (name,)) for variable, name in names.items()}
     seen, (asked, _) = _of(prefix, environ), _with_required(asks, patches, asking)
-    return Switches(prefix, everything, strict, off, asked, forced, mistakes, seen, known, former)
+
+    def again(more: Mapping[str, Iterable[str]]) -> Switches:
+        quiet = logging.Logger(prefix)  # what is wrong was said
+        quiet.addHandler(logging.NullHandler())
+        return read(prefix, {**patches, **more}, quiet, seen, groups, asking, former)
+
+    return Switches(
+        prefix, everything, strict, off, asked, forced, mistakes, seen, known, former, again
+    )
 
 
 @cache

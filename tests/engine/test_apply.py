@@ -16,7 +16,7 @@ from importlib import metadata
 
 import pytest
 
-from gemma4_compat.engine import Patch, broken, drifted, fixed
+from gemma4_compat.engine import Engine, Kind, Patch, broken, drifted, fixed, read
 from gemma4_compat.engine.status import PatchStatus, State, Status
 from gemma4_compat.errors import PatchError
 
@@ -997,19 +997,104 @@ def test_a_former_name(lib, make, caplog):
     assert a.a() == "part>a"
 
 
-def test_patches_that_are_added_later(lib, make, monkeypatch):
+def test_patches_that_are_added_later(lib, caplog):
     m = lib.load("m")
-    engine = make(lib.patch("a", "m:f"), seen={"TEST_C": "0"}, prefix="TEST")
-    status = engine.add(lib.patch("b", "m:f", requires=["a"]), lib.patch("c", "m:f"))
-    assert [entry.state for entry in status] == [State.APPLIED, State.APPLIED, State.DISABLED]
-    assert status["c"].reason == "TEST_C=0"
-    assert m.f() == "b>a>f"
+    logger = logging.getLogger("engine")
+    variables = {"ADDED_C": "0", "ADDED_D": "force", "ADDED_E": "banana"}
+    switches = read("ADDED", {"a": ()}, logger, variables)
+    engine = Engine([lib.patch("a", "m:f")], switches, logger)
+    engine.install()
+    status = engine.add(
+        lib.patch("b", "m:f", requires=["a"]),
+        lib.patch("c", "m:f"),
+        lib.patch("d", "m:g", affects=NEVER),
+    )
+    applied = State.APPLIED
+    assert [entry.state for entry in status] == [applied, applied, State.DISABLED, applied]
+    assert status["c"].reason == "ADDED_C=0"
+    assert (m.f(), m.g()) == ("b>a>f", "d>g")
+    fast = Patch("e", "", ALWAYS, "", kind=Kind.FAST)
+    fast.replaces(f"{lib.name}.m", "Base.method")(tagging("e"))
+    assert engine.add(fast)["e"].state is State.OPTIONAL
     for patch, why in (
         (lib.patch("a", "m:g"), "two patches are named a"),
-        (lib.patch("d", "m:g", requires=["e"]), "d requires unknown patches: e"),
+        (lib.patch("x", "m:g", requires=["y"]), "x requires unknown patches: y"),
     ):
         with pytest.raises(ValueError, match=why):
             engine.add(patch)
-    assert len(engine.status()) == 3
+    assert len(engine.status()) == 5
     engine.uninstall("a")
     assert m.f() == "f"
+    kept = functools.partial(m.Sub().method)
+    late = engine.add(lib.patch("z", "m:Base.method"))
+    assert late["z"].held == 1, "a reference is older"
+    assert kept() == "method"
+    engine.retire()
+
+
+def test_a_name_of_two_places_that_is_changed_in_one(lib, make):
+    """Both patches stay, and say why; nothing waits for ever."""
+    m, n = lib.load("m"), lib.load("n")
+    engine = make(
+        lib.patch("r", "m:g"),
+        lib.patch("a", "m:f"),
+        lib.patch("b", "n:captured", requires=["r"]),
+    )
+    assert n.captured() == "b>a>f"
+    n.captured = tagging("foreign")(n.captured)
+    status = engine.uninstall()
+    assert [entry.state for entry in status] == [State.APPLIED] * 3
+    changed = f"other code changed {lib.name}.n.captured afterwards"
+    assert changed in status["a"].reason
+    assert changed in status["b"].reason
+    assert status["r"].reason == "b needs it and cannot be uninstalled"
+    assert m.f() == "b>a>f"
+
+
+def test_on_revert_that_fails(lib, make, caplog):
+    m = lib.load("m")
+    patch = lib.patch("a", "m:f")
+
+    @patch.on_revert
+    def free():
+        raise OSError("full")
+
+    engine = make(patch, lib.patch("b", "m:f"))
+    assert [entry.state for entry in engine.uninstall()] == [State.DISABLED] * 2
+    assert m.f() == "f"
+    assert "a: on_revert failed" in caplog.text
+
+
+def test_a_factory_fails_when_an_inherited_attribute_leaves(lib, make):
+    m = lib.load("m")
+    made = []
+
+    def factory(original):
+        made.append(original)
+        if len(made) == 2:
+            raise OSError("no more")
+        return tagging("b")(original)
+
+    b = lib.patch("b", "m:g")
+    b.replaces(f"{lib.name}.m", "Sub.method")(factory)
+    engine = make(lib.patch("a", "m:Base.method"), b)
+    assert m.Sub().method() == "b>a>method"
+    assert [entry.state for entry in engine.uninstall("a")] == [State.DISABLED, State.APPLIED]
+    assert m.Sub().method() == "b>method"
+
+
+def test_a_factory_that_returns_a_function_of_somebody(lib, make):
+    m = lib.load("m")
+    patch = Patch("a", "", ALWAYS, "")
+    patch.replaces(f"{lib.name}.m", "f")(lambda original: m.g)
+    assert make(patch).status()["a"].state is State.FAILED
+    assert (m.f(), m.g()) == ("f", "g")
+
+
+def test_the_bug_is_gone_for_one_model_and_the_other_is_not_imported(lib, make):
+    family = parted(lib, common=False)
+    family.parts[0].probe(lambda: fixed("gone"))
+    engine = make(lib.patch("needing", "m:g", requires=("family",)), family)
+    m, _ = lib.load("m"), lib.load("a")
+    assert engine.status()["family"].parts == {"A": State.FIXED, "B": State.ARMED}
+    assert m.g() == "needing>g"
