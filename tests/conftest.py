@@ -72,6 +72,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: starts many processes; nox leaves it out by default")
     config.addinivalue_line("markers", "each_stack: nox runs it on each stack")
     config.addinivalue_line("markers", "xdist_group(name): these tests run in one worker")
+    config.addinivalue_line("markers", "whole_gpu: takes most of a GPU's memory, so one at a time")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 
@@ -86,6 +87,8 @@ def pytest_collection_modifyitems(config, items):
         wanted = item.get_closest_marker("cuda")
         if wanted is not None and gpus < wanted.kwargs.get("gpus", 1):
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA, found {gpus} GPU(s)"))
+        if item.get_closest_marker("whole_gpu"):
+            item.add_marker(pytest.mark.xdist_group("whole GPU"))
         marker = item.get_closest_marker("regression")
         if not WITHOUT or marker is None or config.getoption("matrix"):
             continue

@@ -12,7 +12,7 @@ import torch
 from tests.exact import NAMED
 from tests.support import run_process
 
-pytestmark = [pytest.mark.cuda, pytest.mark.xdist_group("much GPU memory")]
+pytestmark = [pytest.mark.cuda, pytest.mark.whole_gpu]
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = pytest.mark.parametrize("length", [300, 704, 2048])

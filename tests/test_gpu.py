@@ -43,7 +43,9 @@ def test_counts(monkeypatch, tmp_path):
     """Of a real run, which here are other tests."""
     (tmp_path / "test_x.py").write_text(f"import pytest\n{TESTS}")
     monkeypatch.setattr(gpu, "TESTS", (str(tmp_path), "-p", "no:cacheprovider"))
-    assert gpu.run(1) == (1, {"passed": 2, "failed": 2, "skipped": 1})
+    monkeypatch.setattr(gpu, "MARKS", ("not slow", "slow"))
+    (tmp_path / "test_z.py").write_text("import pytest\n@pytest.mark.slow\ndef test_e(): pass\n")
+    assert gpu.run(1) == (1, {"passed": 3, "failed": 2, "skipped": 1})
     monkeypatch.setattr(gpu, "TESTS", (str(tmp_path / "test_y.py"),))
     code, _ = gpu.run(1)
     assert code not in gpu.RAN

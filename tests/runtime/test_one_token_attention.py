@@ -86,7 +86,7 @@ def error(found, right):
     return float((found.double() - right).norm() / right.norm().clamp_min(1e-300))
 
 
-@pytest.mark.xdist_group("much GPU memory")
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("kind", ["random", "large", "dominant", "bool", "float", "filled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -111,7 +111,7 @@ def test_subnormal_values(dtype):
     assert (found.double() - right).abs().max() <= unit
 
 
-@pytest.mark.xdist_group("much GPU memory")
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_sequences_and_strides(dtype, length):

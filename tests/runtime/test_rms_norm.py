@@ -79,7 +79,7 @@ def check(module, inputs):
 
 
 @pytest.mark.cuda
-@pytest.mark.xdist_group("much GPU memory")
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_output_equals_that_of_transformers(size, used):
     for dtype, weight in DTYPES:
