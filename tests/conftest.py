@@ -121,6 +121,8 @@ def pytest_runtest_setup(item):
     fast = item.path.stem.removeprefix("test_") in FAST or (marked and marked.args[0] in FAST)
     if not WITHOUT and (fast or item.config.stash.get(WAS_FAST, False)):
         (gemma4_compat.install if fast else gemma4_compat.uninstall)("fast")
+        for record in gemma4_compat._engine._records:
+            record.held = 0  # by the models of other tests in this process
         item.config.stash[WAS_FAST] = bool(fast)
 
 

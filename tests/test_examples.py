@@ -48,6 +48,8 @@ def patches_restored():
     off = [each.name for each in gemma4_compat.status() if each.state == "disabled"]
     yield
     gemma4_compat.install()
+    for record in gemma4_compat._engine._records:
+        record.held = 0
     gemma4_compat.limit_page_locked(None)
     if off:
         gemma4_compat.uninstall(*off)
