@@ -115,14 +115,19 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def forget_older_references():
+    """Those of the models of other tests in this process."""
+    for record in gemma4_compat._engine._records:
+        record.held = 0
+
+
 def pytest_runtest_setup(item):
     """Install the patches that round differently for their own tests, and only for these."""
     marked = item.get_closest_marker("regression")
     fast = item.path.stem.removeprefix("test_") in FAST or (marked and marked.args[0] in FAST)
     if not WITHOUT and (fast or item.config.stash.get(WAS_FAST, False)):
         (gemma4_compat.install if fast else gemma4_compat.uninstall)("fast")
-        for record in gemma4_compat._engine._records:
-            record.held = 0  # by the models of other tests in this process
+        forget_older_references()
         item.config.stash[WAS_FAST] = bool(fast)
 
 

@@ -13,6 +13,7 @@ import inspect
 import pytest
 
 import gemma4_compat
+from tests.conftest import forget_older_references
 from tests.support import load_model
 from tests.test_merge import with_tokenizer
 
@@ -48,8 +49,7 @@ def patches_restored():
     off = [each.name for each in gemma4_compat.status() if each.state == "disabled"]
     yield
     gemma4_compat.install()
-    for record in gemma4_compat._engine._records:
-        record.held = 0
+    forget_older_references()
     gemma4_compat.limit_page_locked(None)
     if off:
         gemma4_compat.uninstall(*off)
@@ -58,8 +58,7 @@ def patches_restored():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_example(name, e2b_dir, model_dir, adapter_dir, tmp_path, monkeypatch, patches_restored):
     function = FUNCTIONS[name]
-    for record in gemma4_compat._engine._records:
-        record.held = 0  # by the models of other tests in this process
+    forget_older_references()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-lora").symlink_to(adapter_dir)
     (tmp_path / "gemma-4-E2B-it").symlink_to(model_dir if name in TINY else e2b_dir)

@@ -66,7 +66,7 @@ class Engine:
         self._logger = logger
         self._floors = floors or {}
         self._about = about or About()
-        self._overview = Overview(self._stack, switches, self._floors, newest or {}, self._about)
+        self._overview = Overview(self._stack, self._floors, newest or {}, self._about)
         #: libraries whose import raised, and the error
         self._broken: dict[str, str] = {}
         self._imports = Imports(self._after_import)
@@ -135,9 +135,7 @@ class Engine:
             except ValueError:
                 self._switches = before
                 raise
-            self._overview.switches = self._switches
-            self._arm_late(added)
-        return self._install(added)
+        return self._install(added, late=True)
 
     def start(self) -> None:
         """Arm all patches at the least cost.
@@ -147,7 +145,9 @@ class Engine:
         """
         modules = {r.module for record in self._records for r in record.patch.targets}
         if any(module.partition(".")[0] in sys.modules for module in modules):
-            self.install()
+            for record in self._records:
+                record.outside = True
+            self._install(self._records)
         else:
             self._undecided = True
             for module in sorted(modules):
@@ -165,27 +165,18 @@ class Engine:
                 record.asked = True
                 others = itertools.chain(*self._required(record))
                 records += [other for other in others if not other.asked]
+        return self._install(records, late=True)
+
+    def _install(self, records: Sequence[Record], *, late: bool = False) -> Status:
+        """Arm or apply patches; if ``late``, other code may have what they replace already."""
         with self._lock:
             self._decide()
-            self._arm_late([record for record in records if record.state is not State.APPLIED])
-        return self._install(records)
-
-    def _arm_late(self, records: Sequence[Record]) -> None:
-        """Arm patches; what they replace may have been taken by other code before."""
-        self._arm_all(records)
-        for record in records:
-            record.is_late = record.state is State.ARMED and not self._waiting(record)
-
-    def _arm_all(self, records: Sequence[Record]) -> None:
-        for record in records:
-            record.unwanted = False
-            if record.state is not State.APPLIED:
-                self._arm(record)
-
-    def _install(self, records: Sequence[Record]) -> Status:
-        with self._lock:
-            self._decide()
-            self._arm_all(records)
+            for record in records:
+                record.unwanted = False
+                if record.state is not State.APPLIED:
+                    self._arm(record)
+                    is_armed = record.state is State.ARMED
+                    record.is_late = late and is_armed and not self._waiting(record)
         self._settle()
         for record in records:
             for module in self._waiting(record):
@@ -224,7 +215,7 @@ class Engine:
         with self._lock:
             parts = self._parts.values()
             entries = [self._overview.describe(records, self._needs) for records in parts]
-            return self._overview.status(entries, self._broken)
+            return self._overview.status(entries, self._broken, self._switches)
 
     def import_targets(self) -> Status:
         """Import the modules that armed patches wait for, so that their states are final."""
@@ -441,7 +432,7 @@ class Engine:
 
     def _rearm(self, removed: Sequence[Layer]) -> None:
         layers, self._stack.lost = {*removed, *self._stack.lost}, []
-        for record in self._records:
+        for record in self._records if layers else ():
             if record.layer in layers and record.state is State.APPLIED:
                 record.state, record.unwanted = State.ARMED, False
 

@@ -19,12 +19,11 @@ class Overview:
     def __init__(
         self,
         stack: Stack,
-        switches: Switches,
         floors: Mapping[str, str],
         newest: Mapping[str, str],
         about: About,
     ) -> None:
-        self._stack, self.switches, self._about = stack, switches, about
+        self._stack, self._about = stack, about
         self._floors, self._newest = floors, newest
 
     def describe(
@@ -64,7 +63,9 @@ class Overview:
             untested = f"untested version: {', '.join(later)}" if later else ""
         return "; ".join(filter(None, (record.reason, needs, stays, untested)))
 
-    def status(self, entries: Sequence[PatchStatus], broken: Mapping[str, str]) -> Status:
+    def status(
+        self, entries: Sequence[PatchStatus], broken: Mapping[str, str], switches: Switches
+    ) -> Status:
         """The states, and what is to be said of the libraries."""
         libraries = dict(map(_installed, dict.fromkeys((*self._about.required, *self._floors))))
         old = gate.too_old(self._floors)
@@ -72,7 +73,7 @@ class Overview:
         problems = [f"{name} is not installed" for name in missing]
         problems += old.values()
         problems += [f"{name} cannot be imported" for name in broken if name not in old]
-        problems += self.switches.mistakes
+        problems += switches.mistakes
         if held := sum(entry.held for entry in entries):
             problems.append(
                 f"{held} reference(s) to functions of the libraries are older than the patches and "
@@ -96,13 +97,13 @@ class Overview:
             for release in gate.later(libraries, self._newest)
         ]
         off = {each.name for each in entries if each.state in (State.DISABLED, State.OPTIONAL)}
-        notes = [*untested, *self.switches.late(off)]
+        notes = [*untested, *switches.late(off)]
         if any(entry.state is State.OPTIONAL for entry in entries):
-            notes.append(f"optional patches are faster, but {self.switches.offer()}")
+            notes.append(f"optional patches are faster, but {switches.offer()}")
         about = self._about
         status = about.status(entries, libraries, problems, advice, notes, about)
         if status.off and not problems:
-            status.advice += (self.switches.undo(status.off),)
+            status.advice += (switches.undo(status.off),)
         return status
 
 

@@ -243,11 +243,8 @@ def _references(slot: Slot) -> int:
 def _references_of_a_module(is_set: bool) -> int:
     """What this Python counts for a function that nothing but its module and its slot refer to."""
     lone = types.ModuleType("lone")
-    sys.modules["lone"], vars(lone)["function"] = lone, lambda: None
-    try:
-        slot = Slot(Target(*wrapt.resolve_path(lone, "function")))
-    finally:
-        del sys.modules["lone"]
+    vars(lone)["function"] = lambda: None
+    slot = Slot(Target(*wrapt.resolve_path(lone, "function")))
     if is_set:
         place = Replacement("lone", "function", lambda original: lambda: original())
         slot.entries.append(Entry(place, slot))

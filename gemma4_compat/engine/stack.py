@@ -180,7 +180,7 @@ class Stack:
                 pair = slot.rebuild(first)
             except Exception:
                 lost, slot.entries = slot.entries[first:], slot.entries[:first]
-                failed += [each for each in self.layers if {*lost} & {*each.entries}]
+                failed += self._layers_of(lost)
                 pair = slot.rebuild(first)
             pairs.append(pair)
             changed.append(slot)
@@ -192,6 +192,10 @@ class Stack:
         self.lost += failed
         return [*layers, *(self._remove(failed) if failed else ())]
 
+    def _layers_of(self, entries: Iterable[Entry]) -> list[Layer]:
+        some = {*entries}
+        return [layer for layer in self.layers if some & {*layer.entries}]
+
     def _follow(self, changed: list[Slot]) -> list[Layer]:
         """Build again what inherits the value of a changed slot; returns the layers that failed."""
         failed: list[Layer] = []
@@ -202,7 +206,7 @@ class Stack:
                     try:
                         each.rebuild()
                     except Exception:
-                        failed += [e for e in self.layers if {*e.entries} & {*each.entries}]
+                        failed += self._layers_of(each.entries)
                         continue
                     changed.append(each)
         return failed

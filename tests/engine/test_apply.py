@@ -846,18 +846,22 @@ def test_a_required_patch_that_drifts_when_it_is_put_again(lib, make):
     assert (m.g(), n.h()) == ("a>z>g", "b>c>h")
 
 
-def test_a_factory_that_fails_when_a_patch_below_it_leaves(lib, make):
-    m = lib.load("m")
+def failing_the_second_time(tag):
     made = []
 
     def factory(original):
         made.append(original)
         if len(made) == 2:
             raise OSError("no more")
-        return tagging("b")(original)
+        return tagging(tag)(original)
 
+    return factory
+
+
+def test_a_factory_that_fails_when_a_patch_below_it_leaves(lib, make):
+    m = lib.load("m")
     b = lib.patch("b", "m:g")
-    b.replaces(f"{lib.name}.m", "f")(factory)
+    b.replaces(f"{lib.name}.m", "f")(failing_the_second_time("b"))
     engine = make(lib.patch("a", "m:f"), b)
     assert (m.f(), m.g()) == ("b>a>f", "b>g")
     status = engine.uninstall("a")
@@ -1067,16 +1071,8 @@ def test_on_revert_that_fails(lib, make, caplog):
 
 def test_a_factory_fails_when_an_inherited_attribute_leaves(lib, make):
     m = lib.load("m")
-    made = []
-
-    def factory(original):
-        made.append(original)
-        if len(made) == 2:
-            raise OSError("no more")
-        return tagging("b")(original)
-
     b = lib.patch("b", "m:g")
-    b.replaces(f"{lib.name}.m", "Sub.method")(factory)
+    b.replaces(f"{lib.name}.m", "Sub.method")(failing_the_second_time("b"))
     engine = make(lib.patch("a", "m:Base.method"), b)
     assert m.Sub().method() == "b>a>method"
     assert [entry.state for entry in engine.uninstall("a")] == [State.DISABLED, State.APPLIED]
