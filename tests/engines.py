@@ -155,13 +155,6 @@ BUGS = (
     ("torchrun, DeepSpeed ZeRO-2", QUANTIZED, "tower trained"),
     ("torchrun, DeepSpeed ZeRO-3", QUANTIZED, "text and images"),
 )
-#: by engine of a plan
-PLANNED = {
-    "ddp": "accelerate launch, Accelerator, DDP",
-    "fsdp": "accelerate launch, Accelerator, FSDP2",
-    "zero2": "torchrun, DeepSpeed ZeRO-2",
-    "zero3": "torchrun, DeepSpeed ZeRO-3",
-}
 #: What the suite plays.  Those with one launcher are played together, as most time goes by before.
 SAMPLE = (
     *BUGS,
@@ -171,8 +164,6 @@ SAMPLE = (
     ("accelerate launch, Accelerator, FSDP2", EXPERTS, "save"),
     ("torchrun, Trainer, DeepSpeed ZeRO-3", QUANTIZED, "checkpointing"),
 )
-#: Played with them: the bytes of a process.
-HELD = tuple((engine, QUANTIZED, "bytes") for engine in PLANNED.values())
 VERDICTS = {
     "=": "equal to one process",
     "decayed": "equal to one process, but the optimizer also decays what got no gradient",
@@ -658,120 +649,10 @@ def generate(folder, engine, form, rank):
     return {"tokens": torch.tensor(found).float()}, None
 
 
-def held(folder, engine, form, rank):
-    """The bytes that a process holds after a step, by kind; the model is loaded as planned.
-
-    "gathered" are the most bytes of weights that are whole when a decoder layer ends.
-    """
-    import accelerate
-    import torch
-
-    from gemma4_compat.model.sizes import on_cuda
-    from gemma4_compat.planning import plan
-
-    (name,) = (name for name, each in PLANNED.items() if each == engine)
-    planned = plan(
-        folder / "dense",
-        "24GiB",
-        train=True,
-        context=64,
-        keep_ple=True,
-        engine=name,
-        processes=RANKS,
-    )
-    own = "PartialState().local_process_index"
-    assert own in planned.code
-    accelerate.PartialState(cpu=True)
-    exec(planned.code.replace(own, '"cpu"'), found := {})
-    model = found["model"].train()
-    prepared = PREPARE[engine]
-    if planned.deepspeed is not None:
-        config = {**planned.deepspeed, "gradient_clipping": 1.0}
-        config |= dict.fromkeys(
-            ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"), 1
-        )
-        prepared = functools.partial(with_deepspeed, config=config)
-    model, optimizer, backward = prepared(
-        model, lambda model: torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
-    )
-    module = getattr(model, "module", model)
-    groups = [
-        group
-        for each in module.modules()
-        if hasattr(each, "_get_fsdp_state")
-        for group in [each._get_fsdp_state()._fsdp_param_group]
-        if group is not None
-    ]
-    gathered = [0]
-
-    def count(*_):
-        outputs = [t for group in groups for p in group.fsdp_params for t in p.all_gather_outputs]
-        # ZeRO-3: what is not gathered is empty
-        outputs += [p.data for p in module.parameters() if hasattr(p, "ds_id")]
-        gathered.append(sum(on_cuda(t.untyped_storage().nbytes()) for t in outputs))
-
-    zero = getattr(model, "optimizer", None)  # DeepSpeed's
-    for name, each in module.named_modules():
-        if zero is not None:
-            each.register_forward_pre_hook(count)
-        elif name.rpartition(".")[0].endswith("language_model.layers"):
-            each.register_forward_hook(count)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    gradients, copies = [], []
-    if zero is not None:  # which may free its bucket after the backward
-        trained[0].register_hook(lambda _: gradients.extend(bucket_of(zero)))
-    backward(model(**batches(form, "step", 1)[rank]).loss)
-    if zero is not None:
-        gradients += zero_gradients(zero)
-        copies = getattr(zero, "single_partition_of_fp32_groups", None)
-        copies = copies or zero.fp32_partitioned_groups_flat
-    gradients += [p.grad for p in trained if p.grad is not None]
-    optimizer.step()
-
-    def taken(tensors):
-        own = [getattr(tensor, "ds_tensor", tensor) for tensor in tensors]
-        local = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in own]
-        return sum({each.data_ptr(): on_cuda(each.nbytes()) for each in local}.values())
-
-    states = {id(s): s for m in module.modules() if (s := getattr(m, "quant_state", None))}
-    statistics = [t for state in states.values() for t in state_tensors(state)]
-    buckets = []
-    if hasattr(model, "_get_ddp_logging_data"):
-        buckets = model._get_ddp_logging_data()["bucket_sizes"].split(", ")
-    made = optimizer if zero is None else zero.optimizer
-    moments = [s[k] for s in made.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    return {
-        "weights": taken([*frozen, *module.buffers(), *statistics]),
-        "adapter": taken(trained),
-        "gradients": taken(gradients) + sum(map(int, buckets)),
-        "optimizer": taken([*moments, *copies]),
-        "gathered": max(gathered),
-    }
-
-
-def bucket_of(zero):
-    (bucket,) = zero.ipg_buckets.values()
-    return bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
-
-
-def zero_gradients(zero):
-    """The part of the gradients that DeepSpeed holds in a process, after a backward."""
-    if hasattr(zero, "grad_partitions_flat_buffer"):
-        return [zero.grad_partitions_flat_buffer]
-    return [each for group in zero.averaged_gradients.values() for each in group]
-
-
-def state_tensors(state):
-    nested = [] if state.state2 is None else [state.offset, *state_tensors(state.state2)]
-    return [state.absmax, state.code, *nested]
-
-
 def play(folder, engine, form, action, rank):
     if action in (*TRAIN, *FURTHER):
         return train(folder, engine, form, action, rank)
-    others = {"forward": forward, "generate": generate, "bytes": held}
-    return others[action](folder, engine, form, rank)
+    return {"forward": forward, "generate": generate}[action](folder, engine, form, rank)
 
 
 # ---------------------------------------------------------------- processes
@@ -955,10 +836,7 @@ def judge(results, reference, action="", form=""):
 
 
 def run(wanted, sides):
-    """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables.
-
-    Bytes have no verdict: it is what each process holds.
-    """
+    """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables."""
     verdicts = {cell: {} for cell in wanted}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -967,14 +845,10 @@ def run(wanted, sides):
             own = [cell for cell in wanted if ENGINES[cell[0]][0] is launcher]
             if not own:
                 continue
-            judged = [cell for cell in own if cell not in HELD]
-            both = [*own, *dict.fromkeys(map(alone, judged))]
+            both = [*own, *dict.fromkeys(map(alone, own))]
             found = {side: launched(folder, launcher, both, sides[side]) for side in sides}
             for cell in own:
                 for side, results in found.items():
-                    if cell in HELD:
-                        verdicts[cell][side] = results[cell]
-                        continue
                     (reference,) = results[alone(cell)]
                     verdicts[cell][side] = judge(results[cell], reference, cell[2], cell[1])
     return verdicts
@@ -1035,7 +909,7 @@ def sampled(cell):
 
     if not is_installed(cell):
         pytest.skip("deepspeed is not installed")
-    wanted = BUGS if cell in BUGS and only_bugs else (*SAMPLE, *HELD)
+    wanted = BUGS if cell in BUGS and only_bugs else SAMPLE
     wanted = tuple(each for each in wanted if is_installed(each))
     return played_together(ENGINES[cell[0]][0], wanted)[cell]["now"]
 

@@ -462,17 +462,6 @@ def test_json(model_dir, adapter_dir, capsys):
         (["MODEL", "--context", "99999999999999"], "the model supports"),
         (["MODEL", "--adapter", "nowhere"], "nowhere: no such file or folder"),
         (["MODEL", "--adapter", "MODEL"], "no adapter_model.safetensors"),
-        (["MODEL", "--processes", "2"], "several processes need an engine"),
-        (["MODEL", "--engine", "ddp", "--processes", "2"], "it needs --train"),
-        (["MODEL", "--engine", "ddp", "--train"], "at least 2 processes"),
-        (
-            ["MODEL", "--engine", "fsdp", "--train", "--processes", "2", "--quant", "int8"],
-            "FSDP2 cannot shard weights in 8 bits",
-        ),
-        (
-            ["MODEL", "--engine", "zero3", "--train", "--processes", "2", "--quant", "int8"],
-            "ZeRO-3 cannot shard weights in 8 bits",
-        ),
     ],
 )
 def test_arguments_that_cannot_work(model_dir, arguments, message, capsys):
@@ -499,15 +488,3 @@ def test_a_rank_without_a_new_adapter_is_refused(model_dir, adapter_dir, capsys)
 def test_another_model_is_said(llama_dir):
     text = str(plan(llama_dir, "12GiB", context=64))
     assert "LlamaForCausalLM is no Gemma 4" in text
-
-
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_the_configuration_of_deepspeed(model_dir, engine):
-    """Nothing is offloaded, and the text has the configuration that the command reads."""
-    planned = plan(model_dir, "24GB", train=True, context=64, engine=engine, processes=2)
-    assert planned.device_map == {"": 0}
-    assert planned.cpu == 0
-    assert "--use_deepspeed --deepspeed_config_file zero.json" in planned.launch
-    printed = str(planned).rpartition("zero.json:\n")[2]
-    assert json.loads(printed[: printed.rindex("}") + 1]) == planned.deepspeed
-    assert planned.deepspeed["zero_optimization"]["stage"] == int(engine[-1])

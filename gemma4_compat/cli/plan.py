@@ -9,7 +9,6 @@ layers.
   gemma4-compat plan gemma-4-E4B-it --gpu 12GiB --context 65536
   gemma4-compat plan gemma-4-E4B-it --gpu "RTX 4070" --train
   gemma4-compat plan gemma-4-31B-it --gpu "RTX 3090" --gpu 12GiB
-  gemma4-compat plan gemma-4-31B-it --gpu 24GB --train --engine fsdp --processes 2
 
 Activations are an estimate, for text, and for a prompt that is read 2048 tokens
 at a time: generate(prefill_chunk_size=2048).
@@ -23,7 +22,7 @@ import argparse
 
 from ..errors import InputError
 from ..model.meta import QUANTS
-from ..planning import ENGINES, parse_gpu, parse_size, plan
+from ..planning import parse_gpu, parse_size, plan
 from ..results.result import Result
 from ..versions import WITH_TORCH
 from ._arguments import add_adapter, add_model, add_rank, argument, at_least_one
@@ -57,10 +56,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(rank=None)
     help = "leave the per-layer embeddings on the GPU if they fit"
     parser.add_argument("--keep-ple", action="store_true", help=help)
-    help = "with --train: several processes, each with a GPU such as the smallest --gpu"
-    parser.add_argument("--engine", choices=ENGINES, help=help)
-    help = "the number of these processes (default: one for each GPU)"
-    parser.add_argument("--processes", type=at_least_one, metavar="N", help=help)
 
 
 def _needs(options: argparse.Namespace) -> tuple[str, ...]:
@@ -84,8 +79,6 @@ def _run(options: argparse.Namespace) -> Result:
         reserve=options.reserve,
         ram=options.ram,
         keep_ple=options.keep_ple,
-        engine=options.engine,
-        processes=options.processes,
     )
 
 

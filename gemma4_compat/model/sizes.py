@@ -7,7 +7,7 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Location, adapter_header
@@ -30,14 +30,12 @@ class TensorSize:
 
     ``name`` is the name of the parameter or buffer.  The statistics of a quantized weight have its
     name with a suffix such as ``.absmax``.  ``buffer`` tells buffers from parameters, as accelerate
-    leaves the buffers of an offloaded module on the execution device.  ``rows`` is the number of
-    rows that FSDP2 can distribute; each process holds all of a tensor without rows.
+    leaves the buffers of an offloaded module on the execution device.
     """
 
     name: str
     bytes: int
     buffer: bool = False
-    rows: int | None = None
 
     @property
     def on_cuda(self) -> int:
@@ -47,12 +45,6 @@ class TensorSize:
     @property
     def part(self) -> str:
         return part_of(self.name)
-
-    def shard(self, processes: int) -> TensorSize:
-        """The part of it that each process holds; FSDP2 makes all as large as the largest."""
-        if self.rows is None or processes == 1:
-            return self
-        return replace(self, bytes=self.bytes // self.rows * -(-self.rows // processes))
 
 
 # -- the model's tensors ------------------------------------------------------------------------
@@ -87,7 +79,7 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
         linear = hasattr(module, "in_features")  # else all experts of a layer, on meta
         elements = module.in_features * module.out_features if linear else tensor.numel()
         blocks = -(-elements // tensor.blocksize)
-        yield TensorSize(name, -(-elements // 2), rows=-(-elements // 2))
+        yield TensorSize(name, -(-elements // 2))
         yield TensorSize(f"{name}.quant_map", 4 * 16)
         if not tensor.compress_statistics:
             yield TensorSize(f"{name}.absmax", 4 * blocks)
@@ -102,7 +94,7 @@ def _parameter(name: str, tensor: Any, module: Any) -> Iterator[TensorSize]:
     else:
         # bfloat16, whatever the replaced layer has, but for the packed layers of a QAT checkpoint
         size = tensor.element_size() if hasattr(module, "num_bits") else 2
-        yield TensorSize(name, tensor.numel() * size, rows=len(tensor) if tensor.ndim else None)
+        yield TensorSize(name, tensor.numel() * size)
 
 
 def adapter_sizes(adapter_dir: Location) -> tuple[TensorSize, ...]:

@@ -4,9 +4,8 @@
 ``gemma4-compat plan MODEL_DIR --gpu 12GiB``.
 """
 
-from .code import ENGINES
 from .gpus import Gpu, parse_gpu, parse_size
 from .planner import plan
 from .result import Memory, Offload, Plan
 
-__all__ = ["ENGINES", "Gpu", "Memory", "Offload", "Plan", "parse_gpu", "parse_size", "plan"]
+__all__ = ["Gpu", "Memory", "Offload", "Plan", "parse_gpu", "parse_size", "plan"]

@@ -10,59 +10,15 @@ from typing import Any
 from ..files import hub
 from ..model import parts
 from ..model.meta import bnb_options, checkpointing
-from .demand import BUCKET, EXCLUDED, TARGETS
-
-#: the file of DeepSpeed's configuration
-ZERO_CONFIG = "zero.json"
-_DEEPSPEED = f"--use_deepspeed --deepspeed_config_file {ZERO_CONFIG} "
-#: the options of ``accelerate launch`` by engine
-ENGINES = {
-    "ddp": "",
-    "fsdp": "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
-    "--fsdp_cpu_ram_efficient_loading false ",
-    "zero2": _DEEPSPEED,
-    "zero3": _DEEPSPEED,
-}
-
-
-def launch(engine: str, processes: int) -> str:
-    """The command that starts the processes."""
-    options = f"--num_processes {processes} {ENGINES[engine]}"
-    return f"gemma4-compat run accelerate launch {options}train.py"
-
-
-def zero_config(engine: str) -> dict[str, Any] | None:
-    """DeepSpeed's configuration for an engine; ``None`` if it is another one.
-
-    The buckets are smaller than by default, where they take GiB.  ZeRO-3 gathers all weights:
-    parameters that it keeps whole must have one dtype.
-    """
-    if not engine.startswith("zero"):
-        return None
-    zero: dict[str, Any] = {"stage": int(engine[-1]), "overlap_comm": False}
-    zero["reduce_bucket_size"] = BUCKET
-    if engine == "zero3":
-        zero |= {
-            "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": BUCKET,
-            "stage3_max_live_parameters": 10 * BUCKET,
-            "stage3_max_reuse_distance": 0,
-        }
-    return {
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
+from .demand import EXCLUDED, TARGETS
 
 
 @dataclass(frozen=True)
 class Load:
     """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantized already.
 
-    With an ``engine``, GPU 0 is that of the process.  ``dequantize`` is for compressed-tensors.
-    Products in 4 bits are computed in the dtype ``compute``, all else in bfloat16.
+    ``dequantize`` is for compressed-tensors.  Products in 4 bits are computed in the dtype
+    ``compute``, all else in bfloat16.
     """
 
     model: str
@@ -73,7 +29,6 @@ class Load:
     adapter_dir: str | None
     train: bool
     rank: int
-    engine: str | None = None
     dequantize: bool = False
 
     @property
@@ -108,9 +63,8 @@ class Load:
         trains = self.train and self.adapter_dir is None
         yield "import gemma4_compat"
         yield "import torch"
-        used = ["PartialState"] * (self.engine is not None) + ["dispatch_model"] * self.dispatches
-        if used:
-            yield f"from accelerate import {', '.join(used)}"
+        if self.dispatches:
+            yield "from accelerate import dispatch_model"
         if trains:
             yield "from peft import LoraConfig, get_peft_model"
         elif self.adapter_dir is not None:
@@ -121,9 +75,8 @@ class Load:
         yield ""
         yield '# gemma4_compat.install("fast")  # faster, but rounds differently'
         yield "device_map = {"
-        own = "PartialState().local_process_index" if self.engine else "0"
         for name, to in self.device_map.items():
-            yield f'    "{name}": {own if to == 0 else _quoted(to)},'
+            yield f'    "{name}": {_quoted(to)},'
         yield "}"
         if options:
             yield f"quantization = {config}("

@@ -21,8 +21,6 @@ TRAINED_CONTEXT = 2048
 _LOGITS_COPIES = 2 * 4
 #: The longest contexts are given in steps of this number of tokens.
 _STEP = 256
-#: the number of gradients that DeepSpeed reduces together: its default is 500 million
-BUCKET = 10_000_000
 #: the decoder's linear layers, which QLoRA usually adapts
 TARGETS = r".*\blayers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 #: and the layers of the towers, which have the same names
@@ -47,20 +45,13 @@ class Job:
     """Generating or training with a model; ``adapter`` are the tensors of the adapter.
 
     ``states`` is the number of tensors of the same size for each tensor of the adapter: its
-    gradient, and two of the optimizer.  Each process holds one of ``state_shards`` parts of them.
-    ``bucket`` are the bytes of a buffer for gradients.
+    gradient, and two of the optimizer.
     """
 
     adapter: tuple[TensorSize, ...]
     states: int
     cache: Callable[[int], Mapping[int, int]]
     activations: Callable[[int], int]
-    state_shards: int = 1
-    bucket: int = 0
-
-    def held(self, adapter: int, states: int) -> int:
-        """The bytes of so many states, for the bytes of an adapter."""
-        return states * -(-adapter // self.state_shards)
 
     def demand(self, context: int) -> Demand:
         return Demand(context, self.cache(context), self.activations(context))
@@ -98,7 +89,7 @@ def training(model: Any, fused: bool = True) -> Job:
     from .peak import training_peak
 
     adapter = tuple(
-        TensorSize(name, parameter.numel() * parameter.element_size(), rows=len(parameter))
+        TensorSize(name, parameter.numel() * parameter.element_size())
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )

@@ -22,17 +22,15 @@ _EVEN = 32 * 2**20
 class Unit:
     """Modules that are placed together: a part of the model, one decoder layer, or the rest.
 
-    The rest has no modules, and stays on GPU 0.  ``weights`` are the bytes on a GPU, ``shard`` is
-    the part of them that a process holds, ``buffers`` are on a GPU always, ``onloaded`` and
-    ``largest`` are the bytes of all weights, and of the largest one, while an offloaded unit
-    computes.  ``device`` is the index of a GPU, or "cpu".
+    The rest has no modules, and stays on GPU 0.  ``weights`` are the bytes on a GPU, ``buffers``
+    are on a GPU always, ``onloaded`` and ``largest`` are the bytes of all weights, and of the
+    largest one, while an offloaded unit computes.  ``device`` is the index of a GPU, or "cpu".
     """
 
     part: str
     modules: tuple[str, ...] = ()
     layer: int | None = None
     weights: int = 0
-    shard: int = 0
     buffers: int = 0
     adapter: int = 0
     onloaded: int = 0
@@ -49,16 +47,13 @@ class Unit:
 class Placement:
     """The units of a model on these GPUs, and the memory that a job needs there.
 
-    ``spare`` bytes of each GPU are to stay free.  Each of several ``processes`` has a GPU such as
-    GPU 0, and the weights on it are in as many ``shards``.
+    ``spare`` bytes of each GPU are to stay free.
     """
 
     units: Sequence[Unit]
     gpus: Sequence[Gpu]
     job: Job
     spare: int = 0
-    processes: int = 1
-    shards: int = 1
 
     def on(self, gpu: int) -> list[Unit]:
         """The units that compute on a GPU."""
@@ -68,8 +63,8 @@ class Placement:
         return [unit for unit in self.units if unit.device == "cpu"]
 
     def cpu(self) -> int:
-        """The bytes of offloaded weights of all processes, if all of them are quantized."""
-        return self.processes * sum(unit.weights for unit in self.offloaded())
+        """The bytes of offloaded weights, if all of them are quantized."""
+        return sum(unit.weights for unit in self.offloaded())
 
     def device_map(self) -> dict[str, int | str]:
         """The device map, with GPU 0 before other GPUs: accelerate's main device is the first."""
@@ -85,46 +80,28 @@ class Placement:
     def activations(self, demand: Demand, gpu: int) -> int:
         """Activations on a GPU, with the weights that are copied to it for a forward."""
         if gpu == 0:
-            rest, layers = self._gathered()
-            return max(demand.activations + self._streamed() + rest + layers, 2 * rest)
+            return demand.activations + self._streamed()
         return demand.activations if any(u.layer is not None for u in self.on(gpu)) else 0
 
     def adapter(self, gpu: int) -> int:
         return sum(unit.adapter for unit in self.on(gpu))
 
     def weights(self, gpu: int) -> int:
-        return sum(u.buffers + (u.shard if u.device == gpu else 0) for u in self.on(gpu))
-
-    def loading(self) -> int:
-        """The bytes of the weights on GPU 0 before they are sharded."""
-        return sum(u.buffers + (u.weights if u.device == 0 else 0) for u in self.on(0))
+        return sum(u.buffers + (u.weights if u.device == gpu else 0) for u in self.on(gpu))
 
     def needed(self, demand: Demand, gpu: int) -> int:
         """All the memory that a GPU needs."""
         if not self.on(gpu):
             return 0
-        adapter = self.adapter(gpu)
-        adapter += self.job.held(adapter, self.job.states) + self.job.bucket
+        adapter = (1 + self.job.states) * self.adapter(gpu)
         besides = self.cache(demand, gpu) + self.activations(demand, gpu)
-        weights = self.weights(gpu) + adapter + besides
-        return max(weights, self.loading() if gpu == 0 else 0) + self.gpus[gpu].outside
+        return self.weights(gpu) + adapter + besides + self.gpus[gpu].outside
 
     def fits(self, demand: Demand) -> bool:
         return all(self.fits_on(demand, gpu) for gpu in range(len(self.gpus)))
 
     def fits_on(self, demand: Demand, gpu: int) -> bool:
         return self.needed(demand, gpu) + self.spare <= self.gpus[gpu].free
-
-    def _gathered(self) -> tuple[int, int]:
-        """The bytes of sharded weights that are whole during a step.
-
-        The first is what is in no decoder layer: FSDP2 keeps it from the forward to the backward,
-        and has it twice while it gathers it.  The second are the layers: one computes, another one
-        is gathered, and has its weights twice then.
-        """
-        on_gpu = [unit for unit in self.units if unit.device == 0 and self.shards > 1]
-        layers = sorted(unit.weights for unit in on_gpu if unit.layer is not None)
-        return sum(u.weights for u in on_gpu if u.layer is None), sum(layers[-_STREAMED_LAYERS:])
 
     def _streamed(self) -> int:
         """The GPU memory of offloaded weights during a forward: three layers, or one tensor."""
@@ -188,7 +165,6 @@ def units_of(
     whole: Iterable[TensorSize],
     onloaded: Mapping[str, int],
     adapter: Iterable[TensorSize],
-    shards: int = 1,
 ) -> list[Unit]:
     """The units of a model, in the order in which they are offloaded; the rest is the last one."""
     units = [*_steps(model), Unit(parts.REST)]
@@ -203,14 +179,12 @@ def units_of(
             owner(tensor.name).buffers += tensor.on_cuda
         else:
             owner(tensor.name).weights += tensor.on_cuda
-            owner(tensor.name).shard += tensor.shard(shards).on_cuda
     for name, taken in onloaded.items():
         unit = owner(name)
         unit.onloaded += taken
         unit.largest = max(unit.largest, taken)
     for tensor in adapter:
-        held = tensor.shard(shards).on_cuda
-        owner(tensor.name.removeprefix("base_model.model.")).adapter += held
+        owner(tensor.name.removeprefix("base_model.model.")).adapter += tensor.on_cuda
     return units
 
 

@@ -14,9 +14,8 @@ from ..model.device_maps import covering
 from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..results.text import command_line
-from .code import ENGINES, Load, launch, unquantized, zero_config
+from .code import Load, unquantized
 from .demand import (
-    BUCKET,
     CONTEXT,
     TRAINED_CONTEXT,
     Demand,
@@ -47,8 +46,6 @@ def plan(
     reserve: int | str = 0,
     ram: int | str | None = None,
     keep_ple: bool = False,
-    engine: str | None = None,
-    processes: int | None = None,
 ) -> Plan:
     """Plan a model for one or more GPUs: the least offloading that leaves room for a context.
 
@@ -76,10 +73,6 @@ def plan(
         ram: the CPU memory that the model may use.  The default is what this machine has free if
             the plan is for its GPUs, else the CPU is not checked.
         keep_ple: leave the per-layer embeddings on the GPU if they fit.
-        engine: when training, "ddp", "fsdp" (FSDP2), or "zero2" or "zero3" (DeepSpeed): several
-            processes with a GPU each.  The plan is for the smallest GPU, and offloads no decoder
-            layers, with DeepSpeed nothing.
-        processes: the number of these processes; by default that of the GPUs.
 
     Raises:
         InputError: an argument is invalid, a file is missing or damaged, the adapter does not fit
@@ -93,8 +86,6 @@ def plan(
     if not 0 <= reserved < gpus[0].free:
         raise InputError(f"cannot reserve {reserved} bytes of a GPU with {gpus[0].free}")
     gpus = (replace(gpus[0], free=gpus[0].free - reserved), *gpus[1:])
-    gpus, processes = _processes(engine, processes, gpus, train)
-    shards = processes if engine in ("fsdp", "zero3") else 1
     if context is None:
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
@@ -110,36 +101,20 @@ def plan(
         _check_adapter(adapter, model_dir)
 
     whole = sizes.tensor_sizes(model)
-    if shards > 1 and any(tensor.name.endswith(".SCB") for tensor in whole):
-        name = "FSDP2" if engine == "fsdp" else "ZeRO-3"
-        raise InputError(f"{name} cannot shard weights in 8 bits")
     onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
     if train:  # PEFT changes a model, so this is another one.
         job = training(with_adapter(_model(model_dir, asked, compute)[0], adapter, rank), bfloat16)
     else:
         tensors = () if adapter is None else sizes.adapter_sizes(adapter)
         job = generating(model, tensors, bfloat16)
-    if engine == "ddp":
-        job = replace(job, states=job.states + 1)  # buckets: DDP's own copy of the gradients
-    if (config := zero_config(engine or "")) is not None:
-        # DeepSpeed's own copy of the adapter; ZeRO-3 shards the adapter, too
-        parts_of_states = 1 if shards > 1 else processes
-        job = replace(job, states=4, state_shards=parts_of_states, bucket=4 * BUCKET)
     demand = job.demand(context)
     available = None if ram is None else parse_size(ram)
     if ram is None and all(each.here for each in gpus):
         available = available_memory()
 
     def placed(keep_ple: bool) -> Placement:
-        units = units_of(model, whole, onloaded, job.adapter, shards)
-        if engine is not None:
-            kept = config is not None
-            units = [
-                replace(unit, modules=()) if kept or unit.layer is not None else unit
-                for unit in units
-            ]
-        several = Placement(units, gpus, job, processes=processes, shards=shards)
-        return place(several, demand, keep_ple=keep_ple)
+        units = units_of(model, whole, onloaded, job.adapter)
+        return place(Placement(units, gpus, job), demand, keep_ple=keep_ple)
 
     placement = placed(keep_ple)
     if available is not None and placement.cpu() > available:
@@ -156,7 +131,6 @@ def plan(
         adapter_dir=None if adapter is None else str(adapter),
         train=train,
         rank=rank,
-        engine=engine,
         dequantize=label == _COMPRESSED,
     )
     memory = tuple(_memory(placement, demand, _placed_sizes(whole, load, model_dir)))
@@ -175,34 +149,11 @@ def plan(
         longest_context=longest_context(job, demand, limit, placement.fits),
         ram=available,
         code="\n".join(load.lines()),
-        engine=engine,
-        processes=processes,
-        loading=placement.loading() + gpus[0].outside if shards > 1 else 0,
-        launch=None if engine is None else launch(engine, processes),
-        deepspeed=config,
         compute=compute,
     )
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-def _processes(
-    engine: str | None, processes: int | None, gpus: tuple[Gpu, ...], train: bool
-) -> tuple[tuple[Gpu, ...], int]:
-    """The GPUs of a process, and the number of processes."""
-    if engine is None:
-        if processes is not None:
-            raise InputError(f"several processes need an engine: {' or '.join(ENGINES)}")
-        return gpus, 1
-    if engine not in ENGINES:
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, not {engine!r}")
-    if not train:
-        raise InputError("an engine trains: it needs --train")
-    processes = len(gpus) if processes is None else processes
-    if processes < 2:
-        raise InputError("an engine needs at least 2 processes, or as many GPUs")
-    return (min(gpus, key=lambda gpu: gpu.free),), processes
 
 
 def _limit(model: Any, context: int) -> int:
@@ -286,10 +237,9 @@ def _memory(
         for tensor in (tensor for tensor in placed if tensor.part == part):
             device = devices[covering(tensor.name, devices) or ""]
             if not isinstance(device, int) and not tensor.buffer:
-                cpu += placement.processes * tensor.bytes
+                cpu += tensor.bytes
             else:  # accelerate leaves the buffers of an offloaded module on the GPU
-                held = tensor.shard(placement.shards)
-                gpus[device if isinstance(device, int) else 0] += held.on_cuda
+                gpus[device if isinstance(device, int) else 0] += tensor.on_cuda
         if any(gpus) or cpu:
             yield Memory("weights", part, tuple(gpus), cpu)
 
@@ -300,19 +250,10 @@ def _memory(
     if placement.job.adapter:
         yield Memory("adapter", "adapter, float32", adapter)
     of = "estimate"
-    job = placement.job
-    if job.states:
-        state = tuple(job.held(taken, 1) for taken in adapter)
-        if job.bucket:
-            yield Memory("optimizer", "DeepSpeed's copy of the adapter", state)
-            yield Memory("gradients", "DeepSpeed's bucket of gradients", each(lambda _: job.bucket))
-        yield Memory("gradients", "gradients, float32", state)
-        if job.states > 3 and not job.bucket:
-            yield Memory("gradients", "DDP's copy of the gradients", state)
-        yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in state))
+    if placement.job.states:
+        yield Memory("gradients", "gradients, float32", adapter)
+        yield Memory("optimizer", "AdamW, float32", tuple(2 * taken for taken in adapter))
         of = f"{demand.context} tokens"
-        if placement.shards > 1:
-            of += ", and gathered weights"
     else:
         cache = each(lambda number: placement.cache(demand, number))
         yield Memory("kv_cache", f"KV cache, {demand.context} tokens", cache)

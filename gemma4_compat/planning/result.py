@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from ..files import hub
 from ..model import parts
 from ..results.result import Result
 from ..results.text import size, table, wrap
-from .code import ZERO_CONFIG
 from .demand import PREFILL
 from .gpus import Gpu
 
@@ -67,12 +65,6 @@ class Plan(Result):
         longest_context: the longest context in tokens that fits with this device map; 0 if none.
         ram: the CPU memory that may be used, or ``None`` if it is unknown.
         code: Python code that loads the model as planned.
-        engine: "ddp", "fsdp", "zero2" or "zero3" if there are several processes.  The GPU is then
-            that of each process, and the CPU memory that of all together.
-        loading: with FSDP2 and ZeRO-3, what the GPU of each process needs before the weights are
-            sharded.
-        launch: the command that starts the processes.
-        deepspeed: DeepSpeed's configuration, which the command reads from ``zero.json``.
         compute: the dtype of the products in 4 bits; all else is in ``dtype``.
     """
 
@@ -90,11 +82,6 @@ class Plan(Result):
     longest_context: int
     ram: int | None
     code: str
-    engine: str | None = None
-    processes: int = 1
-    loading: int = 0
-    launch: str | None = None
-    deepspeed: Mapping[str, Any] | None = None
     compute: str = "bfloat16"
 
     def bytes_of(self, kind: str, gpu: int | None = None) -> int:
@@ -120,7 +107,7 @@ class Plan(Result):
     def _excess(self) -> int:
         """The bytes that the fullest GPU lacks."""
         both = zip(self.needed, self.gpus, strict=True)
-        return max(max(needed, self.loading) - gpu.free for needed, gpu in both)
+        return max(needed - gpu.free for needed, gpu in both)
 
     def _ram_excess(self) -> int:
         return 0 if self.ram is None else self.cpu - self.ram
@@ -132,8 +119,6 @@ class Plan(Result):
     def verdict(self) -> str:
         sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
         where = f"{len(self.gpus)} GPUs of {sizes}" if len(self.gpus) > 1 else f"a GPU of {sizes}"
-        if self.engine is not None:
-            where += f" in each of {self.processes} processes"
         if self._excess() > 0:
             return f"does NOT fit on {where}: {size(self._excess())} too much"
         if self._ram_excess() > 0:
@@ -155,10 +140,7 @@ class Plan(Result):
         if self.ok:
             rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
             head = ("can also be offloaded", "saves", "costs")
-            paragraphs += [self.code, *([] if self.launch is None else [self.launch])]
-            if self.deepspeed is not None:
-                paragraphs.append(f"{ZERO_CONFIG}:\n{json.dumps(self.deepspeed, indent=2)}")
-            paragraphs += [table(rest, head, right=(1,))] if rest else []
+            paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
         return "\n\n".join(paragraphs)
 
 
@@ -186,11 +168,6 @@ def _rows_of_modules(plan: Plan) -> str:
 
 def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
-    if plan.engine is not None and plan.cpu:
-        yield wrap(f"CPU memory is that of all {plan.processes} processes.")
-    if plan.loading:
-        name = "ZeRO-3" if plan.deepspeed else "FSDP2"
-        yield wrap(f"Before {name} shards the model, each GPU needs {size(plan.loading)}.")
     if plan.longest_context:
         # Another map, with more on the CPU, may have room for more.
         longest = f"{plan.longest_context} tokens"
