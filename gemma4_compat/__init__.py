@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .engine.core import Engine
     from .inspection import inspect_adapter, inspect_model
     from .merging import merge
+    from .patches.offloading.quantization_device import quantize_on
     from .planning import plan
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "limit_page_locked",
     "merge",
     "plan",
+    "quantize_on",
     "status",
     "uninstall",
 ]
@@ -128,6 +130,7 @@ _LAZY = {
     "inspect_model": "inspection",
     "merge": "merging",
     "plan": "planning",
+    "quantize_on": "patches.offloading.quantization_device",
 }
 
 

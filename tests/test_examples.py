@@ -24,7 +24,7 @@ MODULES = (
     "gemma4_compat.merging",
 )
 #: the functions whose examples read weights
-TINY = {"input_device", "inspect_adapter", "inspect_model", "merge"}
+TINY = {"input_device", "inspect_adapter", "inspect_model", "merge", "quantize_on"}
 
 
 def public_functions():
@@ -40,7 +40,7 @@ def test_functions_are_found():
     assert {
         "status", "install", "uninstall", "disabled", "input_device", "limit_page_locked", "plan",
         "parse_gpu", "parse_size", "scan_targets", "inspect_adapter", "check_device_map",
-        "inspect_model", "merge",
+        "inspect_model", "merge", "quantize_on",
     } == set(FUNCTIONS)  # fmt: skip
 
 

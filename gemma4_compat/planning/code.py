@@ -82,16 +82,20 @@ class Load:
             yield f"quantization = {config}("
             yield from (f"    {key}={_quoted(value)}," for key, value in options.items())
             yield ")"
-        yield f"model = {self.architecture}.from_pretrained("
-        yield f"    {_pretrained(self.model)},"
-        yield "    dtype=torch.bfloat16,"
-        yield '    device_map={"": "cpu"},' if self.dispatches else "    device_map=device_map,"
+        quantizes = self.dispatches and self.quant is not None
+        if quantizes:
+            yield "# A device_map for from_pretrained leaves layers on the CPU unquantized."
+            yield "with gemma4_compat.quantize_on(0):"
+        indent = "    " * quantizes
+        yield f"{indent}model = {self.architecture}.from_pretrained("
+        yield f"{indent}    {_pretrained(self.model)},"
+        yield f"{indent}    dtype=torch.bfloat16,"
+        where = '{"": "cpu"}' if self.dispatches else "device_map"
+        yield f"{indent}    device_map={where},"
         if options:
-            yield "    quantization_config=quantization,"
-        yield ")"
+            yield f"{indent}    quantization_config=quantization,"
+        yield f"{indent})"
         if self.dispatches:
-            if self.quant is not None:
-                yield "# A device_map for from_pretrained leaves layers on the CPU unquantized."
             yield "skip_keys = model._skip_keys_device_placement"
             yield "model = dispatch_model(model, device_map, skip_keys=skip_keys)"
         if self.adapter_dir is not None:
