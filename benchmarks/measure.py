@@ -177,11 +177,11 @@ def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -
 def copies(generate: Callable[[int], Any], few: int = 3, many: int = 7) -> dict[str, float]:
     """Copies and bytes between host and device per decode step: the difference of ``many`` and
     ``few`` tokens, so that neither the prompt nor the start of a generation counts."""
-    short, long = (_traced(lambda n=n: generate(n)) for n in (few, many))
+    short, long = (traced(lambda n=n: generate(n)) for n in (few, many))
     return {key: (long[key] - short[key]) / (many - few) for key in sorted({*short, *long})}
 
 
-def _traced(action: Callable[[], Any]) -> Counter[str]:
+def traced(action: Callable[[], Any]) -> Counter[str]:
     from torch import cuda
     from torch.profiler import ProfilerActivity, profile
 

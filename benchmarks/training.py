@@ -150,11 +150,11 @@ MAKE: dict[str, Callable[[Any, int, int], Callable[[], Any]]] = {
 
 def compare(step: Callable[[], Any], rounds: int) -> dict[str, Any]:
     """Peak GiB and median milliseconds with pieces and without, and the median of the ratios."""
-    from gemma4_compat.runtime import logits
+    from gemma4_compat.runtime.loss import head
 
     def whole() -> Any:
         """The forwards of hooks outlive a patch, so it stays: all logits are one piece."""
-        return shadowed(logits, BYTES=2**60)
+        return shadowed(head, BYTES=2**60)
 
     own: list[float] = []
     other: list[float] = []

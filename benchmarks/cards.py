@@ -1,0 +1,221 @@
+"""Measure what `plan` says of cards: true shapes, random weights, memory limited to the card's.
+
+``python -m benchmarks.cards CACHE OUT [--models 26b] [--cards 12GB] [--jobs QLoRA]`` appends a JSON
+line to OUT for each cell that it lacks: what was planned, and what was measured with the code that
+``plan`` prints.  PyTorch may reserve the card's memory less half a GiB, for the CUDA context.
+Cards with the same plan share a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import checkpoint, measure
+
+CARDS = ("6GB", "8GB", "12GB", "16GB", "24GB")
+MODELS = ("e2b", "e4b", "12b", "26b", "31b")
+#: the arguments of ``plan`` for each job
+JOBS: dict[str, dict[str, Any]] = {
+    "generate": {"context": 32768},
+    "QLoRA": {"context": 2048, "train": True},
+    "experts": {"context": 2048, "train": True},  # of 26B: LoRA on the experts too
+}
+#: what the CUDA context takes, which a limit of PyTorch's allocator does not count
+CONTEXT = 2**29
+_EXPERTS = '    target_parameters=["experts.gate_up_proj", "experts.down_proj"],\n    task_type='
+#: decoded tokens that are timed, and tokens that remain for them
+STEPS, ANSWER = 32, 64
+#: timed training steps
+ROUNDS = 5
+
+
+def planned(folder: Path, card: str, job: str) -> Any:
+    from gemma4_compat.planning import plan
+
+    return plan(str(folder / "model"), card, **JOBS[job])
+
+
+def cell(folder: Path, shape: str, card: str, job: str) -> dict[str, Any]:
+    """Load the model as planned, and run the job on a GPU with the card's memory."""
+    import torch
+
+    import gemma4_compat
+
+    start = time.perf_counter()
+    own = planned(folder, card, job)
+    figures: dict[str, Any] = {"plan s": time.perf_counter() - start}
+    limit = own.gpus[0].free - CONTEXT
+    torch.cuda.set_per_process_memory_fraction(
+        limit / torch.cuda.get_device_properties(0).total_memory
+    )
+    if job == "generate":
+        gemma4_compat.install("fast")  # before loading: hooks keep the functions that they find
+    code = own.code.replace("    task_type=", _EXPERTS) if job == "experts" else own.code
+    start = time.perf_counter()
+    exec(code, names := {})
+    torch.cuda.synchronize()
+    figures["load s"] = time.perf_counter() - start
+    figures["load peak GiB"] = torch.cuda.max_memory_allocated() / measure.GIB
+    model = names["model"]
+    run = _generate if job == "generate" else _train
+    figures |= run(model, JOBS[job]["context"])
+    figures["host GiB"] = _host_gib()
+    return figures
+
+
+def _peaks() -> dict[str, float]:
+    import torch
+
+    return {
+        "allocated GiB": torch.cuda.max_memory_allocated() / measure.GIB,
+        "reserved GiB": torch.cuda.max_memory_reserved() / measure.GIB,
+    }
+
+
+def _generate(model: Any, context: int) -> dict[str, Any]:
+    """Tokens a second at the end of a context, with the default kernels and with fast ones."""
+    from contextlib import nullcontext
+
+    import torch
+
+    import gemma4_compat
+
+    text = measure.Text(model.config.get_text_config().vocab_size)
+    prompt = text.tokens(1, context - ANSWER)
+
+    def generate(count: int, **options: Any) -> Any:
+        return model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+            max_new_tokens=count, min_new_tokens=count, prefill_chunk_size=2048,
+            cache_implementation="static", **options,
+        )  # fmt: skip
+
+    found: dict[str, Any] = {}
+    for name, context_of in (("exact", gemma4_compat.disabled("fast")), ("fast", nullcontext())):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with context_of:
+            start = time.perf_counter()
+            steps = measure.token_seconds(generate, STEPS)[4:]
+            found[name] = {
+                "tokens/s": 1 / statistics.median(steps),
+                "prompt s": time.perf_counter() - start - sum(steps),
+                **_peaks(),
+            }
+    return found
+
+
+def _train(model: Any, length: int) -> dict[str, Any]:
+    import torch
+
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    ids = measure.Text(model.config.get_text_config().vocab_size).tokens(1, length)
+    inputs = {
+        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": torch.zeros_like(ids),
+    }  # fmt: skip
+
+    def step() -> None:
+        model(**inputs, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.cuda.reset_peak_memory_stats()
+    first = [measure.seconds(step) for _ in range(2)]
+    times = [measure.seconds(step) for _ in range(ROUNDS)]
+    return {
+        "s a step": statistics.median(times),
+        "first steps s": first,
+        "trained": sum(parameter.numel() for parameter in trained),
+        **_peaks(),
+        "link": measure.traced(step),
+    }
+
+
+def _host_gib() -> float:
+    """Memory of this process, page-locked memory included."""
+    status = Path("/proc/self/status").read_text()
+    kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
+    return kib["RssAnon:"] / 2**20
+
+
+def cells(models: list[str], cards: list[str], jobs: list[str]) -> Iterator[tuple[str, str, str]]:
+    for shape in models:
+        for job in jobs:
+            if job != "experts" or shape == "26b":
+                yield from ((shape, card, job) for card in cards)
+
+
+def run(cache: Path, out: Path, options: argparse.Namespace) -> None:
+    """Measure the cells that ``out`` lacks, each in a process of its own, until time is up."""
+    end = time.monotonic() + options.seconds
+    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {tuple(each["cell"]): each for each in found}
+    for shape, card, job in cells(options.models, options.cards, options.jobs):
+        if (shape, card, job) in done:
+            continue
+        checkpoint.build(shape, cache / shape)
+        own = planned(cache / shape, card, job)
+        line: dict[str, Any] = {
+            "cell": [shape, card, job],
+            "needed GiB": own.needed[0] / measure.GIB,
+            "context": own.longest_context,
+            "cpu": [name for name, device in own.device_map.items() if device == "cpu"],
+            "CPU GiB": own.cpu / measure.GIB,
+        }
+        alike = (
+            each["cell"][1]
+            for each in done.values()
+            if "load s" in each
+            and each["cell"][0::2] == [shape, job]
+            and each["cpu"] == line["cpu"]
+        )
+        if not own.ok:
+            line["fits"] = False
+        elif (other := next(alike, None)) is not None:
+            line["as"] = other
+        elif (left := end - time.monotonic()) < options.least:
+            break
+        else:
+            arguments = [str(cache), str(out), "--cell", shape, card, job]
+            command = [sys.executable, "-m", "benchmarks.cards", *arguments]
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+            last = ran.stdout.splitlines()[-1:] or ["{}"]
+            line |= json.loads(last[0]) if ran.returncode == 0 else {"error": ran.stderr[-1500:]}
+            line |= checkpoint.machine(shape)
+        done[shape, card, job] = line
+        print(json.dumps(line)[:600], flush=True)
+        with out.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--cards", nargs="+", default=list(CARDS))
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no cell after them")
+    parser.add_argument("--least", type=float, default=60, help="seconds that a cell may need")
+    parser.add_argument("--cell", nargs=3)
+    options = parser.parse_args()
+    if options.cell:
+        shape, card, job = options.cell
+        print(json.dumps(cell(options.cache / shape, shape, card, job)))
+    else:
+        run(options.cache, options.out, options)
+
+
+if __name__ == "__main__":
+    main()
