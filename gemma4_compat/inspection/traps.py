@@ -94,6 +94,24 @@ def tied(mapped: Mapped) -> str | None:
     return None
 
 
+def tied_on_disk(mapped: Mapped) -> str | None:
+    for names in mapped.tied.items():
+        if len({mapped.rests_on(name) == "disk" for name in names}) > 1:
+            both = " and ".join(name.rpartition(".")[0] for name in reversed(names))
+            return f'{both} are tied: it raises if one of them is on the disk; map both to "cpu"'
+    return None
+
+
+def read_from_disk(mapped: Mapped) -> str | None:
+    for tensor in mapped.whole[mapped.quants[-1]]:
+        matches = [key for key in mapped.map if tensor.name.startswith(key)]
+        match = max(matches, key=lambda key: (key.count("."), len(key)), default="")
+        if (mapped.map.get(match) == "disk") != (mapped.rests_on(tensor.name) == "disk"):
+            name = tensor.name.rpartition(".")[0]
+            return f"{match} is also the beginning of {name}, and it raises: name both in the map"
+    return None
+
+
 def split_layer(mapped: Mapped) -> str | None:
     blocks = set(getattr(mapped.model, "_no_split_modules", None) or ())
     names = [tensor.name for tensor in mapped.whole[mapped.quants[-1]]]
@@ -142,6 +160,8 @@ def not_quantized(mapped: Mapped) -> str | None:
 TRAPS: dict[Callable[[Mapped], str | None], str] = {
     quantized_checkpoint: "error",
     no_such_gpu: "error",
+    tied_on_disk: "error",
+    read_from_disk: "error",
     tied: "warning",
     split_layer: "warning",
     not_quantized_by_name: "warning",

@@ -14,7 +14,7 @@ from gemma4_compat.model import meta, sizes
 from gemma4_compat.model.device_maps import parse_map, read_map
 from gemma4_compat.tiny import TOWERS
 from tests.shapes import E2B_TEXT, VISION, write_config
-from tests.support import load_model, offloaded, run_command
+from tests.support import load_model, logits, offloaded, run_command
 
 pytest.importorskip("bitsandbytes")
 
@@ -213,6 +213,20 @@ def test_tied_weights_with_one_on_the_gpu(model_dir):
     assert set(found.saves.values()) == {0}
     both = {"model.language_model.embed_tokens": "cpu", "lm_head": "cpu", "": 0}
     assert check_device_map(model_dir, both).saves["bf16"] == 512 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("tied_on_disk", {"lm_head": "disk", "": "cpu"}),
+        ("tied_on_disk", {"model": "disk", "lm_head": "cpu"}),
+        ("read_from_disk", {f"{LAYER.format(1)}.self_attn.q": "disk", "": "cpu"}),
+    ],
+)
+def test_maps_that_raise_with_the_disk(model_dir, tmp_path, name, given):
+    assert trap(check_device_map(model_dir, given), name).level == "error"
+    with pytest.raises((ValueError, KeyError), match=r"on the meta device|lm_head\.weight"):
+        logits(load_model(model_dir, None, given, offload_folder=str(tmp_path)))
 
 
 def test_a_quantized_checkpoint(model_dir, tmp_path):
