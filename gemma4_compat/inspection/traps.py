@@ -112,6 +112,13 @@ def read_from_disk(mapped: Mapped) -> str | None:
     return None
 
 
+def packed_on_disk(mapped: Mapped) -> str | None:
+    for name, module in mapped.modules.items():
+        if type(module).__name__ == "QuantizedLinear" and mapped.rests_on(name) == "disk":
+            return f'{name} is packed in this QAT checkpoint: on the disk it raises; "cpu" works'
+    return None
+
+
 def split_layer(mapped: Mapped) -> str | None:
     blocks = set(getattr(mapped.model, "_no_split_modules", None) or ())
     names = [tensor.name for tensor in mapped.whole[mapped.quants[-1]]]
@@ -162,6 +169,7 @@ TRAPS: dict[Callable[[Mapped], str | None], str] = {
     no_such_gpu: "error",
     tied_on_disk: "error",
     read_from_disk: "error",
+    packed_on_disk: "error",
     tied: "warning",
     split_layer: "warning",
     not_quantized_by_name: "warning",
