@@ -131,17 +131,6 @@ def merge(stage: Stage) -> None:
     stage.compare(model, _on_one_device(stage).merge_and_unload())
 
 
-@story("dequantize a 4-bit model with an adapter, then merge")
-def dequantize_and_merge(stage: Stage) -> None:
-    model = stage.with_adapter(stage.load(), "named")
-    model.dequantize()
-    expected = stage.load()
-    expected.dequantize()
-    stage.compare(
-        model.merge_and_unload(), stage.with_adapter(expected, "named").merge_and_unload()
-    )
-
-
 @story("save a split 4-bit model and load it again")
 def save_and_reload(stage: Stage) -> None:
     model = stage.split()
