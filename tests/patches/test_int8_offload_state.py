@@ -28,7 +28,6 @@ def output_and_gradient(model):
 @pytest.mark.regression(
     "int8_offload_state",
     "has no attribute 'unsqueeze'|State must contain CB matrix for backward",
-    behind="int8_params_move",
 )
 def test_gradients():
     whole, model = linear8bit_layers(), offloaded()
@@ -38,9 +37,7 @@ def test_gradients():
         assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.regression(
-    "int8_offload_state", "layers still have their weights", behind="int8_params_move"
-)
+@pytest.mark.regression("int8_offload_state", "layers still have their weights")
 def test_weights_are_dropped():
     whole, model = linear8bit_layers(), offloaded()
     x = torch.randn(3, 64).bfloat16()

@@ -8,6 +8,9 @@ It does not remove ``CB``, which keeps the weight in GPU memory until the next f
 
 The fix removes both.  With gradients enabled, the layer gets a new state first.  Autograd keeps the
 old state, which stays complete, for as long as the backward needs it.
+
+bitsandbytes 0.47.0 to 0.48.1 are left out: there offloaded 8-bit layers raise anyway, because their
+weights come back from the meta device incomplete.
 """
 
 from __future__ import annotations
@@ -24,8 +27,7 @@ PATCH = Patch(
         "AttributeError: 'NoneType' object has no attribute 'unsqueeze' in the backward of 8-bit "
         "layers that are offloaded; their weights stay on the GPU after the forward"
     ),
-    affects=("transformers", "accelerate", "bitsandbytes"),
-    requires=("int8_params_move",),  # without CB on the weight, a layer has only that of its state
+    affects=("transformers", "accelerate", "bitsandbytes!=0.47.*,!=0.48.0,!=0.48.1"),
     changes=(
         "After each forward, accelerate's AlignDevicesHook removes weight and scales from the "
         "state of an offloaded Linear8bitLt; autograd keeps its own state."
