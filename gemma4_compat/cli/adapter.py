@@ -2,8 +2,8 @@
 
 Reads the header of adapter_model.safetensors and adapter_config.json, and no
 tensor.  With --model, also reads the model's config.json, compares the tensors'
-names and widths with the model's, matches target_modules as PEFT does, and reads
-whether all lora_B of a file on this disk are 0.
+names and shapes with those that PEFT creates for this model, and reads whether
+all lora_B of a file on this disk are 0.
 
 Exit code: 0 the adapter was read, and with --model it loads completely, with
 the named patches or options; 1 it does not fit the model, or only in part; 2

@@ -26,6 +26,7 @@ from ..model.parts import (
     target_parameters,
     tower_of,
 )
+from ..patches._text_model import is_gemma4, name_here
 from ..results import text
 from ..results.result import Result
 
@@ -33,8 +34,15 @@ from ..results.result import Result
 _SETTINGS = (
     "target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
-#: entries of adapter_config.json, and those that count where no pattern matches
-_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+#: the beginning of the names that PEFT loads
+PREFIX = "base_model.model."
+#: what follows the name of the model's layer in the name of an adapter's tensor
+ADAPTER_PART = re.compile(
+    r"\.((lora|hada|lokr|oft|boft|ia3|vera|pvera|hra|fourierft|vblora|randlora|ln_tuning|c3a|road|"
+    r"miss|bone|shira|poly|waveft|delora|gralora|osf|hira|lily)_|token_adapter)"
+)
+#: an adapter's name in a tensor's name; PEFT omits it when it saves
+ADAPTERS_NAME = re.compile(r"(?<=\.lora_A|\.lora_B)\.(?!(weight|bias)$)[^.]+")
 _SUPPORTED, _PATCHED = "supported", "needs the patch clippable_linear"
 _REFUSED = "NOT supported by LoRA"
 _WRAPS = "With clippable_linear (import gemma4_compat first) the adapter wraps the layer inside."
@@ -198,6 +206,21 @@ class BaseModel:
         inner = f"{name}.linear"
         return inner if inner in self.modules and is_clippable(self.modules[name]) else name
 
+    def peft_name(self, name: str) -> str:
+        """The name that PEFT gives a tensor of an adapter's file when it saves it for this model.
+
+        As with the patches ``clippable_linear`` and ``text_model_adapter``.  A name for which the
+        model has no layer is returned as it is.
+        """
+        here = name.removeprefix(PREFIX)
+        if is_gemma4(self.model):
+            here = name_here(self.model, here)
+        layer = layer_of(here)
+        if layer not in self.modules:
+            return name
+        inner = self.inner(layer) if ADAPTER_PART.search(here) else layer
+        return PREFIX + inner + ADAPTERS_NAME.sub("", here.removeprefix(layer))
+
 
 def base_model_of(model: Any) -> BaseModel:
     """The model, or the one that a checkpoint's ``config.json`` describes, on the meta device."""
@@ -220,6 +243,13 @@ def base_model_of(model: Any) -> BaseModel:
     return BaseModel(name, model, modules, method)
 
 
+def layer_of(name: str) -> str:
+    """The model's layer that a tensor of an adapter belongs to."""
+    part = ADAPTER_PART.search(name)
+    layer = name[: part.start()] if part else name.rpartition(".")[0]
+    return layer.removeprefix(PREFIX).replace(".base_layer", "")
+
+
 # -- matching -------------------------------------------------------------------------------------
 
 
@@ -235,7 +265,9 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
     from peft.tuners import tuners_utils
 
     given = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    patterns = [name for which in _PATTERNS for name in settings.get(which) or ()]
+    patterns = [
+        name for which in ("rank_pattern", "alpha_pattern") for name in settings.get(which) or ()
+    ]
     for each in (given.get("target_modules"), given.get("exclude_modules"), *patterns):
         if isinstance(each, str):
             check_expression(each)
@@ -252,22 +284,6 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
         return bool(exists(config, name) and (inner or inner in (False, None)))
 
     return [name for name in base.modules if matches(name)]
-
-
-def pinned(config: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The config in which layers with new names keep the rank and the alpha of their old names."""
-    from peft.utils.other import get_pattern_key
-
-    changed = dict(config)
-    for which, default in _PATTERNS.items() if any(map(config.get, _PATTERNS)) else ():
-        pattern = config.get(which) or {}
-        kept = {}
-        for name, was in names.items():
-            keys = (get_pattern_key(pattern, layer) for layer in was)
-            kept[name] = next((pattern[k] for k in keys if k in pattern), config.get(default))
-        kept = {name: value for name, value in kept.items() if value is not None}
-        changed[which] = {**kept, **pattern}  # the first that matches counts
-    return changed
 
 
 def check_expression(targets: str) -> None:

@@ -176,16 +176,16 @@ def test_e2b_adapter(e2b_dir, tmp_path):
 
 KINDS = {
     "DoRA": (peft.LoraConfig, {"r": 4, "use_dora": True}),
-    "LoHa": (peft.LoHaConfig, {"r": 4}),
-    "LoKr": (peft.LoKrConfig, {"r": 4}),
+    "LOHA": (peft.LoHaConfig, {"r": 4}),
+    "LOKR": (peft.LoKrConfig, {"r": 4}),
     "IA3": (peft.IA3Config, {"feedforward_modules": []}),
     "OFT": (peft.OFTConfig, {"r": 0, "oft_block_size": 32}),
     "BOFT": (peft.BOFTConfig, {}),
     "HRA": (peft.HRAConfig, {"r": 4}),
-    "VeRA": (peft.VeraConfig, {"r": 4}),
-    "AdaLoRA": (peft.AdaLoraConfig, {"init_r": 4, "total_step": 9}),
-    "FourierFT": (peft.FourierFTConfig, {"n_frequency": 9}),
-    "VB-LoRA": (peft.VBLoRAConfig, {"num_vectors": 8, "vector_length": 32}),
+    "VERA": (peft.VeraConfig, {"r": 4}),
+    "ADALORA": (peft.AdaLoraConfig, {"init_r": 4, "total_step": 9}),
+    "FOURIERFT": (peft.FourierFTConfig, {"n_frequency": 9}),
+    "VBLORA": (peft.VBLoRAConfig, {"num_vectors": 8, "vector_length": 32}),
 }
 
 
@@ -329,7 +329,7 @@ def test_for_the_text_only_class_with_other_targets(language_adapter_dir, model_
     folder = changed(language_adapter_dir, tmp_path, target_modules=["q_proj", "k_proj"])
     fit = inspect_adapter(folder, model)
     assert not fit.ok
-    assert "refused 54: target_modules does not name these layers" in reasons(fit)
+    assert "refused 54: adapter_config.json does not ask for them" in reasons(fit)
     with pytest.raises(ValueError, match="target_modules do not match model"):
         peft_loads(model, folder)
 
@@ -373,8 +373,8 @@ def test_for_other_widths(adapter_dir, e2b_dir, tmp_path):
     fit = inspect_adapter(adapter_dir, e2b_dir)
     assert fit.verdict.startswith("does NOT fit: loading it fails; use the model")
     group = next(group for group in fit.groups if group.kind == "refused")
-    assert group.reason.startswith("the widths differ")
-    assert ": width 128, the layer has " in group.example
+    assert group.reason.startswith("PEFT creates other shapes")
+    assert ": shape (4, 128), not (4, " in group.example
     assert not inspect_adapter(adapter_dir, narrow).ok
 
 
@@ -388,7 +388,7 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, cut)
     fit = inspect_adapter(folder, model_dir)
     assert [(group.kind, group.count) for group in fit.groups] == [("refused", 1)]
-    assert "width 64, the layer has 128" in fit.groups[0].example
+    assert "shape (4, 64), not (4, 128)" in fit.groups[0].example
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), folder)
 
@@ -396,7 +396,7 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
 def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, r=16)
     found = inspect_adapter(folder, model_dir)
-    assert f"refused {found.tensors}: their rank is not 16" in reasons(found)
+    assert f"refused {found.tensors}: PEFT creates other shapes" in reasons(found)
     assert found.loads == 0
     assert not found.ok
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -407,7 +407,7 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
     folder = changed(language_adapter_dir, tmp_path, target_modules=r".*language_model.*\.q_proj")
     fit = inspect_adapter(folder, model_dir)
     assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
-    assert "target_modules does not name these layers" in reasons(fit)
+    assert "adapter_config.json does not ask for them" in reasons(fit)
     assert fit.verdict == "fits only in PART"
 
 
@@ -597,14 +597,14 @@ def test_method_that_needs_the_weights(model_dir, tmp_path):
     peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
     fit = inspect_adapter(tmp_path, model_dir)
     assert fit.verdict.startswith(
-        "fits; missing tensors are not checked: PEFT cannot create SHiRA without the model's"
+        "fits; only names are checked: PEFT cannot create SHIRA without weights"
     )
 
 
 def test_weights_without_their_config(language_adapter_dir, model_dir, tmp_path):
     (changed(language_adapter_dir, tmp_path) / "adapter_config.json").unlink()
     fit = inspect_adapter(tmp_path / WEIGHTS, model_dir)
-    assert fit.verdict == "fits; missing tensors are not checked: there is no adapter_config.json"
+    assert fit.verdict == "fits; only names are checked: there is no adapter_config.json"
 
 
 def test_targets_that_peft_refuses(language_adapter_dir, model_dir, tmp_path):
@@ -626,7 +626,7 @@ def test_llama(model_dir, llama_dir, tmp_path):
     assert found.base_model == str(llama_dir)
     assert not found.ok
     assert (found.loads, counts(found, "refused")) == (0, 8)
-    assert "the widths differ: the adapter is for another model" in reasons(found)
+    assert "PEFT creates other shapes for this model" in reasons(found)
     with pytest.raises(RuntimeError, match="size mismatch"):
         peft_loads(load_model(model_dir), tmp_path)
     assert inspect_adapter(tmp_path, llama_dir).ok
