@@ -26,7 +26,6 @@ from ..model.parts import (
     target_parameters,
     tower_of,
 )
-from ..patches._text_model import is_gemma4, name_here
 from ..results import text
 from ..results.result import Result
 
@@ -213,8 +212,10 @@ class BaseModel:
         model has no layer is returned as it is.
         """
         here = name.removeprefix(PREFIX)
-        if is_gemma4(self.model):
-            here = name_here(self.model, here)
+        if self.model.config.model_type.startswith("gemma4"):
+            text_only = here.replace("model.language_model.", "model.", 1)
+            names = (here, text_only, re.sub(r"^model\.", "model.language_model.", text_only))
+            here = next((each for each in names if layer_of(each) in self.modules), here)
         layer = layer_of(here)
         if layer not in self.modules:
             return name
