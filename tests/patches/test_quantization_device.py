@@ -18,7 +18,8 @@ def quantized(values=None):
 
     values = torch.ones(64, 64) if values is None else values
     # bitsandbytes keeps one table of nested quantization, which must not be on meta.
-    return Params4bit(values, requires_grad=False, compress_statistics=False).to("cpu")
+    options = {"compress_statistics": False, "quant_type": "nf4"}
+    return Params4bit(values, requires_grad=False, **options).to("cpu")
 
 
 @pytest.mark.regression("quantization_device", r"the CPU quantized the weight")

@@ -52,11 +52,8 @@ def test_each_model_warns(model_dir, language_adapter_dir, caplog):
     assert len(said(caplog)) == 2
 
 
-def test_unquantized_and_dequantized_models_do_not_warn(model_dir, language_adapter_dir, caplog):
+def test_unquantized_models_do_not_warn(model_dir, language_adapter_dir, caplog):
     adapted(model_dir, language_adapter_dir, None).merge_and_unload()
-    dequantized = adapted(model_dir, language_adapter_dir, "nf4")
-    dequantized.dequantize()
-    dequantized.merge_and_unload()
     assert not said(caplog)
 
 
