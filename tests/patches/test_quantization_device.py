@@ -75,7 +75,7 @@ def test_weights_of_a_model_on_the_gpu(model_dir, kind):
 def test_experts_one_weight_at_a_time(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    support.save_random("Gemma4 experts", tmp_path, num_hidden_layers=3)
+    support.save_random("Gemma4 experts", tmp_path)
     options = {
         "dtype": torch.bfloat16,
         "quantization_config": support.quantization(
