@@ -13,6 +13,7 @@ from .demand import Demand, Job
 from .gpus import Gpu
 
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
+#: In training nothing is copied ahead.
 _STREAMED_LAYERS = 3
 #: Several GPUs are filled so evenly, in bytes.
 _EVEN = 32 * 2**20
@@ -104,11 +105,11 @@ class Placement:
         return self.needed(demand, gpu) + self.spare <= self.gpus[gpu].free
 
     def _streamed(self) -> int:
-        """The GPU memory of offloaded weights during a forward: three layers, or one tensor."""
-        on_cpu = self.offloaded()
+        """The GPU memory of offloaded weights during a forward: some layers, or one tensor."""
+        on_cpu, count = self.offloaded(), 1 if self.job.states else _STREAMED_LAYERS
         layers = sorted(unit.onloaded for unit in on_cpu if unit.layer is not None)
         others = [u.largest for u in on_cpu if u.layer is None and u.part != parts.PLE]
-        return max(sum(layers[-_STREAMED_LAYERS:]), max(others, default=0))
+        return max(sum(layers[-count:]), max(others, default=0))
 
 
 def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Placement:
