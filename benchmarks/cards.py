@@ -3,7 +3,8 @@
 ``python -m benchmarks.cards CACHE OUT [--models 26b] [--cards 12GB] [--jobs QLoRA]`` appends a JSON
 line to OUT for each cell that it lacks: what was planned, and what was measured with the code that
 ``plan`` prints.  PyTorch may reserve the card's memory less half a GiB, for the CUDA context.
-Cards with the same plan share a measurement.
+Cards with the same plan share a measurement.  ``python -m benchmarks.cards --page OUT`` prints the
+tables of ``CARDS.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ def run(cache: Path, out: Path, options: argparse.Namespace) -> None:
             "context": own.longest_context,
             "cpu": [name for name, device in own.device_map.items() if device == "cpu"],
             "CPU GiB": own.cpu / measure.GIB,
+            "GPU": _gib(own, lambda row: sum(row.gpus)),
+            "CPU": _gib(own, lambda row: row.cpu),
         }
         alike = (
             each["cell"][1]
@@ -199,10 +202,86 @@ def run(cache: Path, out: Path, options: argparse.Namespace) -> None:
             lines.write(json.dumps(line) + "\n")
 
 
+def _gib(own: Any, of: Callable[[Any], int]) -> dict[str, float]:
+    """GiB of the rows of a plan, by their kind; weights by their part."""
+    rows = ((row.name if row.kind == "weights" else row.kind, of(row)) for row in own.memory)
+    return {name: taken / measure.GIB for name, taken in rows if taken}
+
+
+def page(cells: list[dict[str, Any]]) -> str:
+    """The tables of CARDS.md."""
+    found = {tuple(each["cell"]): each for each in cells}
+    lines = []
+    for job, head in _HEADS.items():
+        lines += [f"## {_TITLES[job]}", "", head, "|---" * (head.count("|") - 1) + "|"]
+        for (shape, card, of), each in found.items():
+            if of == job:
+                known = found[shape, each["as"], of] if "as" in each else each
+                row = _ROWS[job](each, known)
+                lines.append(f"| {_NAMES[shape]} | {card.replace('GB', ' GB')} | {row} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+_NAMES = {"e2b": "E2B", "e4b": "E4B", "12b": "12B", "26b": "26B-A4B", "31b": "31B"}
+_TITLES = {
+    "generate": "Generate at 32,768 tokens, with a static cache",
+    "QLoRA": "QLoRA of 2,048 tokens",
+    "experts": "LoRA on the experts, too",
+}
+_TRAINED = (
+    "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | s a step | copied to "
+    "the GPU a step, GB | loading, s | CPU memory GiB |"
+)
+_HEADS = {
+    "generate": "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | tokens/s "
+    "| prompt s | tokens/s, fast | prompt s, fast | loading, s | CPU memory GiB |",
+    "QLoRA": _TRAINED,
+    "experts": _TRAINED,
+}
+
+
+def _generated(line: dict[str, Any], known: dict[str, Any]) -> str:
+    if "exact" not in known:
+        return _unmeasured(line, 9)
+    exact, fast = known["exact"], known["fast"]
+    peak = max(exact["reserved GiB"], fast["reserved GiB"])
+    speeds = (f"{way['tokens/s']:.0f} | {way['prompt s']:.0f}" for way in (exact, fast))
+    return f"{_planned(line)} | {peak:.2f} | {' | '.join(speeds)} | {_loaded(line, known)}"
+
+
+def _stepped(line: dict[str, Any], known: dict[str, Any]) -> str:
+    if "s a step" not in known:
+        return _unmeasured(line, 7)
+    copied = known["link"]["HtoD bytes"] / 1e9
+    step = f"{known['s a step']:.2f} | {copied:.1f}"
+    return f"{_planned(line)} | {known['reserved GiB']:.2f} | {step} | {_loaded(line, known)}"
+
+
+_ROWS = {"generate": _generated, "QLoRA": _stepped, "experts": _stepped}
+
+
+def _planned(line: dict[str, Any]) -> str:
+    layers = sum(".layers." in name for name in line["cpu"])
+    return f"{layers} | {line['needed GiB'] - CONTEXT / measure.GIB:.2f}"
+
+
+def _loaded(line: dict[str, Any], known: dict[str, Any]) -> str:
+    return f"{known['load s']:.0f} | {line['CPU GiB']:.1f}"
+
+
+def _unmeasured(line: dict[str, Any], columns: int) -> str:
+    """A cell that the plan or the measurement refuses."""
+    most = f"up to {line['context']:,} tokens" if line["context"] else "does not fit"
+    text = most if line.get("fits") is False else line.get("error", "not measured")[-60:]
+    return " | ".join([text, *[""] * (columns - 1)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cache", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("cache", type=Path, nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--page", type=Path, metavar="OUT")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--cards", nargs="+", default=list(CARDS))
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
@@ -210,7 +289,9 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=60, help="seconds that a cell may need")
     parser.add_argument("--cell", nargs=3)
     options = parser.parse_args()
-    if options.cell:
+    if options.page:
+        print(page([json.loads(line) for line in options.page.read_text().splitlines()]))
+    elif options.cell:
         shape, card, job = options.cell
         print(json.dumps(cell(options.cache / shape, shape, card, job)))
     else:

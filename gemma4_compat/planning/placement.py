@@ -13,7 +13,7 @@ from .demand import Demand, Job
 from .gpus import Gpu
 
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
-#: In training nothing is copied ahead.
+#: Experts are not copied ahead, and in training nothing is.
 _STREAMED_LAYERS = 3
 #: Several GPUs are filled so evenly, in bytes.
 _EVEN = 32 * 2**20
@@ -25,7 +25,8 @@ class Unit:
 
     The rest has no modules, and stays on GPU 0.  ``weights`` are the bytes on a GPU, ``buffers``
     are on a GPU always, ``onloaded`` and ``largest`` are the bytes of all weights, and of the
-    largest one, while an offloaded unit computes.  ``device`` is the index of a GPU, or "cpu".
+    largest one, while an offloaded unit computes; ``experts`` are those of experts, which
+    ``onloaded`` leaves out.  ``device`` is the index of a GPU, or "cpu".
     """
 
     part: str
@@ -35,6 +36,7 @@ class Unit:
     buffers: int = 0
     adapter: int = 0
     onloaded: int = 0
+    experts: int = 0
     largest: int = 0
     device: int | str = 0
 
@@ -109,7 +111,8 @@ class Placement:
         on_cpu, count = self.offloaded(), 1 if self.job.states else _STREAMED_LAYERS
         layers = sorted(unit.onloaded for unit in on_cpu if unit.layer is not None)
         others = [u.largest for u in on_cpu if u.layer is None and u.part != parts.PLE]
-        return max(sum(layers[-count:]), max(others, default=0))
+        experts = max((unit.experts for unit in on_cpu), default=0)
+        return max(sum(layers[-count:]) + experts, max(others, default=0))
 
 
 def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Placement:
@@ -182,7 +185,10 @@ def units_of(
             owner(tensor.name).weights += tensor.on_cuda
     for name, taken in onloaded.items():
         unit = owner(name)
-        unit.onloaded += taken
+        if ".experts." in name:
+            unit.experts += taken
+        else:
+            unit.onloaded += taken
         unit.largest = max(unit.largest, taken)
     for tensor in adapter:
         owner(tensor.name.removeprefix("base_model.model.")).adapter += tensor.on_cuda
