@@ -41,9 +41,8 @@ def rehearse(base: Path, adapter: Path) -> None:
             f"{missing[0]}"
         )
     with failures_of(f"{adapter} does not fit {base}"):
-        found = inspect_adapter(adapter, model) if exists(adapter / ADAPTER_WEIGHTS) else None
-        groups = found.groups if found is not None and found.loads else ()  # else loading raises
-        for group in (each for each in groups if each.kind == "missing"):
+        found = inspect_adapter(adapter, model).groups if exists(adapter / ADAPTER_WEIGHTS) else ()
+        for group in (each for each in found if each.kind == "missing"):
             raise InputError(
                 f"{adapter}: lacks {plural(group.count, 'tensor')} that its {ADAPTER_CONFIG} asks "
                 f"for, such as {group.example}: PEFT would begin with new ones, which are not "
