@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint, measure
+from . import checkpoint, decoding, measure, training
 
 CARDS = ("6GB", "8GB", "12GB", "16GB", "24GB")
 MODELS = ("e2b", "e4b", "12b", "26b", "31b")
@@ -29,8 +29,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "QLoRA": {"context": 2048, "train": True},
     "experts": {"context": 2048, "train": True},  # of 26B: LoRA on the experts too
 }
-#: what the CUDA context takes, which a limit of PyTorch's allocator does not count
-CONTEXT = 2**29
 _EXPERTS = '    target_parameters=["experts.gate_up_proj", "experts.down_proj"],\n    task_type='
 #: decoded tokens that are timed, and tokens that remain for them
 STEPS, ANSWER = 32, 64
@@ -53,7 +51,7 @@ def cell(folder: Path, shape: str, card: str, job: str) -> dict[str, Any]:
     start = time.perf_counter()
     own = planned(folder, card, job)
     figures: dict[str, Any] = {"plan s": time.perf_counter() - start}
-    limit = own.gpus[0].free - CONTEXT
+    limit = own.gpus[0].free - own.gpus[0].outside
     torch.cuda.set_per_process_memory_fraction(
         limit / torch.cuda.get_device_properties(0).total_memory
     )
@@ -61,22 +59,23 @@ def cell(folder: Path, shape: str, card: str, job: str) -> dict[str, Any]:
         gemma4_compat.install("fast")  # before loading: hooks keep the functions that they find
     code = own.code.replace("    task_type=", _EXPERTS) if job == "experts" else own.code
     start = time.perf_counter()
-    exec(code, names := {})
+    names: dict[str, Any] = {}
+    exec(code, names)
     torch.cuda.synchronize()
     figures["load s"] = time.perf_counter() - start
-    figures["load peak GiB"] = torch.cuda.max_memory_allocated() / measure.GIB
+    figures["load peak GiB"] = measure.peak()
     model = names["model"]
     run = _generate if job == "generate" else _train
     figures |= run(model, JOBS[job]["context"])
-    figures["host GiB"] = _host_gib()
+    figures["host GiB"] = measure.host_memory() / measure.GIB
     return figures
 
 
-def _peaks() -> dict[str, float]:
+def _peaks() -> dict[str, float | None]:
     import torch
 
     return {
-        "allocated GiB": torch.cuda.max_memory_allocated() / measure.GIB,
+        "allocated GiB": measure.peak(),
         "reserved GiB": torch.cuda.max_memory_reserved() / measure.GIB,
     }
 
@@ -93,16 +92,12 @@ def _generate(model: Any, context: int) -> dict[str, Any]:
     prompt = text.tokens(1, context - ANSWER)
 
     def generate(count: int, **options: Any) -> Any:
-        return model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-            max_new_tokens=count, min_new_tokens=count, prefill_chunk_size=2048,
-            cache_implementation="static", **options,
-        )  # fmt: skip
+        return decoding.call(model, prompt, count, "captured", prefill_chunk_size=2048, **options)
 
     found: dict[str, Any] = {}
     for name, context_of in (("exact", gemma4_compat.disabled("fast")), ("fast", nullcontext())):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        measure.reset_peak()
         with context_of:
             start = time.perf_counter()
             steps = measure.token_seconds(generate, STEPS)[4:]
@@ -115,39 +110,18 @@ def _generate(model: Any, context: int) -> dict[str, Any]:
 
 
 def _train(model: Any, length: int) -> dict[str, Any]:
-    import torch
 
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    ids = measure.Text(model.config.get_text_config().vocab_size).tokens(1, length)
-    inputs = {
-        "input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": torch.zeros_like(ids),
-    }  # fmt: skip
-
-    def step() -> None:
-        model(**inputs, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    torch.cuda.reset_peak_memory_stats()
+    step = training.MAKE["loop"](model.train(), 1, length)
+    measure.reset_peak()
     first = [measure.seconds(step) for _ in range(2)]
     times = [measure.seconds(step) for _ in range(ROUNDS)]
     return {
         "s a step": statistics.median(times),
         "first steps s": first,
-        "trained": sum(parameter.numel() for parameter in trained),
+        "trained": sum(each.numel() for each in model.parameters() if each.requires_grad),
         **_peaks(),
         "link": measure.traced(step),
     }
-
-
-def _host_gib() -> float:
-    """Memory of this process, page-locked memory included."""
-    status = Path("/proc/self/status").read_text()
-    kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
-    return kib["RssAnon:"] / 2**20
 
 
 def cells(models: list[str], cards: list[str], jobs: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -230,8 +204,8 @@ _TITLES = {
     "experts": "LoRA on the experts, too",
 }
 _TRAINED = (
-    "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | s a step | copied to "
-    "the GPU a step, GB | loading, s | CPU memory GiB |"
+    "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | s a step "
+    "| loading, s | CPU memory GiB |"
 )
 _HEADS = {
     "generate": "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | tokens/s "
@@ -252,10 +226,9 @@ def _generated(line: dict[str, Any], known: dict[str, Any]) -> str:
 
 def _stepped(line: dict[str, Any], known: dict[str, Any]) -> str:
     if "s a step" not in known:
-        return _unmeasured(line, 7)
-    copied = known["link"]["HtoD bytes"] / 1e9
-    step = f"{known['s a step']:.2f} | {copied:.1f}"
-    return f"{_planned(line)} | {known['reserved GiB']:.2f} | {step} | {_loaded(line, known)}"
+        return _unmeasured(line, 6)
+    step = f"{known['reserved GiB']:.2f} | {known['s a step']:.2f}"
+    return f"{_planned(line)} | {step} | {_loaded(line, known)}"
 
 
 _ROWS = {"generate": _generated, "QLoRA": _stepped, "experts": _stepped}
@@ -263,7 +236,7 @@ _ROWS = {"generate": _generated, "QLoRA": _stepped, "experts": _stepped}
 
 def _planned(line: dict[str, Any]) -> str:
     layers = sum(".layers." in name for name in line["cpu"])
-    return f"{layers} | {line['needed GiB'] - CONTEXT / measure.GIB:.2f}"
+    return f"{layers} | {line['needed GiB'] - line['GPU']['outside']:.2f}"
 
 
 def _loaded(line: dict[str, Any], known: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import gemma4_compat
 
 from .cases import CASES, load
-from .measure import peak, reset_peak, seconds, token_seconds
+from .measure import host_memory, peak, reset_peak, seconds, token_seconds
 
 #: the arguments of ``generate`` for each way to decode
 WAYS: dict[str, dict[str, Any]] = {
@@ -150,13 +150,6 @@ def chat(model: Any, way: str, turns: int = 10, answer: int = 32) -> float:
             ids = call(model, torch.cat([ids, prompt(20, turn)], dim=1), answer, way)
 
     return seconds(turns_of_both)
-
-
-def host_memory() -> int:
-    """Bytes of memory of this process, page-locked memory included."""
-    status = Path("/proc/self/status").read_text()
-    kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
-    return 1024 * kib["RssAnon:"]
 
 
 def snapshot_ms(model: Any) -> float:

@@ -60,6 +60,13 @@ def peak() -> float | None:
     return torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
 
 
+def host_memory() -> int:
+    """Bytes of memory of this process, page-locked memory included."""
+    status = Path("/proc/self/status").read_text()
+    kib = {line.split()[0]: int(line.split()[1]) for line in status.splitlines() if "kB" in line}
+    return 1024 * kib["RssAnon:"]
+
+
 def largest(model: Any) -> float | None:
     """GiB of the largest tensor on the GPU; ``None`` if there is none."""
     tensors = itertools.chain(model.parameters(), model.buffers())
