@@ -15,10 +15,11 @@ from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
 from gemma4_compat.planning import Gpu, Plan, gpus, parse_gpu, parse_size, plan
-from gemma4_compat.planning.demand import generating, kv_cache
+from gemma4_compat.planning.demand import Demand, Job, generating, kv_cache, onloaded_bytes
+from gemma4_compat.planning.placement import Placement, units_of
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
-from tests.support import load_model, run_command
+from tests.support import load_model, run_command, save_random
 
 pytest.importorskip("bitsandbytes")
 
@@ -488,3 +489,32 @@ def test_a_rank_without_a_new_adapter_is_refused(model_dir, adapter_dir, capsys)
 def test_another_model_is_said(llama_dir):
     text = str(plan(llama_dir, "12GiB", context=64))
     assert "LlamaForCausalLM is no Gemma 4" in text
+
+
+@pytest.mark.parametrize("states", [0, 3], ids=["generate", "train"])
+@pytest.mark.parametrize("quant", ["nf4", "bf16"])
+def test_offloaded_experts_on_the_gpu(tmp_path, quant, states):
+    """Three layers with all that is copied ahead: only experts in 4 bits are not."""
+    save_random("Gemma4 experts", tmp_path)
+    model = meta.meta_model(tmp_path, meta.bnb_config(quant))
+    whole = sizes.tensor_sizes(model)
+    units = units_of(model, whole, onloaded_bytes(model, whole, quant), ())
+    layers, experts = {}, {}
+    if quant == "nf4":
+        taken = {each.name: each.on_cuda for each in whole if not each.buffer}
+    else:
+        taken = {name: 2 * each.numel() for name, each in model.named_parameters()}
+    for name, size in taken.items():
+        if (found := re.search(r"layers\.(\d+)\.", name)) is not None:
+            own = experts if quant == "nf4" and ".experts." in name else layers
+            own[found[1]] = own.get(found[1], 0) + size
+    for unit in units:
+        if unit.layer is not None:
+            unit.device = "cpu"
+    job = Job((), states, lambda context: {}, lambda context: 0)
+    placement = Placement(units, (parse_gpu("24GiB"),), job)
+    count = 1 if states else 3
+    expected = sum(sorted(layers.values())[-count:]) + max(experts.values(), default=0)
+    assert len(layers) > 3
+    assert max(experts.values(), default=0) > 0 or quant == "bf16"
+    assert placement.activations(Demand(1, {}, 0), 0) == expected

@@ -13,7 +13,7 @@ from .demand import Demand, Job
 from .gpus import Gpu
 
 #: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
-#: Experts are not copied ahead, and in training nothing is.
+#: Experts in 4 bits are not copied ahead, and in training nothing is.
 _STREAMED_LAYERS = 3
 #: Several GPUs are filled so evenly, in bytes.
 _EVEN = 32 * 2**20
@@ -25,8 +25,8 @@ class Unit:
 
     The rest has no modules, and stays on GPU 0.  ``weights`` are the bytes on a GPU, ``buffers``
     are on a GPU always, ``onloaded`` and ``largest`` are the bytes of all weights, and of the
-    largest one, while an offloaded unit computes; ``experts`` are those of experts, which
-    ``onloaded`` leaves out.  ``device`` is the index of a GPU, or "cpu".
+    largest one, while an offloaded unit computes; ``experts`` are those of experts in 4
+    bits, which ``onloaded`` leaves out.  ``device`` is the index of a GPU, or "cpu".
     """
 
     part: str
@@ -178,14 +178,19 @@ def units_of(
     def owner(name: str) -> Unit:
         return owners[covering(name, owners) or ""]
 
+    packed: set[str] = set()  # the modules of experts in 4 bits
     for tensor in whole:
+        before, is_expert, name = tensor.name.partition(".experts.")
+        if is_expert and name.endswith(".absmax"):
+            packed.add(before)
         if tensor.buffer:
             owner(tensor.name).buffers += tensor.on_cuda
         else:
             owner(tensor.name).weights += tensor.on_cuda
     for name, taken in onloaded.items():
         unit = owner(name)
-        if ".experts." in name:
+        before, is_expert, _ = name.partition(".experts.")
+        if is_expert and before in packed:
             unit.experts += taken
         else:
             unit.onloaded += taken
