@@ -52,6 +52,14 @@ def test_the_same_device(model_dir, kind):
     assert_same(logits(model), logits(load_model(model_dir, kind)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", torch.device("cuda:0")], ids=repr)
+def test_without_a_gpu_the_cpu_quantizes(device):
+    with gemma4_compat.quantize_on(device):
+        weight = quantized()
+    assert weight.device.type == "cpu"
+
+
 def same_weights(one, other):
     states, expected = one.state_dict(), other.state_dict()
     assert states.keys() == expected.keys()

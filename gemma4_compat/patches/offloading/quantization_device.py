@@ -64,7 +64,7 @@ def quantize_on(device: int | str) -> Iterator[None]:
     """
     import torch
 
-    usable = isinstance(device, str) or torch.accelerator.is_available()
+    usable = torch.accelerator.is_available() or str(device) in ("cpu", "meta")
     token = _device.set(torch.device(device) if usable else None)
     try:
         yield
