@@ -327,12 +327,9 @@ def _problem(entry: Entry, key: str, created: _Tensors, base: BaseModel) -> Grou
 
 def _missing(held: Collection[str], created: _Tensors, base: BaseModel) -> Iterator[Group]:
     """The tensors that the file lacks, in towers of which it has some layers of this model."""
-    towers = {tower_of("")}  # of what all layers share
-    for key in held:
-        made = created.get(key)
-        is_adapters = ADAPTER_PART.search(key) and layer_of(key) in base.modules
-        if is_adapters or (made is not None and made.kind):
-            towers.add(tower_of(key))
+    saved = {key for key, made in created.items() if made.kind}
+    adapted = {key for key in held if ADAPTER_PART.search(key) and layer_of(key) in base.modules}
+    towers = {tower_of(key) for key in adapted | saved.intersection(held)} | {tower_of("")}
     shared = shared_layers(base.model.config)
     for key, made in created.items():
         if key in held or not made.kind or is_shared_kv(key, shared):
