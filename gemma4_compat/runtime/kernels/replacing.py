@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 @cache
-def plain() -> Callable[[Any], bool]:
+def plain(gradients: bool = False) -> Callable[[Any], bool]:
     """A function that says whether only the values of this tensor decide what PyTorch computes.
 
     That is a tensor on a GPU, without gradients, autocast, tracing, transforms or modes, which
-    would see the operators.
+    would see the operators.  With ``gradients``, they are enabled, and autocast may be.
     """
     import torch
     from torch.autograd import forward_ad
@@ -45,8 +45,7 @@ def plain() -> Callable[[Any], bool]:
             not is_compiling()
             and type(tensor) is Tensor
             and tensor.is_cuda
-            and not has_gradients()
-            and not autocasts("cuda")
+            and (has_gradients() if gradients else not has_gradients() and not autocasts("cuda"))
             and not modes()
             and (not function_modes() or are_defaults())
             and transform() is None

@@ -4,8 +4,8 @@
 // (input_vectorized_thread_reduce_impl and block_x_reduce in ATen/native/cuda/Reduce.cuh), and each
 // step is rounded as in a kernel of its own.  So the output equals PyTorch's bit for bit.
 //
-// Constants from the compiler's command line: INPUT and WEIGHT, the dtypes (0: no weight); THREADS,
-// the most in a block; HALVING, if a warp adds its halves first, as newer releases of PyTorch do, and
+// Constants from the compiler's command line: INPUT, OUTPUT and WEIGHT, the dtypes (0: no weight);
+// THREADS, the most in a block; HALVING, if a warp adds its halves first, as newer releases of PyTorch do, and
 // not its neighbors.
 
 #include "values.cuh"
@@ -15,6 +15,7 @@ __device__ __forceinline__ float sum_of(float value) {
     __shared__ float sums[THREADS];
     const int thread = threadIdx.x;
     if (blockDim.x > 32) {
+        __syncthreads();  // all have read the sum before
         sums[thread] = value;
         for (int half = blockDim.x / 2; half >= 32; half /= 2) {
             __syncthreads();
@@ -32,9 +33,16 @@ __device__ __forceinline__ float sum_of(float value) {
     return sums[0];
 }
 
+__device__ __forceinline__ float sum_of_four(const float* values) {
+    float sum = values[0];
+#pragma unroll
+    for (int j = 1; j < 4; j++) sum = __fadd_rn(sum, values[j]);
+    return sum_of(sum);
+}
+
 // A block has several rows only if each has one warp.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
-    Four<INPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
+    Four<OUTPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
     const Four<WEIGHT>* __restrict__ weight, long long rows, int fours, float factor, float eps
 ) {
     const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
@@ -51,13 +59,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
             squares[j] = __fadd_rn(squares[j], __fmul_rn(value, value));
         }
     }
-    float sum = squares[0];
-#pragma unroll
-    for (int j = 1; j < 4; j++) sum = __fadd_rn(sum, squares[j]);
-    const float scale = rsqrtf(__fadd_rn(__fmul_rn(sum_of(sum), factor), eps));
+    const float scale = rsqrtf(__fadd_rn(__fmul_rn(sum_of_four(squares), factor), eps));
 #pragma unroll 4
     for (int i = threadIdx.x; i < fours; i += blockDim.x) {
-        Four<INPUT> four = in[i];
+        const Four<INPUT> four = in[i];
+        Four<OUTPUT> result;
 #if WEIGHT
         const Four<WEIGHT> weights = weight[i];
 #endif
@@ -67,7 +73,64 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #if WEIGHT
             value = __fmul_rn(value, weights.values[j].get());
 #endif
-            four.values[j].set(value);
+            result.values[j].set(value);
+        }
+        out[i] = result;
+    }
+}
+
+// The gradient of the input, from that of the output.  With s = mean(in * in) + eps, autograd adds
+//   grad * weight * s^-0.5  and  sum(grad * weight * in) * (-0.5 * s^-1.5) / size * (2 * in).
+// The rows of grad are in the order batch, head, token, and those of the others batch, token, head.
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_gradient(
+    Four<INPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
+    const Four<OUTPUT>* __restrict__ grad, const Four<WEIGHT>* __restrict__ weight, long long heads,
+    long long tokens, long long rows, int fours, float factor, float eps
+) {
+    const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows) return;
+    in += row * fours;
+    out += row * fours;
+    const size_t sequence = row / (heads * tokens), token = row / heads % tokens;
+    grad += ((sequence * heads + row % heads) * tokens + token) * fours;
+    float squares[4] = {}, products[4] = {};
+#pragma unroll 2
+    for (int i = threadIdx.x; i < fours; i += blockDim.x) {
+        const Four<INPUT> four = in[i];
+        const Four<OUTPUT> gradients = grad[i];
+#if WEIGHT
+        const Four<WEIGHT> weights = weight[i];
+#endif
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float value = four.values[j].get();
+            float gradient = gradients.values[j].get();
+#if WEIGHT
+            gradient = __fmul_rn(gradient, weights.values[j].get());
+#endif
+            squares[j] = __fadd_rn(squares[j], __fmul_rn(value, value));
+            products[j] = __fadd_rn(products[j], __fmul_rn(gradient, value));
+        }
+    }
+    const float mean = __fadd_rn(__fmul_rn(sum_of_four(squares), factor), eps);
+    const float scale = rsqrtf(mean);
+    const float slope = __fmul_rn(sum_of_four(products), __fmul_rn(-0.5f, powf(mean, -1.5f)));
+    const float each = __fmul_rn(slope, factor);
+#pragma unroll 2
+    for (int i = threadIdx.x; i < fours; i += blockDim.x) {
+        Four<INPUT> four = in[i];
+        const Four<OUTPUT> gradients = grad[i];
+#if WEIGHT
+        const Four<WEIGHT> weights = weight[i];
+#endif
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float gradient = gradients.values[j].get();
+#if WEIGHT
+            gradient = __fmul_rn(gradient, weights.values[j].get());
+#endif
+            const float twice = __fmul_rn(2.f, four.values[j].get());
+            four.values[j].set(__fadd_rn(__fmul_rn(gradient, scale), __fmul_rn(each, twice)));
         }
         out[i] = four;
     }

@@ -1,17 +1,18 @@
 """Computes an RMS norm in one kernel (``rms_norm.cu``).
 
-transformers computes it in nine kernels.  For few tokens each of them takes longer to start than to
-run: a token of E2B has 242 norms.  For many tokens, each of them reads and writes all values in
-float32.
+transformers computes it in nine kernels, and its gradient in fourteen.  For few tokens each of them
+takes longer to start than to run: a token of E2B has 242 norms.  For many tokens, each of them
+reads and writes all values in float32.
 
 The kernel's output equals that of the nine bit for bit, because it adds the squares in the same
 order.  PyTorch does not document that order.  So the kernel is compared with the norm itself,
 before its first use for norms and inputs of a kind: in float32, where another order shows, and in
-the dtype of the input.
+the dtype of the input.  The kernel of the gradient (``rms_norm_gradient.py``) likewise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,21 @@ _ALIGNMENT = 16  # bytes of the longest load
 _VALUES = 1 << 19  # of the trial with most rows
 
 
-class _Launch:
-    """How the kernel is launched for one kind of norms and inputs."""
+class Launch:
+    """How a kernel is launched for one kind of norms and inputs; ``passed`` are its pointers."""
 
-    def __init__(self, kernel: compiler.Kernel, rows: int, size: int, eps: float) -> None:
+    def __init__(
+        self, kernel: compiler.Kernel, rows: int, size: int, eps: float, passed: int
+    ) -> None:
         threads = _threads(rows, size // 4)
         self.rows_in_block = _ROWS_IN_BLOCK if threads == _WARP else 1
         numbers = size // 4, 1 / size, eps
-        self.launch = compiler.launcher(kernel, 4, numbers, (threads, self.rows_in_block))
+        self.launch = compiler.launcher(kernel, passed, numbers, (threads, self.rows_in_block))
         # PyTorch's factor is the number of rows divided by that of values, both in float32.
         self.most_rows = (1 << 24) // (size // (size & -size))
+
+    def __call__(self, stream: int, rows: int, *pointers: int) -> None:
+        self.launch(-(-rows // self.rows_in_block), stream, *pointers, rows)
 
 
 def in_one_kernel(original: Any) -> Any:
@@ -56,10 +62,13 @@ def in_one_kernel(original: Any) -> Any:
     import torch
     from torch.nn import Parameter
 
-    is_plain, get_device, stream_of = plain(), current_device(), raw_stream()
+    from .rms_norm_gradient import with_gradient
+
+    is_plain, is_trained = plain(), plain(gradients=True)
+    get_device, stream_of = current_device(), raw_stream()
     known, Tensor, empty_like = LAUNCHER.kinds, torch.Tensor, torch.empty_like
 
-    def output(self: Any, inputs: Any, index: int) -> Any:
+    def output(self: Any, inputs: Any, index: int, trained: bool) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
         own, shape = self.__dict__, inputs.shape
         eps = own.get("eps")
@@ -82,6 +91,8 @@ def in_one_kernel(original: Any) -> Any:
         rows, cls = inputs.numel() // size, type(self)
         few = rows if rows < _MANY_ROWS else _MANY_ROWS
         key = original, cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
+        if trained and (inputs.requires_grad or (weight is not None and weight.requires_grad)):
+            return differentiable(self, inputs, weight, key)
         kind = known.get(key)
         if kind is None:
             compare = key, inputs.device, _equal_kind, original, self, inputs, weight
@@ -89,29 +100,60 @@ def in_one_kernel(original: Any) -> Any:
         if kind is None or rows > kind.most_rows:
             return None
         try:
-            out, blocks = empty_like(inputs), -(-rows // kind.rows_in_block)
-            kind.launch(blocks, stream_of(index), out.data_ptr(), pointer, weights, rows)
+            out = empty_like(inputs)
+            kind(stream_of(index), rows, out.data_ptr(), pointer, weights)
         except Exception as error:  # the original raises it, too, or needs less memory
             return LAUNCHER.failed(key, inputs.device, error)
         return out
 
+    differentiable = with_gradient(original)
+
     @wraps(original)
     def forward(self: Any, hidden_states: Any) -> Any:
-        out = None
-        if is_plain(hidden_states):
+        out, trained = None, False
+        if is_plain(hidden_states) or (trained := is_trained(hidden_states)):
             index = hidden_states.get_device()
             if get_device() == index:
-                out = output(self, hidden_states, index)
+                out = output(self, hidden_states, index, trained)
             else:
                 with torch.cuda.device(index):
-                    out = output(self, hidden_states, index)
+                    out = output(self, hidden_states, index, trained)
         return original(self, hidden_states) if out is None else out
 
     return forward
 
 
-def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Launch | None:
+def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> Launch | None:
     """The kind whose outputs equal those of a norm bit for bit; ``None`` if it computes none."""
+    import torch
+
+    stream = raw_stream()(inputs.get_device())
+
+    def compare(kind: Launch, trial: Any, weights: int) -> None:
+        out = torch.full_like(trial, float("nan"))
+        kind(stream, len(trial), out.data_ptr(), trial.data_ptr(), weights)
+        require_equal(out, original(module, trial))
+
+    kinds = compared(module, inputs, weight, {"rms_norm": 4}, compare)
+    return None if kinds is None else kinds[0]
+
+
+def compared(
+    module: Any,
+    inputs: Any,
+    weight: Any,
+    kernels: dict[str, int],
+    compare: Callable[..., None],
+    read: Any = None,
+) -> list[Launch] | None:
+    """The kinds of kernels for these inputs, after comparisons; ``None`` if they compute none.
+
+    Args:
+        kernels: Their names, and how many pointers and numbers each of them gets.
+        compare: Raises a ``KernelError`` if the kinds that it gets compute anything else for a
+            trial than the original.  It gets a pointer to the weight as well.
+        read: The dtype that the kernels read; by default that of the inputs.
+    """
     import torch
 
     size, device, numbers = inputs.shape[-1], inputs.device, {None: 0, **dtypes()}
@@ -120,35 +162,32 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> _Launch
         return None
     if getattr(module, "weight", None) is not weight:  # a user's class may have such a property
         return None
-    stream, rows = raw_stream()(inputs.get_device()), min(inputs.numel() // size, _MANY_ROWS)
+    rows = min(inputs.numel() // size, _MANY_ROWS)
     rows = 1 << (rows.bit_length() - 1)
     counts = enumerate((*_TRIALS * [rows], _VALUES // size))
     trials = [4 * pattern((count, size), torch.float32, device, seed) for seed, count in counts]
 
-    def kind_of(count: int, of: Any, halving: bool) -> _Launch:
-        constants = {"INPUT": numbers[of], "WEIGHT": numbers[dtype], "HALVING": int(halving)}
-        constants["THREADS"] = _MAX_THREADS
-        kernel = compiler.compiled(_FILE, "rms_norm", device, **constants)
-        return _Launch(kernel, count, size, module.eps)
-
-    def compare(trial: Any, halving: bool) -> None:
-        count, out = len(trial), torch.full_like(trial, float("nan"))
-        kind = kind_of(count, trial.dtype, halving)
-        pointers = out.data_ptr(), trial.data_ptr(), weights, count
-        kind.launch(-(-count // kind.rows_in_block), stream, *pointers)
-        require_equal(out, original(module, trial))
+    def kinds_of(count: int, of: Any, halving: bool) -> list[Launch]:
+        constants = {"INPUT": numbers[read or of], "OUTPUT": numbers[of], "WEIGHT": numbers[dtype]}
+        constants |= {"HALVING": int(halving), "THREADS": _MAX_THREADS}
+        return [
+            Launch(
+                compiler.compiled(_FILE, n, device, **constants), count, size, module.eps, passed
+            )
+            for n, passed in kernels.items()
+        ]
 
     for halving in (True, False):
         try:
             for of in (torch.float32, inputs.dtype):
                 for trial in trials:
-                    compare(trial.to(of), halving)
+                    compare(*kinds_of(len(trial), of, halving), trial.to(of), weights)
         except compiler.KernelError:
             if not halving:
                 raise
         else:
             break
-    return kind_of(rows, inputs.dtype, halving)
+    return kinds_of(rows, inputs.dtype, halving)
 
 
 def _threads(rows: int, fours: int) -> int:
