@@ -16,7 +16,7 @@ from gemma4_compat.runtime.kernels import (
     one_row_4bit,
     one_row_lora,
     one_token_attention,
-    rms_norm,
+    rms_norm_launch,
     rotary,
     token_loss,
 )  # fmt: skip
@@ -275,6 +275,17 @@ def norms():
     return module(inputs), original(module, inputs)
 
 
+def gradients():
+    from tests.runtime.test_rms_norm import norm_of, original
+
+    module = norm_of(256).requires_grad_(False)
+    inputs = torch.randn(2, 7, 3, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(2, 3, 7, 256, device=GPU, dtype=torch.bfloat16).transpose(1, 2)
+    with torch.enable_grad():
+        found = module(inputs), original(module, inputs)
+        return tuple(torch.autograd.grad(out, inputs, grad)[0] for out in found)
+
+
 def rotations():
     from tests.runtime.test_rotary import held, inputs_of
 
@@ -345,8 +356,11 @@ def experts():
 #: Of each kernel: the module, a function that returns the results with and without it, and lines
 #: that make the kernel plainly wrong.
 CASES = {
-    "rms_norm": (rms_norm, norms, [
+    "rms_norm": (rms_norm_launch, norms, [
         ("factor), eps)", "factor * 1.01f), eps)"), ("i < fours;", "i < fours - 1;"),
+    ]),
+    "rms_norm_gradient": (rms_norm_launch, gradients, [
+        ("-0.5f, powf", "-0.51f, powf"), ("row % heads) * tokens", "row % heads) * heads"),
     ]),
     "rotary": (rotary, rotations, [
         ("-two.values[j].get()", "two.values[j].get()"), ("2 * (row /", "0 * (row /"),
@@ -382,6 +396,10 @@ CASES = {
 }  # fmt: skip
 
 
+#: Their results equal those of PyTorch's kernels.
+EXACT = {"rms_norm", "rms_norm_gradient", "rotary"}
+
+
 def module_of(name):
     from gemma4_compat.runtime.experts import kernel
 
@@ -411,14 +429,16 @@ def test_the_first_call(name, capsys):
         print(f"\n{name}: {first:.3f} s with the compiler, {compared - again:.3f} s to compare")
     assert not launch.without()
     assert module_of(name).LAUNCHER.kinds
-    assert torch.equal(own, theirs) == (name in ("rms_norm", "rotary")), "another kernel ran"
+    assert torch.equal(own, theirs) == (name in EXACT), "another kernel ran"
     assert compared - again < 0.3
 
 
 def check_without(name, why):
     own, theirs = CASES[name][1]()
     assert torch.equal(own, theirs)
-    [line] = [line for line in launch.without() if f"kernel {name}," in line]
+    [line] = [
+        line for line in launch.without() if f"kernel {name.removesuffix('_gradient')}," in line
+    ]
     assert why in line
     own, theirs = CASES[name][1]()
     assert torch.equal(own, theirs)
@@ -438,7 +458,7 @@ def test_a_wrong_kernel_is_refused(name, number, monkeypatch, tmp_path):
     file = tmp_path / module._FILE.name
     file.write_text(source.replace(right, wrong))
     monkeypatch.setattr(module, "_FILE", file)
-    check_without(name, "differ" if name in ("rms_norm", "rotary") else "")
+    check_without(name, "differ" if name in EXACT else "")
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gemma4_compat.runtime.kernels import compiler, launch, rms_norm
+from gemma4_compat.runtime.kernels import compiler, launch, rms_norm, rms_norm_launch
 from gemma4_compat.runtime.kernels.rms_norm import in_one_kernel
 from tests import support
 
@@ -324,7 +324,7 @@ def test_threads_and_streams(used):
 
 def test_comparisons_that_fail(monkeypatch):
     """The norm stays as it is, here of tensors that count as those of a GPU."""
-    monkeypatch.setattr(rms_norm, "plain", lambda: lambda tensor: True)
+    monkeypatch.setattr(rms_norm, "plain", lambda gradients=False: lambda tensor: not gradients)
     monkeypatch.setattr(rms_norm, "current_device", lambda: lambda: -1)
     monkeypatch.setattr(rms_norm, "raw_stream", lambda: lambda index: 0)
     monkeypatch.setattr(Norm, "forward", in_one_kernel(original))
@@ -344,8 +344,8 @@ def test_comparisons_that_fail(monkeypatch):
 def test_classes_of_rows(size):
     """More rows have the order of the power of two below them, and of the most rows."""
     for rows in (*range(1, 600), 1000, 70_000):
-        few = 1 << (min(rows, rms_norm._MANY_ROWS).bit_length() - 1)
-        assert rms_norm._threads(rows, size // 4) == rms_norm._threads(few, size // 4)
+        few = 1 << (min(rows, rms_norm_launch.MANY_ROWS).bit_length() - 1)
+        assert rms_norm_launch._threads(rows, size // 4) == rms_norm_launch._threads(few, size // 4)
 
 
 def test_output_without_a_gpu():

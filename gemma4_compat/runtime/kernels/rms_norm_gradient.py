@@ -8,75 +8,76 @@ A second derivative is autograd's own; it rounds some sums in another order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 from .replacing import raw_stream
-from .rms_norm import LAUNCHER, Launch, compared
+from .rms_norm_launch import ALIGNMENT, LAUNCHER, Launch, compared
 from .trials import pattern, require_equal
 
 _HEADS = 4  # of a trial
-_ALIGNMENT = 16  # bytes of the longest load
 #: The kernels, and how many pointers and numbers each gets.
 _KERNELS = {"rms_norm": 4, "rms_norm_gradient": 7}
+#: Modules whose kernel was not launched once.  A checkpoint raises if its recomputation keeps other
+#: tensors than the first forward did.
+_left_out: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def with_gradient(original: Any) -> Callable[..., Any]:
-    """A function that computes a norm of plain inputs for autograd; ``None`` if it cannot.
+def differentiable(original: Any, module: Any, inputs: Any, weight: Any, key: Any) -> Any:
+    """The norm of plain inputs in 16 bits, for autograd; ``None`` if a kernel cannot compute it.
 
     Args:
         original: The forward of a class such as ``Gemma4RMSNorm``.
+        key: What the kernel for norms and inputs of a kind is known by.
     """
     import torch
 
-    # A checkpoint raises if its recomputation keeps other tensors than the first forward did.
-    left_out: weakref.WeakSet[Any] = weakref.WeakSet()
+    trains = weight is not None and weight.requires_grad
+    # In float32 autograd adds the parts of the gradient to those of other layers one by one.
+    if trains or inputs.dtype == torch.float32 or module in _left_out:
+        return None
+    kinds = [
+        _kinds(original, module, inputs, weight, key, swapped)
+        for swapped in ((False, True) if inputs.dim() == 4 else (False,))
+    ]
+    rows = inputs.numel() // inputs.shape[-1]
+    if None in kinds or rows > kinds[0][0].most_rows:
+        _left_out.add(module)
+        return None
+    x = inputs.float()
+    try:
+        out = torch.empty_like(inputs)
+        pointers = out.data_ptr(), x.data_ptr(), _pointer(weight)
+        kinds[0][0](raw_stream()(x.get_device()), rows, *pointers)
+    except Exception as error:  # the original raises it, too, or needs less memory
+        _left_out.add(module)
+        return LAUNCHER.failed(("gradient", False, *key), inputs.device, error)
+    return _rms_norm()(x, weight, (original, module, kinds), [out])
+
+
+@cache
+def _rms_norm() -> Any:
+    """The function that autograd differentiates; its last argument holds the norm."""
+    import torch
 
     class RMSNorm(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any, module: Any, dtype: Any, kinds: Any) -> Any:
-            try:
-                out = torch.empty_like(x, dtype=dtype)
-                pointers = out.data_ptr(), x.data_ptr(), _pointer(weight)
-                kinds[0][0](raw_stream()(x.get_device()), x.numel() // x.shape[-1], *pointers)
-            except Exception as error:
-                raise _Failed(error) from error
+        def forward(ctx: Any, x: Any, weight: Any, of: Any, out: list[Any]) -> Any:
             ctx.save_for_backward(x, weight)
-            ctx.module, ctx.kinds = module, kinds
-            return out
+            ctx.of = of
+            return out.pop()
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            x, weight = ctx.saved_tensors
+            (x, weight), (original, module, kinds) = ctx.saved_tensors, ctx.of
             again = torch.is_grad_enabled()  # for a second derivative
-            out = None if again else _by_kernel(ctx.kinds, x, weight, grad)
+            out = None if again else _by_kernel(kinds, x, weight, grad)
             if out is None:
-                out = _by_autograd(original, _with_weight(ctx.module, weight), x, grad, again)
-            return out, None, None, None, None
+                out = _by_autograd(original, _with_weight(module, weight), x, grad, again)
+            return out, None, None, None
 
-    def differentiable(module: Any, inputs: Any, weight: Any, key: Any) -> Any:
-        trains = weight is not None and weight.requires_grad
-        # In float32 autograd adds the parts of the gradient to those of other layers one by one.
-        if trains or inputs.dtype == torch.float32 or module in left_out:
-            return None
-        kinds = [
-            _kinds(original, module, inputs, weight, key, swapped)
-            for swapped in ((False, True) if inputs.dim() == 4 else (False,))
-        ]
-        if None not in kinds and inputs.numel() // inputs.shape[-1] <= kinds[0][0].most_rows:
-            try:
-                return RMSNorm.apply(inputs.float(), weight, module, inputs.dtype, kinds)
-            except _Failed as failed:  # the original raises it, too, or needs less memory
-                LAUNCHER.failed(("gradient", False, *key), inputs.device, failed.args[0])
-        left_out.add(module)
-        return None
-
-    return differentiable
-
-
-class _Failed(Exception):
-    """The kernel was not launched.  A checkpoint stops its recomputation with another exception."""
+    return RMSNorm.apply
 
 
 def _kinds(original: Any, module: Any, inputs: Any, weight: Any, key: Any, swapped: bool) -> Any:
@@ -119,7 +120,7 @@ def _by_kernel(kinds: Any, x: Any, weight: Any, grad: Any) -> Any:
     swapped = not grad.is_contiguous()
     if swapped and (len(kinds) < 2 or not grad.transpose(1, 2).is_contiguous()):
         return None
-    if type(grad) is not torch.Tensor or grad.is_neg() or grad.data_ptr() % _ALIGNMENT:
+    if type(grad) is not torch.Tensor or grad.is_neg() or grad.data_ptr() % ALIGNMENT:
         return None
     rows = x.numel() // x.shape[-1]
     order = (x.shape[2], x.shape[1]) if swapped else (1, rows)
