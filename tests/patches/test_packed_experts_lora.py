@@ -7,14 +7,17 @@ is added to the same weights by the same operations, so outputs and gradients ar
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
 from packaging.version import Version
 
 import gemma4_compat
+from gemma4_compat.runtime.experts.forward import _Lent
 from gemma4_compat.runtime.experts.packed import is_packed
 from tests import support
 from tests.patches.test_fused_experts_4bit import (
@@ -111,6 +114,69 @@ def test_a_step_with_checkpointing(folder):
     model.enable_input_require_grads()
     found = gradients(model)
     assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="PEFT has no factors")
+def test_what_autograd_keeps(folder):
+    """Not the sum of a weight and its update, nor anything else of the weight's size."""
+    base, sizes = load(folder), []
+    smallest = experts_of(base).down_proj.quant_state.shape.numel()
+    model = adapted(base)
+
+    def keep(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = gradients(model)
+        assert len(sizes) > 100
+        assert max(sizes) < smallest
+    assert all(map(torch.equal, found.values(), gradients(model).values()))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("targets", [{}, {"target_parameters": None, "target_modules": ["q_proj"]}])
+def test_one_dequantized_weight_at_a_time(folder, monkeypatch, targets, checkpointing):
+    """In the forward and in the backward.  Nothing keeps another tensor until it is collected."""
+    if not targets and Version(peft.__version__) < Version("0.21"):
+        pytest.skip("PEFT has no factors")
+    from gemma4_compat.runtime.experts.packed import Packed
+
+    model, made, original = adapted(load(folder), **targets).train(), [], Packed.whole
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+
+    def whole(self):
+        alive = [weight for each in made if (weight := each()) is not None]
+        assert not any(weight.untyped_storage().nbytes() for weight in alive)
+        weight = original(self)
+        made.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr(Packed, "whole", whole)
+    gc.disable()
+    try:
+        before = weakref.WeakSet(each for each in gc.get_objects() if type(each) is _Lent)
+        gradients(model)
+        assert not [each for each in gc.get_objects() if type(each) is _Lent and each not in before]
+    finally:
+        gc.enable()
+    assert len(made) > 10
+
+
+@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="PEFT has no factors")
+def test_few_tokens_get_the_updates_of_their_experts(tmp_path, monkeypatch):
+    from gemma4_compat.runtime.experts.packed import Packed
+
+    support.save_random("Gemma4 experts", tmp_path, **SIZES, num_experts=16)
+    model = adapted(load(tmp_path))
+    expected = logits(adapted(plain(load(tmp_path))), 1)
+    with monkeypatch.context() as patch:
+        patch.delattr(Packed, "whole")  # which dequantizes all experts
+        assert_near(logits(model, 1), expected, 3 * 2**-7)
+    with model.disable_adapter():
+        assert not torch.equal(logits(model, 1), expected)
 
 
 def test_prepared_for_training(folder):

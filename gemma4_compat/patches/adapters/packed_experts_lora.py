@@ -14,7 +14,7 @@ dequantized: bytes have no gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ from ...engine.probing import code_at, mentions
 from ...errors import RefusedError
 from ...model.hooks import execution_device
 from ...objects import hidden, shadowed
-from ...runtime.experts.forward import updates
 from ...runtime.experts.packed import Packed, dequantize, experts_in, is_packed, quantized
+from ...runtime.experts.update import Update, updates
 from ...runtime.host.onloading import onloaded
 
 PATCH = Patch(
@@ -136,19 +136,23 @@ def _stand_in(wrapper: Any, parameter: Any) -> Any:
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(state.shape))
 
 
-def _update(wrapper: Any, adapters: list[str]) -> Callable[[Any], Any]:
-    """A function that adds the updates of these adapters to a weight."""
+def _update(wrapper: Any, adapters: list[str]) -> Update:
+    """What these adapters add to a weight."""
     import torch
 
-    def added(weight: Any) -> Any:
-        if len(adapters) == 1 and hasattr(wrapper, "get_delta_factors"):  # as PEFT >= 0.21 adds it
-            left, right, scaling = wrapper.get_delta_factors(adapters[0])
+    factors = None
+    if len(adapters) == 1 and hasattr(wrapper, "get_delta_factors"):  # as PEFT >= 0.21 adds it
+        factors = partial(wrapper.get_delta_factors, adapters[0])
+
+    def add(weight: Any) -> Any:
+        if factors is not None:
+            left, right, scaling = factors()
             with torch.autocast(weight.device.type, enabled=False):
                 return torch.baddbmm(weight, left, right, alpha=scaling)
         first, *others = (wrapper.get_delta_weight(name) for name in adapters)
         return weight + sum(others, start=first)
 
-    return added
+    return Update(add, factors)
 
 
 def _add(wrapper: Any, adapter: str, sign: int, safe: bool = False) -> None:

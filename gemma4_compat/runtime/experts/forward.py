@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dis
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,12 +13,9 @@ from typing import Any
 from ...objects import View
 from .kernel import has_usual_gate, routed
 from .packed import FUSED, Packed, packed_parameters
+from .update import Update, added, updates, with_gradients
 
 logger = logging.getLogger(__name__)
-
-#: ``.of``: what LoRA layers add to the weights of the modules whose forward they run in a thread:
-#: (id of the module, name of the parameter) -> function
-updates = threading.local()
 
 
 class Upstream:
@@ -40,6 +37,7 @@ class Upstream:
         self.grouped = moe.grouped_mm_experts_forward
         functions = forward, self.batched, self.grouped
         self.is_known = all(getattr(f, "__globals__", None) is vars(moe) for f in functions)
+        self.reads_in_turn = self.is_known and _read(self.grouped) == _IN_TURN
 
     def chosen(self, module: Any) -> str | None:
         """The name of the function of transformers that runs; ``None`` if it is another one."""
@@ -54,6 +52,15 @@ class Upstream:
         return "grouped_mm" if function is self.grouped else None
 
 
+#: what a function reads and calls that is through with a fused tensor when it reads the next one
+_IN_TURN = [name for tensor in FUSED for name in (tensor, "_grouped_linear")]
+
+
+def _read(function: Any) -> list[str]:
+    names = [each.argval for each in dis.get_instructions(function)]
+    return [name for name in names if name in _IN_TURN]
+
+
 def forward_4bit(
     upstream: Upstream,
     module: Any,
@@ -64,8 +71,8 @@ def forward_4bit(
     """The forward of a module with experts in 4 bits."""
     import torch
 
-    added = getattr(updates, "of", {})
-    changed = {name: added[id(module), name] for name in FUSED if (id(module), name) in added}
+    known = getattr(updates, "of", {})
+    changed = {name: known[id(module), name] for name in FUSED if (id(module), name) in known}
     dtype = getattr(module, "compute_dtype", None) or hidden_states.dtype
     packed = {
         name: Packed(parameter, dtype) for name, parameter in packed_parameters(module).items()
@@ -75,11 +82,11 @@ def forward_4bit(
     trains = hidden_states.requires_grad or top_k_weights.requires_grad
     if (
         chosen is not None
-        and not changed
+        and all(each.factors and not each.trains() for each in changed.values())
         and not (trains and torch.is_grad_enabled())
         and len(packed) == len(FUSED)
     ):
-        gates = chosen != "eager" or has_usual_gate(module)  # the loop calls act_fn
+        gates = not changed and (chosen != "eager" or has_usual_gate(module))  # as eager's act_fn
         if gates and (output := routed(module, packed, *inputs)) is not None:
             return output.to(hidden_states.dtype)
         in_rows = all(each.rows_are_blocks() for each in packed.values())
@@ -88,7 +95,7 @@ def forward_4bit(
         # The loop over the experts, "eager", needs to know their numbers.
         few = 0 < 2 * top_k_index.numel() <= packed[FUSED[0]].shape[0]
         if few and chosen != "eager":
-            routed_to = {name: _Routed(each) for name, each in packed.items()}
+            routed_to = {name: _Routed(each, changed.get(name)) for name, each in packed.items()}
             return upstream.batched(View(module, **routed_to), *inputs).to(hidden_states.dtype)
     return _whole(upstream, chosen, module, packed, changed, inputs).to(hidden_states.dtype)
 
@@ -125,7 +132,7 @@ def _whole(
             _say_looped(str(inputs[0].dtype))
             function, chosen = upstream.forward, "eager"
             settings["config"] = View(module.config, _experts_implementation="eager")
-    lent = _Lent()
+    lent = _Lent(function is upstream.grouped and upstream.reads_in_turn)
     stand_in = _Dequantizing(module, packed, updates, lent, chosen, **settings)
     with lent.hooks():
         return function(stand_in, *inputs)
@@ -151,11 +158,12 @@ def _say_looped(dtype: str) -> None:
 class _Routed:
     """Stands in for a fused tensor; dequantizes the experts that it is indexed with."""
 
-    def __init__(self, packed: Packed) -> None:
-        self._packed = packed
+    def __init__(self, packed: Packed, update: Update | None) -> None:
+        self._packed, self._update = packed, update
 
     def __getitem__(self, index: Any) -> Any:
-        return self._packed.several(index)
+        weight = self._packed.several(index)
+        return weight if self._update is None else self._update.added_to(weight, index)
 
 
 class _OneByOne:
@@ -195,8 +203,11 @@ class _Dequantizing(View):
             return super().__getattr__(name)
         if name in self._read:
             return self._read[name]
-        if name in self._updates:
-            self._read[name] = self._updates[name](packed.whole())
+        update = self._updates.get(name)
+        if update is not None:
+            if update.factors and self._chosen in ("batched_mm", "grouped_mm"):
+                return self._lent.lend_sum(packed.whole, update)
+            self._read[name] = update.add(packed.whole())
             return self._read[name]
         if self._chosen == "eager":
             return _OneByOne(packed, self._lent)
@@ -207,16 +218,52 @@ class _Dequantizing(View):
 
 
 class _Lent:
-    """Dequantized weights that autograd does not keep for the backward: it gets them again."""
+    """Dequantized weights that autograd does not keep for the backward: it gets them again.
 
-    def __init__(self) -> None:
+    Args:
+        in_turn: Each weight is used until the next one is lent.  Then its memory is freed, although
+            the function that read it still has a variable for it.
+    """
+
+    def __init__(self, in_turn: bool) -> None:
         self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
+        self._in_turn = in_turn
+        self._last: Callable[[], Any] = lambda: None
 
     def lend(self, make: Callable[[], Any]) -> Any:
         """``make()``, which may be called again in the backward."""
+        self._free_last()
+        return self._lend(make(), make)
+
+    def lend_sum(self, make: Callable[[], Any], update: Update) -> Any:
+        """The sum of ``make()`` and an update, for autograd."""
         import torch
 
-        weight = make()
+        assert update.factors is not None
+        self._free_last()
+        left, right, scaling = update.factors()
+
+        def add(left: Any, right: Any) -> Any:
+            return added(make(), left, right, scaling)
+
+        if not torch.is_grad_enabled():
+            return add(left, right)
+        if torch.compiler.is_compiling():
+            return update.add(make())
+        keep, give = self._hooks
+        kept = [keep(each.detach()) for each in (left, right)]
+        weight = with_gradients()(left, right, scaling, add)
+        return self._lend(weight, lambda: add(*map(give, kept)))
+
+    def _free_last(self) -> None:
+        if (weight := self._last()) is not None:
+            weight.untyped_storage().resize_(0)
+
+    def _lend(self, weight: Any, make: Callable[[], Any]) -> Any:
+        import torch
+
+        if self._in_turn and not torch.compiler.is_compiling():
+            self._last = weakref.ref(weight)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             made = weakref.ref(weight), weight._version, make
             self._made[weight.untyped_storage()._cdata] = made
@@ -228,7 +275,7 @@ class _Lent:
 
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return nullcontext()
-        keep, give = _outer_hooks()
+        keep, give = self._hooks = _outer_hooks()
 
         def pack(tensor: Any) -> Any:
             return self._again(tensor) or keep(tensor)
