@@ -114,6 +114,11 @@ TINY_AUDIO = {
     "output_proj_dims": 128,
 }
 TARGETS = r".*\.language_model\.layers\..*\.(q|k|v|o|gate|up|down)_proj"
+#: LoRA on the experts, too: of rank 16, it has half a billion parameters
+EXPERTS = {
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "rank_pattern": {r".*experts.*": 4},
+}
 _SHARD_BYTES = 2 * 10**9
 
 
@@ -160,10 +165,11 @@ def config_of(shape: str) -> Any:
 
 def _meta_model(shape: str) -> Any:
     import torch
-    from transformers import Gemma4ForConditionalGeneration
+    import transformers
 
+    config = config_of(shape)
     with torch.device("meta"):
-        return Gemma4ForConditionalGeneration(config_of(shape)).to(torch.bfloat16)
+        return getattr(transformers, config.architectures[0])(config).to(torch.bfloat16)
 
 
 def _fill(name: str, shape: tuple[int, ...]) -> Any:
@@ -226,16 +232,20 @@ def build(shape: str, folder: Path) -> None:
         do_sample=False,
     ).save_pretrained(folder / "model")
     _build_adapter(model, folder / "adapter", str(folder / "model"))
+    if getattr(text, "num_experts", None):
+        model = _meta_model(shape)
+        _build_adapter(model, folder / "experts", str(folder / "model"), **EXPERTS)
     done.touch()
 
 
-def _build_adapter(model: Any, path: Path, base: str) -> None:
+def _build_adapter(model: Any, path: Path, base: str, **options: Any) -> None:
     """LoRA of rank 16 on every linear layer of the decoder; ``model`` is on meta."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    config = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
+    options = {"r": 16, "lora_alpha": 32, "target_modules": TARGETS, **options}
+    config = LoraConfig(task_type="CAUSAL_LM", **options)
     with torch.device("meta"):
         model = get_peft_model(model, config)
     random = {n: 0.01 * torch.randn(p.shape) for n, p in model.named_parameters() if "lora_" in n}
