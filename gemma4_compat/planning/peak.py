@@ -10,7 +10,7 @@ counts them share one mode of PyTorch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -171,6 +171,11 @@ _KERNELS = {"Linear4bit": _Linear4bit, "Linear8bitLt": _Linear8bit}
 
 def _use_kernels(model: nn.Module) -> None:
     """Give the layers of bitsandbytes, and experts in 4 bits, a forward that works on meta."""
+    wrappers: dict[nn.Module, list[Any]] = {}
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":  # of PEFT: a wrapper for each parameter
+            wrappers.setdefault(module.get_base_layer(), []).append(module)
+            vars(module)["forward"] = module.base_layer
     for module in model.modules():
         kernel = _KERNELS.get(type(module).__name__)
         packed = [p for p in module._parameters.values() if type(p).__name__ == "Params4bit"]
@@ -180,7 +185,7 @@ def _use_kernels(model: nn.Module) -> None:
             dtype = getattr(module, "compute_dtype", None)
             vars(module)["forward"] = partial(_linear, kernel, shape, dtype)
         elif packed and not isinstance(module, nn.Linear):
-            vars(module)["forward"] = partial(_experts, module, packed)
+            vars(module)["forward"] = partial(_experts, module, packed, wrappers.get(module, ()))
 
 
 def _linear(kernel: Any, shape: tuple[int, int], dtype: Any, input: Any) -> Any:
@@ -190,29 +195,40 @@ def _linear(kernel: Any, shape: tuple[int, int], dtype: Any, input: Any) -> Any:
 
 
 def _experts(
-    module: Any, packed: list[Any], states: Any, indices: Any, *args: Any, **kwargs: Any
+    module: Any,
+    packed: list[Any],
+    adapted: Sequence[Any],
+    states: Any,
+    indices: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """The module's own forward, and what it takes to dequantize its experts.
 
-    Few tokens dequantize their own experts.  More tokens dequantize all, and again for a backward.
+    Few tokens dequantize their own experts.  More tokens dequantize all of a parameter, and again
+    for a backward.  LoRA on them needs the gradient of the sum of the weight and its update; with
+    PEFT < 0.21 autograd keeps the sums, too.
     """
     experts = packed[0].shape[0]
     trains = torch.is_grad_enabled() and states.requires_grad
     few = 2 * indices.numel() <= experts and not trains
     count = indices.numel() if few else experts
     dtype = getattr(module, "compute_dtype", None)
-    held = [states.new_empty((count, *parameter.shape[1:]), dtype=dtype) for parameter in packed]
+    all_of_them = [parameter.shape for parameter in packed]
+    largest = max(all_of_them, key=lambda shape: shape.numel())
+    sums = [] if all(hasattr(each, "get_delta_factors") for each in adapted) else all_of_them
+    shapes = [(count, *largest[1:]), *sums]
+    held = _allocated(states, shapes, dtype)
     result = type(module).forward(module, states, indices, *args, **kwargs)
     del held
     if result.requires_grad:
-        largest = max((parameter.shape for parameter in packed), key=lambda shape: shape.numel())
-        result.register_hook(lambda grad: _allocate(grad, largest, dtype))
+        shapes = [largest] * (2 if adapted else 1) + sums
+        result.register_hook(lambda grad: _allocated(grad, shapes, dtype) and None)
     return result
 
 
-def _allocate(like: Any, shape: Any, dtype: Any) -> None:
-    """Allocate and free a tensor of this shape, so that it is counted."""
-    like.new_empty(shape, dtype=dtype)
+def _allocated(like: Any, shapes: Sequence[Any], dtype: Any) -> list[Any]:
+    return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 # -- the layers -----------------------------------------------------------------------------------
@@ -316,7 +332,7 @@ def training_peak(model: Any, tokens: int, fused: bool = True) -> int:
     ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)
     with _measuring(model, fused) as (memory, kinds):
-        kept = [_kept_by(_decoder(model)[index], memory) for index in kinds]
+        kept = [_kept_by(_decoder(model)[index]) for index in kinds]
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
     for parameter in model.parameters():
@@ -337,17 +353,15 @@ def _measuring(model: Any, fused: bool = True) -> Iterator[tuple[PeakMemory, dic
         yield memory, kinds
 
 
-def _kept_by(layer: Any, memory: PeakMemory) -> Callable[[], int]:
-    """A function that returns what a layer has kept for the backward, and stops counting."""
-    live: list[int] = []  # a checkpoint runs the layer again in the backward
-    hooks = (
-        layer.register_forward_pre_hook(lambda *_: live.append(memory.live)),
-        layer.register_forward_hook(lambda *_: live.append(memory.live)),
+def _kept_by(layer: Any) -> Callable[[], int]:
+    """A function that returns what a checkpoint of a layer keeps: the layer's input."""
+    taken: list[int] = []  # a checkpoint runs the layer again in the backward
+    hook = layer.register_forward_pre_hook(
+        lambda _, inputs: taken.append(on_cuda(inputs[0].nbytes))
     )
 
     def counted() -> int:
-        for hook in hooks:
-            hook.remove()
-        return max(live[1] - live[0], 0)
+        hook.remove()
+        return taken[0]
 
     return counted

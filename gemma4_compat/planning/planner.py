@@ -259,7 +259,11 @@ def _memory(
         yield Memory("kv_cache", f"KV cache, {demand.context} tokens", cache)
     activations = each(lambda number: placement.activations(demand, number))
     yield Memory("activations", f"activations ({of})", activations)
-    outside = each(lambda number: placement.gpus[number].outside if placement.on(number) else 0)
+    used = [bool(placement.on(number)) for number in numbers]
+    yield Memory(
+        "unused", "reserved, unused (estimate)", each(lambda n: placement.unused * used[n])
+    )
+    outside = each(lambda number: placement.gpus[number].outside * used[number])
     yield Memory("outside", "outside PyTorch (estimate)", outside)
 
 

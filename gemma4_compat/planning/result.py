@@ -26,8 +26,8 @@ COSTS = {
 class Memory:
     """One row of a plan: bytes on each GPU and on the CPU.
 
-    ``kind`` is "weights", "adapter", "gradients", "optimizer", "kv_cache", "activations" or
-    "outside"; a plan has one row of "weights" for each part of the model.
+    ``kind`` is "weights", "adapter", "gradients", "optimizer", "kv_cache", "activations", "unused"
+    or "outside"; a plan has one row of "weights" for each part of the model.
     """
 
     kind: str
@@ -55,7 +55,8 @@ class Plan(Result):
 
     The weights are what ``torch.cuda.memory_allocated`` returns after loading.  The KV cache is for
     one sequence of ``context`` tokens: the larger of a dynamic and a static cache.  Activations are
-    an estimate for text.  "outside" is GPU memory that CUDA takes and PyTorch does not count.
+    an estimate for text.  "unused" is GPU memory that PyTorch's allocator reserves besides tensors;
+    "outside" is what CUDA takes, and PyTorch does not count.
 
     Attributes:
         gpus: the GPUs, with the memory that may be used.
