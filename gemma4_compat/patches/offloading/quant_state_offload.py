@@ -126,6 +126,11 @@ def init_or_detach_hook(original: Any, self: Any, module: Any) -> Any:
     return module
 
 
+def is_of_offloaded(state: Any) -> bool:
+    """Whether a quant state is that of an offloaded weight, or of its copy for a forward."""
+    return _HOST in vars(state)
+
+
 def _for_meta(host: Any) -> Any:
     """The state of a weight on meta: a shallow copy of the host state, always the same one."""
     shallow = vars(host).get(_COPY)

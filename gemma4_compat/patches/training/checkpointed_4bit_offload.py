@@ -1,0 +1,68 @@
+"""With gradient checkpointing, all offloaded 4-bit weights are on the GPU at the end of a forward.
+
+bitsandbytes keeps the packed weight for the backward as an attribute of the autograd node, not with
+``save_for_backward``.  A checkpoint with ``use_reentrant=False`` drops only what is saved that way.
+So the copy of each offloaded weight that the forward loaded stays until the backward, and
+offloading decoder layers saves no memory in training: 8 GiB for 33 layers of 31B.
+
+The fix saves the copy, and the maxima of its blocks, with ``save_for_backward``.  The recomputation
+of a checkpoint loads them again.  Weights that are not offloaded stay attributes, which is faster.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from ...engine import Finding, Kind, Patch, fixed_if
+from ...engine.probing import code_at, mentions
+from ..offloading.quant_state_offload import is_of_offloaded
+
+PATCH = Patch(
+    name="checkpointed_4bit_offload",
+    symptom=(
+        "torch.OutOfMemoryError in QLoRA of a 4-bit model with offloaded decoder layers: the "
+        "forward leaves all of them on the GPU, in spite of gradient checkpointing"
+    ),
+    affects=("transformers", "bitsandbytes"),
+    changes=(
+        "With offloaded 4-bit weights, bitsandbytes' MatMul4Bit saves the weight for the backward "
+        "as PyTorch's own layers do, so a checkpoint drops it."
+    ),
+    kind=Kind.MEMORY,
+    requires=("quant_state_offload",),
+    unreported="accelerate refuses this training without kbit_offload_training, of this package.",
+)
+
+_MODULE = "bitsandbytes.autograd._functions"
+
+
+@PATCH.probe
+def the_weight_is_an_attribute() -> Finding:
+    code = code_at(_MODULE, "MatMul4Bit.forward")
+    return fixed_if(not mentions(code, "tensors"), "MatMul4Bit saves its weight for the backward")
+
+
+@PATCH.around(_MODULE, "MatMul4Bit.forward")
+def forward(original: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    output = original(ctx, *args, **kwargs)
+    _, weight = getattr(ctx, "tensors", (None, None))
+    if weight is not None and is_of_offloaded(ctx.state):
+        ctx.save_for_backward(weight, ctx.state.absmax)
+        ctx.tensors, ctx.state = None, copy(ctx.state)
+        ctx.state.absmax = None
+    return output
+
+
+@PATCH.around(_MODULE, "MatMul4Bit.backward")
+def backward(original: Any, ctx: Any, grad_output: Any) -> Any:
+    if getattr(ctx, "tensors", ()) is not None:
+        return original(ctx, grad_output)
+    weight, maxima = ctx.saved_tensors
+    state = ctx.state
+    ctx.tensors, ctx.state = (None, weight), copy(state)
+    ctx.state.absmax = maxima
+    try:
+        return original(ctx, grad_output)
+    finally:  # for another backward
+        ctx.tensors, ctx.state = None, state
