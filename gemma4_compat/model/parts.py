@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
@@ -36,6 +37,7 @@ def base_of(model: Any) -> Any:
         return model.base_model.model
 
 
+@lru_cache(2**14)  # a plan asks for the same tensors many times
 def part_of(name: str) -> str:
     """The part of the model that a module or tensor of this name belongs to."""
     path = name.split(".")
@@ -67,6 +69,8 @@ def decoder_layers(modules: Iterable[str]) -> dict[int, str]:
     """The names of the decoder layers among these modules, by their index."""
     layers = {}
     for name in modules:
+        if not name[-1:].isdigit():  # as of nearly all
+            continue
         layer = re.search(r"(?:^|\.)layers\.(\d+)$", name)
         if layer is not None and part_of(name) == LAYERS:
             layers[int(layer[1])] = name
