@@ -244,6 +244,7 @@ def with_stack(session: nox.Session, stack: str) -> Path:
             session.env["PYTHONPATH"] = str(printed).splitlines()[-1]
     session.env["PATH"] = os.pathsep.join((str(programs), os.environ["PATH"]))
     session.env["OMP_NUM_THREADS"] = "1"  # more threads make the two workers twice as slow
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # else each process compiles our files again
     return programs
 
 

@@ -178,6 +178,8 @@ def shim_first():
 
 
 def libraries_first():
+    import gc
+
     load_libraries()
     before = snapshot()
     import gemma4_compat
@@ -185,11 +187,13 @@ def libraries_first():
     found = {"states": states(), "patched": leftovers(), "alone": {}}
     gemma4_compat.uninstall()
     found["changes"] = changes(before)
+    gc.freeze()  # else each installation looks at all objects; nothing asks here what it found
     for name in [each.name for each in gemma4_compat.status()]:
         required = _patches()[name].requires
         gemma4_compat.install(name, *required)
         gemma4_compat.uninstall(name, *required)
         found["alone"][name] = changes(before)
+    gc.unfreeze()
     gemma4_compat.install()
     for name in [
         each.name for each in gemma4_compat.status()
