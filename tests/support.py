@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import subprocess
 
@@ -42,6 +44,19 @@ def load_model(model_dir, kind=None, device_map=None, **options):
     if kind in ("nf4", "nf4-nested"):
         assert "Linear4bit" in {type(module).__name__ for module in model.modules()}
     return model.eval()
+
+
+def new_model(model_dir, kind=None):
+    """As ``load_model``, but a copy of what was loaded once; for tests of what comes after loading.
+
+    Not where patches are switched off while it is loaded.
+    """
+    return copy.deepcopy(_loaded(model_dir, kind))
+
+
+@functools.lru_cache(8)
+def _loaded(model_dir, kind):
+    return load_model(model_dir, kind)
 
 
 def split(model, offload_dir, device_map=None):

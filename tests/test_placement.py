@@ -7,7 +7,7 @@ import torch
 
 from gemma4_compat import input_device
 from gemma4_compat.tiny import TOWERS
-from tests.support import assert_same, load_model, offloaded, split
+from tests.support import assert_same, load_model, new_model, offloaded, split
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -38,7 +38,7 @@ def text_dir(tmp_path_factory, model_dir):
     """
     from transformers import Gemma4ForCausalLM
 
-    whole = load_model(model_dir)
+    whole = new_model(model_dir)
     model = Gemma4ForCausalLM(whole.config.text_config).to(torch.bfloat16)
     model.model.load_state_dict(whole.model.language_model.state_dict())
     path = tmp_path_factory.mktemp("text")
@@ -72,7 +72,7 @@ def adapted(model, **options):
 
 
 def test_not_dispatched(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     assert input_device(model) == CPU
     assert input_device(model.model) == CPU
     assert input_device(model.model.language_model) == CPU
@@ -87,11 +87,11 @@ def test_split(model_dir, language_adapter_dir, tmp_path):
     """A forward with tokens on that device equals the model on one device."""
     from peft import PeftModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     assert offloaded(model)
     for _ in range(2):
         assert input_device(model) == CPU
-        assert_same(text_logits(model, input_device(model)), text_logits(load_model(model_dir)))
+        assert_same(text_logits(model, input_device(model)), text_logits(new_model(model_dir)))
     model = PeftModel.from_pretrained(model, language_adapter_dir)
     assert input_device(model) == CPU
     assert input_device(model.base_model) == CPU
@@ -108,7 +108,7 @@ def test_offloaded_embeddings(text_dir, tmp_path):
 
 
 def test_execution_device_of_the_hook(model_dir):
-    model = hooked(load_model(model_dir), META)
+    model = hooked(new_model(model_dir), META)
     assert model.get_input_embeddings().weight.device == CPU
     assert input_device(model) == META
     assert input_device(model.model.language_model) == META
@@ -118,11 +118,11 @@ def test_execution_device_of_the_hook(model_dir):
 def test_several_hooks_on_one_module(model_dir, tmp_path):
     from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 
-    model = split(load_model(model_dir), tmp_path, EMBEDDING_OFF)
+    model = split(new_model(model_dir), tmp_path, EMBEDDING_OFF)
     add_hook_to_module(model.get_input_embeddings(), ModelHook(), append=True)
     assert isinstance(model.get_input_embeddings()._hf_hook, SequentialHook)
     assert input_device(model) == CPU
-    model = hooked(load_model(model_dir), META)
+    model = hooked(new_model(model_dir), META)
     add_hook_to_module(model.get_input_embeddings(), ModelHook(), append=True)
     assert isinstance(model.get_input_embeddings()._hf_hook, SequentialHook)
     assert input_device(model) == META
@@ -132,7 +132,7 @@ def test_hook_of_an_outer_module(model_dir):
     """``cpu_offload_with_hook`` moves the whole model; the embeddings have no hook."""
     from accelerate import cpu_offload_with_hook
 
-    model, hook = cpu_offload_with_hook(load_model(model_dir), execution_device=META)
+    model, hook = cpu_offload_with_hook(new_model(model_dir), execution_device=META)
     assert model.get_input_embeddings().weight.device == CPU
     assert input_device(model) == META
     hook.remove()
@@ -143,7 +143,7 @@ def test_preloaded_with_an_outer_module(model_dir, tmp_path):
     """``preload_module_classes``: the hook of an outer module onloads the embeddings."""
     from accelerate import disk_offload
 
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     whole = [type(model.model.language_model).__name__]
     disk_offload(model, str(tmp_path), execution_device=CPU, preload_module_classes=whole)
     assert model.get_input_embeddings().weight.is_meta
@@ -173,21 +173,21 @@ def test_whole_model_offloaded(text_dir, way, tmp_path):
     ids=lambda options: next(iter(options)),
 )
 def test_adapter_on_the_embeddings(model_dir, options, tmp_path):
-    assert input_device(adapted(load_model(model_dir), **options)) == CPU
-    model = adapted(hooked(load_model(model_dir), META), **options)
+    assert input_device(adapted(new_model(model_dir), **options)) == CPU
+    model = adapted(hooked(new_model(model_dir), META), **options)
     assert input_device(model) == META
     if "target_modules" in options:  # the others cannot adapt offloaded modules
-        model = adapted(split(load_model(model_dir), tmp_path, EMBEDDING_OFF), **options)
+        model = adapted(split(new_model(model_dir), tmp_path, EMBEDDING_OFF), **options)
         assert input_device(model) == CPU
 
 
 def test_wrappers(model_dir, tmp_path):
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-    model = hooked(load_model(model_dir), META)
+    model = hooked(new_model(model_dir), META)
     assert input_device(torch.compile(model)) == META
     assert input_device(torch.compile(adapted(model))) == META
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     assert input_device(DataParallel(model)) == CPU
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
@@ -202,7 +202,7 @@ def test_wrappers(model_dir, tmp_path):
 def test_distributed_tensors(model_dir, tmp_path):
     from torch.distributed.fsdp import fully_shard
 
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
@@ -216,11 +216,11 @@ def test_distributed_tensors(model_dir, tmp_path):
 
 
 def test_quantized(model_dir):
-    assert input_device(load_model(model_dir, "nf4")) == CPU
+    assert input_device(new_model(model_dir, "nf4")) == CPU
 
 
 def test_nothing_is_changed(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path, EMBEDDING_OFF)
+    model = split(new_model(model_dir), tmp_path, EMBEDDING_OFF)
     before = {n: (id(p), p.device) for n, p in model.named_parameters()}
     input_device(model)
     assert before == {n: (id(p), p.device) for n, p in model.named_parameters()}

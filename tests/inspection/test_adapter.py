@@ -17,7 +17,7 @@ from gemma4_compat.tiny import BROAD_TARGETS
 from tests import damage
 from tests.files.test_checkpoint import header_only
 from tests.shapes import E2B_TEXT, VISION, write_config
-from tests.support import load_model, run_command
+from tests.support import load_model, new_model, run_command
 
 peft = pytest.importorskip("peft")
 
@@ -99,7 +99,7 @@ def test_ranks_and_dtypes(model_dir, tmp_path):
     config = peft.LoraConfig(
         r=4, target_modules=r".*language_model.*\.[qo]_proj", rank_pattern={"o_proj": 8}
     )
-    model = peft.get_peft_model(load_model(model_dir), config)
+    model = peft.get_peft_model(new_model(model_dir), config)
     model.get_submodule("base_model.model.model.language_model.layers.0").bfloat16()
     model.save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path)
@@ -111,14 +111,14 @@ def test_ranks_and_dtypes(model_dir, tmp_path):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_saved_by_transformers(model_dir, tmp_path, prefix):
     """transformers loads its own format, too; PEFT does not."""
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj"))
     model.save_pretrained(tmp_path, save_peft_format=prefix)
     found = inspect_adapter(tmp_path, model_dir)
     assert found.towers == {"language": {"tensors": 12, "layers": 6}}
     assert found.ok == prefix
     assert (found.loads, counts(found, "ignored")) == ((12, 0) if prefix else (0, 12))
-    load_model(model_dir).load_adapter(tmp_path)
+    new_model(model_dir).load_adapter(tmp_path)
 
 
 def test_names_that_peft_ignores(language_adapter_dir, model_dir, tmp_path):
@@ -132,13 +132,13 @@ def test_names_that_peft_ignores(language_adapter_dir, model_dir, tmp_path):
 
     folder = changed(language_adapter_dir, tmp_path / "bare", without_prefix)
     found = inspect_adapter(folder, model_dir)
-    assert peft_loads(load_model(model_dir), folder) == (0, found.tensors)
+    assert peft_loads(new_model(model_dir), folder) == (0, found.tensors)
     assert (found.loads, counts(found, "ignored"), counts(found, "missing")) == (0, 72, 0)
     assert "PEFT ignores names that do not begin with 'base_model.model.'" in reasons(found)
     assert found.verdict == "does NOT fit: none of its tensors would load"
     folder = changed(folder, tmp_path / "again", with_prefix)
     assert inspect_adapter(folder, model_dir).ok
-    assert peft_loads(load_model(model_dir), folder) == (72, 0)
+    assert peft_loads(new_model(model_dir), folder) == (72, 0)
 
 
 def test_e2b_adapter(e2b_dir, tmp_path):
@@ -197,27 +197,27 @@ if hasattr(peft, "LilyConfig"):
 def test_other_kinds(model_dir, tmp_path, kind):
     config, options = KINDS[kind]
     config = config(target_modules=r".*language_model.*\.per_layer_input_gate", **options)
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
     tensors = load((tmp_path / WEIGHTS).read_bytes())
     assert found.kind == kind
     assert found.tensors == len(tensors)
     assert found.ok, reasons(found)
-    assert (found.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
+    assert (found.loads, 0) == peft_loads(new_model(model_dir), tmp_path)
     folder = without(tmp_path, tmp_path / "cut", r"layers\.1\.")
     fit = inspect_adapter(folder, model_dir)
     # PEFT also misses what it does not save, such as the ranks of AdaLoRA.
-    misses = [peft_misses(load_model(model_dir), each) for each in (folder, tmp_path)]
+    misses = [peft_misses(new_model(model_dir), each) for each in (folder, tmp_path)]
     assert counts(fit, "missing") == misses[0] - misses[1] > 0
 
 
 def test_whole_tensors_come_along(model_dir, tmp_path):
     saved = "per_layer_projection_norm"
     config = peft.LoraConfig(r=4, target_modules=["per_layer_input_gate"], modules_to_save=[saved])
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
     assert found.ok
-    assert (found.loads, 0) == peft_loads(load_model(model_dir), tmp_path)
+    assert (found.loads, 0) == peft_loads(new_model(model_dir), tmp_path)
 
 
 # -- with a model ---------------------------------------------------------------------------------
@@ -229,14 +229,14 @@ def test_fits_with_the_patch(adapter_dir, outer_adapter_dir, model_dir, layout):
     fit = inspect_adapter(folder, model_dir)
     assert fit.ok
     assert fit.needs == ("clippable_linear",)
-    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(new_model(model_dir), folder)
     assert fit.verdict == "fits, with the patch clippable_linear"
 
 
 def test_fits_without(language_adapter_dir, model_dir):
-    fit = inspect_adapter(language_adapter_dir, load_model(model_dir))
+    fit = inspect_adapter(language_adapter_dir, new_model(model_dir))
     assert (fit.ok, fit.needs, fit.groups) == (True, (), ())
-    assert (fit.loads, 0) == peft_loads(load_model(model_dir), language_adapter_dir)
+    assert (fit.loads, 0) == peft_loads(new_model(model_dir), language_adapter_dir)
 
 
 #: the targets that a user wrote into the config of such an adapter, to avoid the wrappers
@@ -262,14 +262,14 @@ def test_names_the_patch_where_it_is_needed(
     folder = changed(folder, tmp_path, target_modules=targets)
     found = inspect_adapter(folder, model_dir)
     assert found.ok
-    assert (found.loads, 0) == peft_loads(load_model(model_dir), folder)
+    assert (found.loads, 0) == peft_loads(new_model(model_dir), folder)
     assert bool(found.needs) == (layout == "outer" or targets != USERS_TARGETS)
     with gemma4_compat.disabled("clippable_linear"):
         if targets != USERS_TARGETS:
             with pytest.raises(ValueError, match=r"(?s)Target module .*ClippableLinear.* is not"):
-                peft_loads(load_model(model_dir), folder)
+                peft_loads(new_model(model_dir), folder)
         else:
-            left_out = peft_loads(load_model(model_dir), folder)[1]
+            left_out = peft_loads(new_model(model_dir), folder)[1]
             assert bool(left_out) == bool(found.needs)
 
 
@@ -279,7 +279,7 @@ def test_language_adapter_with_broad_targets(language_adapter_dir, model_dir, tm
     fit = inspect_adapter(folder, model_dir)
     assert fit.ok
     assert fit.needs == ("clippable_linear",)
-    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(new_model(model_dir), folder)
 
 
 def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
@@ -291,7 +291,7 @@ def test_layers_that_share_keys_and_values(adapter_dir, model_dir, tmp_path):
     found = inspect_adapter(folder, model_dir)
     assert found.ok
     ignored = counts(found, "ignored")
-    assert (found.loads, ignored) == peft_loads(load_model(model_dir), folder)
+    assert (found.loads, ignored) == peft_loads(new_model(model_dir), folder)
     assert "layers 3 to 5 reuse the keys and values of earlier layers" in reasons(found)
 
 
@@ -307,7 +307,7 @@ def test_trained_on_the_text_only_class(model_dir, tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj"])
     peft.get_peft_model(text_only(model_dir), config).save_pretrained(tmp_path)
     found = inspect_adapter(tmp_path, model_dir)
-    assert (found.loads, 0) == peft_loads(load_model(model_dir), tmp_path) == (12, 0)
+    assert (found.loads, 0) == peft_loads(new_model(model_dir), tmp_path) == (12, 0)
     assert found.ok
     assert found.needs == ("clippable_linear", "text_model_adapter")
     assert "fits, with the patch clippable_linear, text_model_adapter" in str(found)
@@ -390,7 +390,7 @@ def test_stops_as_peft_does(language_adapter_dir, model_dir, tmp_path):
     assert [(group.kind, group.count) for group in fit.groups] == [("refused", 1)]
     assert "shape (4, 64), not (4, 128)" in fit.groups[0].example
     with pytest.raises(RuntimeError, match="size mismatch"):
-        peft_loads(load_model(model_dir), folder)
+        peft_loads(new_model(model_dir), folder)
 
 
 def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_path):
@@ -400,13 +400,13 @@ def test_rank_that_the_config_does_not_say(language_adapter_dir, model_dir, tmp_
     assert found.loads == 0
     assert not found.ok
     with pytest.raises(RuntimeError, match="size mismatch"):
-        peft_loads(load_model(model_dir), folder)
+        peft_loads(new_model(model_dir), folder)
 
 
 def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, target_modules=r".*language_model.*\.q_proj")
     fit = inspect_adapter(folder, model_dir)
-    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(new_model(model_dir), folder)
     assert "adapter_config.json does not ask for them" in reasons(fit)
     assert fit.verdict == "fits only in PART"
 
@@ -418,11 +418,11 @@ def test_targets_that_leave_tensors_out(language_adapter_dir, model_dir, tmp_pat
 )
 def test_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path, options):
     config = peft.LoraConfig(r=4, target_modules=r".*language_model.*\.[qo]_proj", **options)
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path / "whole")
     assert inspect_adapter(tmp_path / "whole", model_dir).ok
     folder = changed(tmp_path / "whole", tmp_path / "cut", **dict.fromkeys(options))
     fit = inspect_adapter(folder, model_dir)
-    left_out = peft_loads(load_model(model_dir), folder)
+    left_out = peft_loads(new_model(model_dir), folder)
     assert (fit.loads, counts(fit, "ignored")) == left_out
     assert left_out[1] == (1 if "trainable_token_indices" in options else 12)
     assert "adapter_config.json does not ask for them" in reasons(fit)
@@ -434,9 +434,9 @@ def test_targets_that_peft_chooses(language_adapter_dir, model_dir, tmp_path):
     fit = inspect_adapter(folder, model_dir)
     if "PEFT raises" in reasons(fit):  # it knows no targets for Gemma 4
         with pytest.raises(ValueError, match="specify `target_modules`"):
-            peft_loads(load_model(model_dir), folder)
+            peft_loads(new_model(model_dir), folder)
     else:
-        assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+        assert (fit.loads, counts(fit, "ignored")) == peft_loads(new_model(model_dir), folder)
         assert fit.verdict == "fits only in PART"
 
 
@@ -445,11 +445,11 @@ def test_whole_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path):
     config = peft.LoraConfig(
         r=4, target_modules=["per_layer_input_gate"], modules_to_save=["per_layer_projection_norm"]
     )
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path / "whole")
     folder = changed(tmp_path / "whole", tmp_path / "cut", modules_to_save=None)
     fit = inspect_adapter(folder, model_dir)
     assert fit.ok
-    assert (fit.loads, 0) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, 0) == peft_loads(new_model(model_dir), folder)
 
     def renamed(tensors):
         return {name.replace("norm.weight", "norm.bias"): t for name, t in tensors.items()}
@@ -457,14 +457,14 @@ def test_whole_tensors_that_the_config_does_not_ask_for(model_dir, tmp_path):
     folder = changed(folder, tmp_path / "bias", renamed)
     fit = inspect_adapter(folder, model_dir)
     assert counts(fit, "ignored") == 1
-    assert (fit.loads, 1) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, 1) == peft_loads(new_model(model_dir), folder)
 
 
 def test_excluded_layers_in_wrappers(adapter_dir, model_dir, tmp_path):
     """The targets name the wrappers, which get no adapter if the layers inside are excluded."""
     folder = changed(adapter_dir, tmp_path, exclude_modules=["linear"])
     fit = inspect_adapter(folder, model_dir)
-    assert (fit.loads, counts(fit, "ignored")) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, counts(fit, "ignored")) == peft_loads(new_model(model_dir), folder)
     assert counts(fit, "ignored") == 40
     assert fit.verdict == "fits only in PART"
 
@@ -473,12 +473,12 @@ def test_excluded_layers_in_wrappers(adapter_dir, model_dir, tmp_path):
 def test_scaling_of_zero(language_adapter_dir, model_dir, tmp_path, entry):
     folder = changed(language_adapter_dir, tmp_path, **entry)
     fit = inspect_adapter(folder, model_dir)
-    assert (fit.loads, 0) == peft_loads(load_model(model_dir), folder)
+    assert (fit.loads, 0) == peft_loads(new_model(model_dir), folder)
     assert counts(fit, "no effect") == fit.loads
     assert fit.verdict == "loads, but has NO effect"
     assert not fit.ok
     tokens = torch.arange(3, 9)[None]
-    model = load_model(model_dir).eval()
+    model = new_model(model_dir).eval()
     with torch.no_grad():
         before = model(tokens).logits
         assert torch.equal(peft.PeftModel.from_pretrained(model, folder)(tokens).logits, before)
@@ -503,7 +503,7 @@ def test_before_training(language_adapter_dir, model_dir, tmp_path, zeros):
 def test_missing_tensors(language_adapter_dir, model_dir, tmp_path, lacks):
     folder = without(language_adapter_dir, tmp_path, lacks)
     fit = inspect_adapter(folder, model_dir)
-    assert counts(fit, "missing") == peft_misses(load_model(model_dir), folder) > 5
+    assert counts(fit, "missing") == peft_misses(new_model(model_dir), folder) > 5
     assert fit.verdict == "fits only in PART"
     assert "the file lacks them" in reasons(fit)
     assert not fit.ok
@@ -514,7 +514,7 @@ def test_missing_tensors_beside_trainable_tokens(model_dir, tmp_path):
         r=4, target_modules=r".*language_model.*\.q_proj",
         trainable_token_indices={"embed_tokens": [5, 6]},
     )  # fmt: skip
-    model = peft.get_peft_model(load_model(model_dir), config)
+    model = peft.get_peft_model(new_model(model_dir), config)
     model.save_pretrained(tmp_path / "whole", save_embedding_layers=False)
     assert inspect_adapter(tmp_path / "whole", model_dir).ok
 
@@ -529,11 +529,11 @@ def test_missing_tensors_beside_trainable_tokens(model_dir, tmp_path):
 )
 def test_missing_tensors_of_options(model_dir, tmp_path, options, lacks):
     config = peft.LoraConfig(r=4, target_modules=r".*language_model.*\.[qo]_proj", **options)
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path / "whole")
     assert inspect_adapter(tmp_path / "whole", model_dir).ok
     folder = without(tmp_path / "whole", tmp_path / "cut", lacks)
     fit = inspect_adapter(folder, model_dir)
-    assert counts(fit, "missing") == peft_misses(load_model(model_dir), folder) > 5
+    assert counts(fit, "missing") == peft_misses(new_model(model_dir), folder) > 5
     assert fit.verdict == "fits only in PART"
     assert lacks.replace("\\", "") in str(fit)
 
@@ -566,14 +566,14 @@ def test_missing_tensors_of_parameters(moe_dir, tmp_path, lacks, count):
 )
 def test_missing_tensors_without_which_peft_raises(model_dir, tmp_path, options):
     config = peft.LoraConfig(r=4, target_modules=["per_layer_input_gate"], **options)
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path / "whole")
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path / "whole")
     assert inspect_adapter(tmp_path / "whole", model_dir).ok
     folder = without(tmp_path / "whole", tmp_path / "cut", "^((?!lora_).)*$")
     fit = inspect_adapter(folder, model_dir)
     assert reasons(fit) == "refused 1: PEFT does not find them in the file, and raises KeyError"
     assert fit.verdict.startswith("does NOT fit: loading it fails")
     with pytest.raises(KeyError, match=re.escape(fit.groups[0].example)):
-        peft_loads(load_model(model_dir), folder)
+        peft_loads(new_model(model_dir), folder)
 
 
 def test_tied_embeddings(model_dir, tmp_path):
@@ -584,17 +584,17 @@ def test_tied_embeddings(model_dir, tmp_path):
         r=4, target_modules=["embed_tokens", "per_layer_input_gate"], init_lora_weights=False,
         ensure_weight_tying=True,
     )  # fmt: skip
-    model = peft.get_peft_model(load_model(model_dir), config).eval()
+    model = peft.get_peft_model(new_model(model_dir), config).eval()
     model.save_pretrained(tmp_path)
     assert inspect_adapter(tmp_path, model_dir).ok
-    again = peft.PeftModel.from_pretrained(load_model(model_dir), tmp_path).eval()
+    again = peft.PeftModel.from_pretrained(new_model(model_dir), tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(*(each(torch.arange(3, 9)[None]).logits for each in (model, again)))
 
 
 def test_method_that_needs_the_weights(model_dir, tmp_path):
     config = peft.ShiraConfig(r=4, target_modules=["per_layer_input_gate"])
-    peft.get_peft_model(load_model(model_dir), config).save_pretrained(tmp_path)
+    peft.get_peft_model(new_model(model_dir), config).save_pretrained(tmp_path)
     fit = inspect_adapter(tmp_path, model_dir)
     assert fit.verdict.startswith(
         "fits; only names are checked: PEFT cannot create SHIRA without weights"
@@ -613,7 +613,7 @@ def test_targets_that_peft_refuses(language_adapter_dir, model_dir, tmp_path):
     fit = inspect_adapter(folder, model_dir)
     assert f"refused {fit.tensors}: PEFT raises ValueError: Target module" in reasons(fit)
     with pytest.raises(ValueError, match="Target module"):
-        peft_loads(load_model(model_dir), folder)
+        peft_loads(new_model(model_dir), folder)
 
 
 def test_llama(model_dir, llama_dir, tmp_path):
@@ -628,7 +628,7 @@ def test_llama(model_dir, llama_dir, tmp_path):
     assert (found.loads, counts(found, "refused")) == (0, 8)
     assert "PEFT creates other shapes for this model" in reasons(found)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        peft_loads(load_model(model_dir), tmp_path)
+        peft_loads(new_model(model_dir), tmp_path)
     assert inspect_adapter(tmp_path, llama_dir).ok
 
 
@@ -639,13 +639,13 @@ def test_names_with_an_adapters_name(language_adapter_dir, model_dir, tmp_path):
     folder = changed(language_adapter_dir, tmp_path, named)
     found = inspect_adapter(folder, model_dir)
     ignored = counts(found, "ignored")
-    assert (found.loads, ignored) == peft_loads(load_model(model_dir), folder)
+    assert (found.loads, ignored) == peft_loads(new_model(model_dir), folder)
 
 
 def test_quantized_model(adapter_dir, model_dir, tmp_path):
     """A checkpoint that was saved in 4 bits, without the data of its tensors."""
     pytest.importorskip("bitsandbytes")
-    load_model(model_dir, "nf4").save_pretrained(tmp_path)
+    new_model(model_dir, "nf4").save_pretrained(tmp_path)
     header_only(tmp_path / "model.safetensors")
     plain, quantized = (inspect_adapter(adapter_dir, each) for each in (model_dir, tmp_path))
     assert quantized.ok
@@ -755,4 +755,4 @@ def test_types_that_peft_does_not_know(adapter_dir, model_dir, tmp_path, peft_ty
     assert (fit.loads, fit.ok) == (0, False)
     assert f"peft_type {peft_type!r}" in reasons(fit)
     with pytest.raises((ValueError, KeyError)):
-        peft_loads(load_model(model_dir), folder)
+        peft_loads(new_model(model_dir), folder)

@@ -16,7 +16,14 @@ from gemma4_compat.inspection.loaded import DISK
 from gemma4_compat.model import meta, parts
 from gemma4_compat.model.hooks import offload_hook
 from gemma4_compat.tiny import TOWERS
-from tests.support import adapter_parameters, load_model, offloaded, quantization, split
+from tests.support import (
+    adapter_parameters,
+    load_model,
+    new_model,
+    offloaded,
+    quantization,
+    split,
+)
 from tests.test_sizes import held
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -69,7 +76,7 @@ def find_bnb_meta_quant_state(model):
 
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested", "int8"])
 def test_every_byte_of_a_whole_model(model_dir, kind):
-    model = load_model(model_dir, kind)
+    model = new_model(model_dir, kind)
     before = snapshot(model)
     found = inspect_model(model)
     assert snapshot(model) == before
@@ -83,11 +90,11 @@ def test_every_byte_of_a_whole_model(model_dir, kind):
 
 
 def test_linear_layers_are_counted(model_dir):
-    found = inspect_model(load_model(model_dir, "nf4"))
+    found = inspect_model(new_model(model_dir, "nf4"))
     audio = part(found, parts.AUDIO).linear
     assert audio["bf16"] > audio["4-bit"] == 1  # the config of the test skips the others
     assert set(part(found, parts.VISION).linear) == {"4-bit"}
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     counted = sum(n for each in inspect_model(model).parts for n in each.linear.values())
     assert counted == linear - 1  # lm_head's weight is tied to the embeddings
@@ -112,7 +119,7 @@ def test_experts_are_counted(moe_dir, kind):
 
 @pytest.mark.parametrize("kind", [None, "nf4-nested"])
 def test_a_split_model(model_dir, tmp_path, kind):
-    model = split(load_model(model_dir, kind), tmp_path)
+    model = split(new_model(model_dir, kind), tmp_path)
     before = snapshot(model)
     shutil.rmtree(tmp_path)  # so that nothing can be read
     found = inspect_model(model)
@@ -133,7 +140,7 @@ def test_a_model_that_is_offloaded_as_a_whole(model_dir, tmp_path, where):
     """accelerate offloads, without a device map."""
     import accelerate
 
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     whole = inspect_model(model).bytes["cpu"]
     head = model.lm_head.weight.nbytes
     if where == "cpu":
@@ -151,7 +158,7 @@ def test_a_model_that_is_offloaded_as_a_whole(model_dir, tmp_path, where):
 def test_a_second_hook_hides_nothing(model_dir, tmp_path):
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     before = inspect_model(model)
     for module in model.modules():
         if offload_hook(module) is not None:
@@ -166,7 +173,7 @@ def test_a_second_hook_hides_nothing(model_dir, tmp_path):
 def test_adapters_of_a_split_model(model_dir, adapter_dir, second_adapter_dir, tmp_path, kind):
     from peft import PeftModel
 
-    model = split(load_model(model_dir, kind), tmp_path)
+    model = split(new_model(model_dir, kind), tmp_path)
     base = inspect_model(model)
     model = PeftModel.from_pretrained(model, adapter_dir, adapter_name="first")
     model.load_adapter(second_adapter_dir, adapter_name="second")
@@ -189,7 +196,7 @@ def test_adapters_of_a_split_model(model_dir, adapter_dir, second_adapter_dir, t
 
 
 def test_an_adapter_of_transformers_own(model_dir, language_adapter_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     model.load_adapter(str(language_adapter_dir))
     found = inspect_model(model)
     (adapter,) = found.adapters.values()
@@ -201,7 +208,7 @@ def test_modules_to_save(model_dir):
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(target_modules=["o_proj"], modules_to_save=["embed_vision"], r=2)
-    model = get_peft_model(load_model(model_dir), config)
+    model = get_peft_model(new_model(model_dir), config)
     (adapter,) = inspect_model(model).adapters.values()
     saved = sum(
         p.numel() * p.element_size()
@@ -217,7 +224,7 @@ def test_modules_to_save(model_dir):
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 def test_damaged_quant_states(model_dir, tmp_path, kind):
-    model = load_model(model_dir, kind)
+    model = new_model(model_dir, kind)
     # On some versions the users' errors follow; this test is not about those.
     errors = (TypeError, RuntimeError, NotImplementedError)
     with gemma4_compat.disabled(), contextlib.suppress(*errors):
@@ -238,7 +245,7 @@ def test_adapters_on_meta(model_dir, tmp_path):
     """PEFT without the patches leaves adapters of offloaded layers on meta."""
     from peft import LoraConfig, get_peft_model
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     with gemma4_compat.disabled():
         model = get_peft_model(model, LoraConfig(target_modules=INNER_TOWERS, r=2))
     on_meta = {n for n, p in adapter_parameters(model).items() if p.is_meta}
@@ -248,7 +255,7 @@ def test_adapters_on_meta(model_dir, tmp_path):
     assert problem.patch == "peft_redispatch"
     assert set(problem.modules) == on_meta
     # with the patches
-    model = split(load_model(model_dir), tmp_path / "again")
+    model = split(new_model(model_dir), tmp_path / "again")
     model = get_peft_model(model, LoraConfig(target_modules=INNER_TOWERS, r=2))
     assert inspect_model(model).ok
 
@@ -256,7 +263,7 @@ def test_adapters_on_meta(model_dir, tmp_path):
 def test_an_adapter_that_was_moved_away(model_dir, language_adapter_dir):
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load_model(model_dir), language_adapter_dir)
+    model = PeftModel.from_pretrained(new_model(model_dir), language_adapter_dir)
     assert inspect_model(model).ok
     name, parameter = next(iter(adapter_parameters(model).items()))
     module = model.get_submodule(name.rpartition(".")[0])
@@ -297,7 +304,7 @@ def test_any_module():
 
 
 def test_wrapped_models(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     expected = inspect_model(model)
     assert inspect_model(torch.compile(model)) == expected
     assert inspect_model(torch.nn.DataParallel(model)) == expected
@@ -315,7 +322,7 @@ def test_no_model(what):
 def test_shown_in_a_terminal(model_dir, adapter_dir, tmp_path):
     from peft import PeftModel
 
-    model = split(load_model(model_dir, "nf4-nested"), tmp_path)
+    model = split(new_model(model_dir, "nf4-nested"), tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir, adapter_name="<b>")
     found = inspect_model(model)
     text = str(found)
@@ -326,7 +333,7 @@ def test_shown_in_a_terminal(model_dir, adapter_dir, tmp_path):
 
 
 def test_json(model_dir):
-    found = inspect_model(load_model(model_dir))
+    found = inspect_model(new_model(model_dir))
     plain = json.loads(json.dumps(found.as_dict()))
     assert set(plain) == {
         "model", "base", "quantization", "input_device", "decoding", "at_work", "fast", "parts",
@@ -337,7 +344,7 @@ def test_json(model_dir):
 
 
 def test_how_it_decodes(model_dir):
-    found = inspect_model(load_model(model_dir))
+    found = inspect_model(new_model(model_dir))
     assert found.decoding == "eager, because its decoder is on cpu, not on one GPU"
     assert "eager, because its decoder is on cpu" in str(found)
 
@@ -405,18 +412,18 @@ def test_asked_for_and_not_quantized(model_dir, kind):
     assert f"{bits} was requested, but not one of {len(linear)} linear layers is" in problem.text
     assert flag in problem.text
     assert "fine" not in str(found).split()
-    assert inspect_model(load_model(model_dir, kind)).ok
+    assert inspect_model(new_model(model_dir, kind)).ok
 
 
 def test_what_makes_a_model_faster_is_named(model_dir, tmp_path):
     """Each with the variable that turns it off."""
     from accelerate import disk_offload
 
-    model = disk_offload(load_model(model_dir), tmp_path, execution_device=torch.device("cpu"))
+    model = disk_offload(new_model(model_dir), tmp_path, execution_device=torch.device("cpu"))
     found = inspect_model(model)
     assert found.at_work.keys() == {"host_embedding"}
     text = " ".join(str(found).split())
     assert "GEMMA4_COMPAT_HOST_EMBEDDING=0 turns it off" in text
     with gemma4_compat.disabled("host_embedding"):
         assert inspect_model(model).at_work == {}
-    assert inspect_model(load_model(model_dir)).at_work == {}
+    assert inspect_model(new_model(model_dir)).at_work == {}

@@ -14,7 +14,7 @@ from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import scan_targets
 from gemma4_compat.results.text import size
 from gemma4_compat.tiny import BROAD_TARGETS
-from tests.support import load_model, run_command
+from tests.support import new_model, run_command
 
 peft = pytest.importorskip("peft")
 
@@ -86,7 +86,7 @@ TARGETS = [
 @pytest.mark.parametrize("targets", TARGETS, ids=str)
 def test_as_peft_makes_it(model_dir, targets):
     found = scan_targets(model_dir, targets, rank=8)
-    parameters, layers, dtypes = made(load_model(model_dir), targets, 8)
+    parameters, layers, dtypes = made(new_model(model_dir), targets, 8)
     assert set(found.layers) == layers
     assert found.parameters == parameters
     assert dtypes == {torch.float32}
@@ -99,9 +99,9 @@ def test_names_the_patch_where_it_is_needed(model_dir, targets):
     with gemma4_compat.disabled("clippable_linear"):
         if found.needs:
             with pytest.raises(ValueError, match=r"(?s)Target module .*ClippableLinear.* is not"):
-                made(load_model(model_dir), targets, 8)
+                made(new_model(model_dir), targets, 8)
         else:
-            assert made(load_model(model_dir), targets, 8)[0] == found.parameters
+            assert made(new_model(model_dir), targets, 8)[0] == found.parameters
 
 
 def test_an_adapter_of_true_size(e2b_dir):
@@ -127,7 +127,7 @@ def test_quantized(model_dir, tmp_path, kind):
     """Saved and loaded quantized models, with the class names that the users saw."""
     pytest.importorskip("bitsandbytes")
     name = "Linear4bit" if kind == "nf4" else "Linear8bitLt"
-    model = load_model(model_dir, kind)
+    model = new_model(model_dir, kind)
     model.save_pretrained(tmp_path)
     loaded, saved = (scan_targets(each, BROAD_TARGETS) for each in (model, tmp_path))
     assert classes(loaded) == classes(saved)
@@ -142,7 +142,7 @@ def test_quantized(model_dir, tmp_path, kind):
 
 
 def test_a_model_that_has_an_adapter(model_dir, language_adapter_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     before = scan_targets(model, BROAD_TARGETS)
     model = peft.PeftModel.from_pretrained(model, language_adapter_dir)
     state = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -158,7 +158,7 @@ def test_what_lora_cannot_adapt(model_dir):
     with pytest.raises(
         ValueError, match=r"(?s)Target module Gemma4\w+Attention.* is not supported"
     ):
-        made(load_model(model_dir), r".*\.self_attn", 8)
+        made(new_model(model_dir), r".*\.self_attn", 8)
 
 
 def test_rank_that_a_grouped_convolution_cannot_have(model_dir):
@@ -166,7 +166,7 @@ def test_rank_that_a_grouped_convolution_cannot_have(model_dir):
     found = scan_targets(model_dir, targets, rank=8)
     assert not found.ok
     with pytest.raises(ValueError, match="divisible by groups"):
-        made(load_model(model_dir), targets, 8)
+        made(new_model(model_dir), targets, 8)
 
 
 def test_nothing_matches(model_dir):
@@ -175,7 +175,7 @@ def test_nothing_matches(model_dir):
     assert found.verdict.startswith("no module matches: ")
     assert found.verdict in " ".join(str(found).split())
     with pytest.raises(ValueError, match="not found in the base model"):
-        made(load_model(model_dir), ["multi_modal_projector"], 8)
+        made(new_model(model_dir), ["multi_modal_projector"], 8)
     some = scan_targets(model_dir, ["multi_modal_projector", "q_proj"])
     assert some.count == 10
     assert "multi_modal_projector matches no module" in str(some)

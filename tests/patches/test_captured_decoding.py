@@ -28,6 +28,7 @@ from gemma4_compat.runtime.host import blocks, page_locked
 from gemma4_compat.runtime.kernels import watch
 from gemma4_compat.tiny import image_inputs, text_inputs
 from tests import support
+from tests.support import new_model
 
 TOWERS_ON_CPU = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
 PLE_ON_CPU = {"": 0, "model.language_model.embed_tokens_per_layer": "cpu"}
@@ -813,11 +814,11 @@ def obstacle(model):
 
 
 def test_a_model_on_the_cpu_is_refused(model_dir):
-    assert obstacle(load_model(model_dir)) == "its decoder is on cpu, not on one GPU"
+    assert obstacle(new_model(model_dir)) == "its decoder is on cpu, not on one GPU"
 
 
 def test_towers_do_not_count(model_dir, captured_on_cpu, tmp_path):
-    assert obstacle(support.split(load_model(model_dir), tmp_path)) is None
+    assert obstacle(support.split(new_model(model_dir), tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -828,7 +829,7 @@ def test_towers_do_not_count(model_dir, captured_on_cpu, tmp_path):
     ],
 )
 def test_offloaded_modules(model_dir, captured_on_cpu, tmp_path, place, why):
-    model = support.split(load_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
+    model = support.split(new_model(model_dir), tmp_path, {place: "disk", "": "cpu"})
     assert re.search(why, obstacle(model))
 
 
@@ -862,7 +863,7 @@ def test_streamed_layers_are_captured(model_dir, adapter_dir, captured_on_cpu, m
 
 
 def test_training_and_hooks(model_dir, captured_on_cpu):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     assert obstacle(model) is None
     model.train()
     assert "training" in obstacle(model)
@@ -881,7 +882,7 @@ def test_training_and_hooks(model_dir, captured_on_cpu):
 def test_a_state_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load_model(model_dir), adapter_dir)
+    model = PeftModel.from_pretrained(new_model(model_dir), adapter_dir)
     model.load_adapter(second_adapter_dir, "second")
     base = model.get_base_model()
     decoding = steps.Decoding()
@@ -916,7 +917,7 @@ def test_a_state_sees_what_changes(model_dir, adapter_dir, second_adapter_dir):
     ids=["parameter", "data", "train", "config", "setting", "hook", "module", "forward"],
 )
 def test_changes_make_another_state(model_dir, change):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     first = decoding.state(model)
     assert decoding.state(model) is first
@@ -927,7 +928,7 @@ def test_changes_make_another_state(model_dir, change):
 def test_a_state_keeps_nothing_alive(model_dir):
     import weakref
 
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = vars(model)["_decoding"] = steps.Decoding()
     decoding.state(model)
     seen = weakref.ref(model.lm_head.weight), weakref.ref(model)
@@ -964,7 +965,7 @@ def fill(model, cache, batch=1):
 
 
 def test_memory_is_lent_once_its_cache_is_gone(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     first = static_cache(model)
     memory = decoding.memory_of(first)
@@ -987,7 +988,7 @@ def test_memory_is_lent_once_its_cache_is_gone(model_dir):
 
 @pytest.mark.parametrize("what", ["a layer", "keys", "a view"])
 def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     cache = static_cache(model)
     memory = decoding.memory_of(cache)
@@ -1009,7 +1010,7 @@ def test_memory_that_somebody_holds_is_not_lent(model_dir, what):
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 20), (1, 24)])
 def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     decoding.memory_of(static_cache(model))
     gc.collect()
@@ -1020,7 +1021,7 @@ def test_memory_that_does_not_fit_is_freed(model_dir, batch, length):
 
 
 def test_memory_of_another_dtype_is_not_lent(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     memory = decoding.memory_of(static_cache(model))
     gc.collect()
@@ -1033,7 +1034,7 @@ def test_memory_of_another_dtype_is_not_lent(model_dir):
 
 
 def test_copies_of_a_cache_have_their_own_memory(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     decoding = steps.Decoding()
     cache = static_cache(model)
     memory = decoding.memory_of(cache)
@@ -1045,7 +1046,7 @@ def test_copies_of_a_cache_have_their_own_memory(model_dir):
 def test_step_with_inputs_of_the_users_own(model_dir, monkeypatch):
     """The user's own inputs prevent capturing; token types that remain from a prompt do not."""
     monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
-    model, said = load_model(model_dir), []
+    model, said = new_model(model_dir), []
     cache = static_cache(model)
     decoder = steps.Decoder(model, said.append)
     step = {"input_ids": torch.tensor([[7]]), cache_name(): cache}
@@ -1067,7 +1068,7 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma4 import modeling_gemma4
 
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     state = steps.ModelState(model, ())
     with watch.watched() as watched:
         fill(model, empty_cache(model))
@@ -1114,7 +1115,7 @@ def without_storage(kind):
 
 @pytest.mark.parametrize("kind", ["sparse", "mkldnn"])
 def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     model.model.language_model.register_buffer("own", without_storage(kind), persistent=False)
     assert "has a tensor without storage" in obstacle(model)
     state = steps.ModelState(model, ())
@@ -1124,7 +1125,7 @@ def test_tensors_without_storage(model_dir, captured_on_cpu, kind):
 
 
 def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_cpu, monkeypatch):
-    model, said = load_model(model_dir), []
+    model, said = new_model(model_dir), []
     fill(model, cache := empty_cache(model))
     step = {"input_ids": torch.tensor([[7]]), cache_name(): copy.deepcopy(cache)}
     with torch.no_grad():

@@ -18,7 +18,7 @@ import gemma4_compat
 from gemma4_compat.runtime.host import page_locked
 from gemma4_compat.runtime.host import table as table_module
 from gemma4_compat.tiny import text_inputs
-from tests.support import assert_same, load_model, logits, split
+from tests.support import assert_same, load_model, logits, new_model, split
 
 PLE = "model.language_model.embed_tokens_per_layer"
 TOKENS = "model.language_model.embed_tokens"
@@ -255,8 +255,8 @@ def test_uninstalled(tmp_path, pristine):
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"])
 @pytest.mark.parametrize("names", [[PLE], [PLE, TOKENS], [PLE, TOKENS, "lm_head"]])
 def test_model(model_dir, tmp_path, kind, names):
-    expected = logits(load_model(model_dir, kind))
-    model = dispatched(load_model(model_dir, kind), tmp_path, dict.fromkeys(names, "disk"))
+    expected = logits(new_model(model_dir, kind))
+    model = dispatched(new_model(model_dir, kind), tmp_path, dict.fromkeys(names, "disk"))
     for _ in range(2):
         assert_same(logits(model), expected)
         assert table(model).weight.is_meta
@@ -265,8 +265,8 @@ def test_model(model_dir, tmp_path, kind, names):
 def test_model_from_its_own_checkpoint_file(model_dir, tmp_path):
     """transformers reads modules on "disk" from the safetensors file of the checkpoint."""
 
-    expected = logits(load_model(model_dir))
-    model = load_model(model_dir)
+    expected = logits(new_model(model_dir))
+    model = new_model(model_dir)
     files = {
         f"{PLE}.weight": {
             "safetensors_file": str(next(model_dir.glob("*.safetensors"))),
@@ -282,8 +282,8 @@ def test_model_from_its_own_checkpoint_file(model_dir, tmp_path):
 
 
 def test_generate(model_dir, tmp_path):
-    whole = load_model(model_dir)
-    model = dispatched(load_model(model_dir), tmp_path, {PLE: "disk"})
+    whole = new_model(model_dir)
+    model = dispatched(new_model(model_dir), tmp_path, {PLE: "disk"})
     inputs = text_inputs(whole.config)
     for cache in ("dynamic", "static"):
         options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache}
@@ -300,8 +300,8 @@ def test_adapter_and_training_step(model_dir, tmp_path, adapter_dir):
         loss.backward()
         return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    loss, expected = gradients(load_model(model_dir, "nf4"))
-    split = dispatched(load_model(model_dir, "nf4"), tmp_path, {PLE: "disk"})
+    loss, expected = gradients(new_model(model_dir, "nf4"))
+    split = dispatched(new_model(model_dir, "nf4"), tmp_path, {PLE: "disk"})
     found_loss, found = gradients(split)
     assert torch.equal(found_loss, loss)
     assert found.keys() == expected.keys() != set()
@@ -321,8 +321,8 @@ def lora_on_the_embedding(base):
 
 
 def test_adapter_on_the_embedding_itself(model_dir, tmp_path):
-    expected = lora_on_the_embedding(load_model(model_dir))
-    model = lora_on_the_embedding(dispatched(load_model(model_dir), tmp_path, {PLE: "disk"}))
+    expected = lora_on_the_embedding(new_model(model_dir))
+    model = lora_on_the_embedding(dispatched(new_model(model_dir), tmp_path, {PLE: "disk"}))
     assert_same(logits(model), logits(expected))
     merged, expected = model.merge_and_unload(), expected.merge_and_unload()
     assert_same(logits(merged), logits(expected))
@@ -367,7 +367,7 @@ def test_rows_travel_to_the_gpu(tmp_path, where):
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", [None, "nf4-nested"])
 def test_model_on_the_gpu(model_dir, tmp_path, kind, where):
-    inputs = text_inputs(load_model(model_dir).config)
+    inputs = text_inputs(new_model(model_dir).config)
     inputs = {name: tensor.to("cuda:0") for name, tensor in inputs.items()}
     options = {"max_new_tokens": 4, "do_sample": False}
     whole = load_model(model_dir, kind, {"": 0})
@@ -405,7 +405,7 @@ def test_natural_map(model_dir):
 
 def test_forward_that_raises_leaves_the_weight_at_rest(model_dir, tmp_path):
     """After an error, accelerate does not call ``post_forward``."""
-    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    model = split(new_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     expected = logits(model)
     with pytest.raises((IndexError, RuntimeError)):
         table(model)(torch.tensor([[10**6]]))
@@ -417,7 +417,7 @@ def test_forward_that_raises_leaves_the_weight_at_rest(model_dir, tmp_path):
 
 @pytest.mark.regression("host_embedding", r"must be Tensor, not NoneType|threads differ")
 def test_two_threads_look_up_at_once(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    model = split(new_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     embedding = table(model)
     ids = torch.arange(64)[None]
     with torch.no_grad():

@@ -21,7 +21,7 @@ from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.loss import forward, head, logits
 from gemma4_compat.runtime.loss.output import LazyOutput
 from tests.patches.test_gradient_accumulation import gemma3n
-from tests.support import config_of, load_model, split
+from tests.support import config_of, load_model, new_model, split
 from tests.unified import unified_model
 
 __all__ = ["unified_model"]  # a fixture
@@ -57,7 +57,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def model(model_dir):
-    return load_model(model_dir).float()
+    return new_model(model_dir).float()
 
 
 def text_model(family="Gemma4", **options):
@@ -153,12 +153,12 @@ def assert_lazy_and_equal(model):
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested", "int8"])
 def test_quantized_models(model_dir, kind):
-    assert_lazy_and_equal(adapted(load_model(model_dir, kind)))
+    assert_lazy_and_equal(adapted(new_model(model_dir, kind)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(model_dir, dtype):
-    assert_lazy_and_equal(adapted(load_model(model_dir).to(dtype)))
+    assert_lazy_and_equal(adapted(new_model(model_dir).to(dtype)))
 
 
 def test_arguments_of_the_loss(model):
@@ -330,7 +330,7 @@ AFTERWARDS = {
 def test_what_changes_between_forward_and_backward(model_dir, change):
     found = []
     for names in (PATCHES, NONE):
-        model = adapted(load_model(model_dir).float())
+        model = adapted(new_model(model_dir).float())
         adapter = {n: p for n, p in model.named_parameters() if "lora_" in n}
         with disabled(*names):
             output = model(**batch(model.config), output_hidden_states=True)
@@ -508,7 +508,7 @@ def test_logits_of_a_trained_head_that_are_read_late(model_dir, change):
     """After the step of the optimizer, as a loop of the user's may do."""
     found = []
     for names in (PATCHES, NONE):
-        model = load_model(model_dir).float().train()
+        model = new_model(model_dir).float().train()
         with disabled(*names):
             output = model(**batch(model.config))
             if change == "step":
@@ -784,13 +784,13 @@ def test_checkpointing(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_error_against_float64(model_dir, dtype, case):
     """At most 1.5 times that of the whole logits, for loss and gradients."""
-    reference = case(load_model(model_dir).double())
+    reference = case(new_model(model_dir).double())
     inputs = batch(reference.config)
     with disabled(*PATCHES):
         exact, gradients = step(reference, **inputs)
     errors = []
     for names in (PATCHES, NONE):
-        model = case(load_model(model_dir).to(dtype))
+        model = case(new_model(model_dir).to(dtype))
         with disabled(*names):
             output, own = step(model, **inputs)
         assert is_lazy(output) is (names is NONE)
@@ -816,7 +816,7 @@ def test_on_a_gpu(model_dir, monkeypatch, kind):
     if kind == "nf4-nested":
         model = load_model(model_dir, kind, device_map={"": 0})
     else:
-        model = load_model(model_dir).to("cuda", torch.float32 if kind == "autocast" else kind)
+        model = new_model(model_dir).to("cuda", torch.float32 if kind == "autocast" else kind)
     model = adapted(model)
     inputs = {name: each.cuda() for name, each in batch(model.config).items()}
     results = []
@@ -867,7 +867,7 @@ def test_the_trainer_reads_no_logits(model_dir, tmp_path, monkeypatch, mixed):
     read = Read(monkeypatch)
     losses = []
     for number, names in enumerate((PATCHES, NONE)):
-        model = adapted(load_model(model_dir).float())
+        model = adapted(new_model(model_dir).float())
         rows = batch(model.config, rows=4)
         data = [{name: value[row] for name, value in rows.items()} for row in range(4)]
         arguments = TrainingArguments(
@@ -898,7 +898,7 @@ def linear_steps(kind, folder, **options):
 def accumulating(model_dir, folder):
     from transformers import Trainer, TrainingArguments
 
-    model = adapted(load_model(model_dir).float())
+    model = adapted(new_model(model_dir).float())
     rows = batch(model.config, rows=12)
     data = [{name: value[row] for name, value in rows.items()} for row in range(12)]
     for index, row in enumerate(data):
@@ -914,7 +914,7 @@ def saving(model_dir, folder):
     from peft import prepare_model_for_kbit_training
     from transformers import Trainer, TrainingArguments
 
-    model = adapted(prepare_model_for_kbit_training(load_model(model_dir, "nf4-nested")))
+    model = adapted(prepare_model_for_kbit_training(new_model(model_dir, "nf4-nested")))
     rows = batch(model.config, rows=6)
     data = [{name: value[row] for name, value in rows.items()} for row in range(6)]
     arguments = linear_steps(TrainingArguments, folder, save_strategy="steps", save_steps=1)
@@ -929,7 +929,7 @@ def preferring(model_dir, folder):
     answers = {"chosen": words, "rejected": words[::-1], "prompt": ["w5 w6 w7"] * 6}
     arguments = linear_steps(trl.DPOConfig, folder, save_strategy="no", bf16=False, max_length=64)
     return trl.DPOTrainer(
-        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        model=new_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict(answers), peft_config=lora_of_trl(),
     )  # fmt: skip
 
@@ -945,7 +945,7 @@ def rewarded(model_dir, folder):
         max_completion_length=4, per_device_train_batch_size=2,
     )  # fmt: skip
     return trl.GRPOTrainer(
-        model=load_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
+        model=new_model(model_dir).float(), args=arguments, processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict(prompts), peft_config=lora_of_trl(),
         reward_funcs=lambda completions, **_: [sum(map(ord, each)) % 7.0 for each in completions],
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 import gemma4_compat
 from gemma4_compat.runtime.host import blocks, parts
 from gemma4_compat.tiny import text_inputs
-from tests.support import assert_same, load_model, logits, with_layers_on_the_cpu
+from tests.support import assert_same, load_model, logits, new_model, with_layers_on_the_cpu
 
 KINDS = pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 FIRST, LAST = "model.language_model.layers.1.", "model.language_model.layers.4."
@@ -50,8 +50,8 @@ def on_device(model):
 @KINDS
 @pytest.mark.usefixtures("cpu_streams")
 def test_logits(model_dir, kind):
-    expected = logits(load_model(model_dir, kind))
-    model = offloaded(load_model(model_dir, kind))
+    expected = logits(new_model(model_dir, kind))
+    model = offloaded(new_model(model_dir, kind))
     for _ in range(3):
         assert_same(logits(model), expected)
         assert all(parameter.is_meta for parameter in model.parameters())
@@ -62,7 +62,7 @@ def test_logits(model_dir, kind):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_three_layers_at_a_time(model_dir):
-    model = offloaded(load_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     seen = []
 
     def look(module, *_):
@@ -78,7 +78,7 @@ def test_three_layers_at_a_time(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_weights_are_in_memory_once(model_dir):
-    model = offloaded(load_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     logits(model, ["text"])
     layers = layers_of(model)
     for layer in layers.layers.values():
@@ -92,8 +92,8 @@ def test_weights_are_in_memory_once(model_dir):
 @pytest.mark.usefixtures("cpu_streams")
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_other_layers(model_dir, kind):
-    expected = logits(load_model(model_dir, kind))
-    model = offloaded(load_model(model_dir, kind))
+    expected = logits(new_model(model_dir, kind))
+    model = offloaded(new_model(model_dir, kind))
     for _ in range(2):
         assert_same(logits(model), expected)
     assert any(layer.host is not None for layer in layers_of(model).layers.values())
@@ -117,8 +117,8 @@ def before_blocks(monkeypatch, call):
 @pytest.mark.usefixtures("cpu_streams")
 def test_no_room_for_layers(model_dir, monkeypatch, kind, room):
     """With little GPU memory no layer is copied ahead; with none, accelerate copies each tensor."""
-    expected = logits(load_model(model_dir, kind))
-    model = offloaded(load_model(model_dir, kind))
+    expected = logits(new_model(model_dir, kind))
+    model = offloaded(new_model(model_dir, kind))
 
     def limited():
         if sum(bool(layer.on_device) for layer in layers_of(model).layers.values()) >= room:
@@ -148,8 +148,8 @@ def failing_to_copy(monkeypatch, error, ahead):
 @pytest.mark.parametrize("text", ["an illegal memory access was encountered", "invalid function"])
 def test_the_errors_of_other_kernels_are_raised(model_dir, monkeypatch, text, ahead):
     """CUDA reports the error of a kernel at a later call: this is no lack of memory."""
-    expected = logits(load_model(model_dir), ["text"])
-    model = offloaded(load_model(model_dir))
+    expected = logits(new_model(model_dir), ["text"])
+    model = offloaded(new_model(model_dir))
     with monkeypatch.context() as context:
         failing_to_copy(context, RuntimeError(f"CUDA error: {text}"), ahead)
         with pytest.raises(RuntimeError, match=text):
@@ -164,8 +164,8 @@ def test_other_errors_are_told_once(model_dir, monkeypatch, caplog, ahead):
     """Accelerate copies the layer; the next forward tries again."""
     parts._say.cache_clear()
     caplog.set_level("INFO", "gemma4_compat")
-    expected = logits(load_model(model_dir), ["text"])
-    model = offloaded(load_model(model_dir))
+    expected = logits(new_model(model_dir), ["text"])
+    model = offloaded(new_model(model_dir))
     with monkeypatch.context() as context:
         failing_to_copy(context, KeyError("renamed"), ahead)
         for _ in range(2):
@@ -181,10 +181,10 @@ def test_other_errors_are_told_once(model_dir, monkeypatch, caplog, ahead):
 @KINDS
 @pytest.mark.usefixtures("cpu_streams")
 def test_generate(model_dir, kind):
-    inputs = text_inputs(load_model(model_dir).config)
+    inputs = text_inputs(new_model(model_dir).config)
     options = {"max_new_tokens": 4, "do_sample": False}
-    expected = load_model(model_dir, kind).generate(**inputs, **options)
-    model = offloaded(load_model(model_dir, kind))
+    expected = new_model(model_dir, kind).generate(**inputs, **options)
+    model = offloaded(new_model(model_dir, kind))
     assert torch.equal(model.generate(**inputs, **options), expected)
 
 
@@ -194,7 +194,7 @@ def test_generate(model_dir, kind):
 def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, checkpointing):
     from peft import PeftModel
 
-    inputs = text_inputs(load_model(model_dir).config)
+    inputs = text_inputs(new_model(model_dir).config)
 
     def gradients(base):
         model = PeftModel.from_pretrained(base, language_adapter_dir, is_trainable=True)
@@ -209,8 +209,8 @@ def test_training_after_inference_mode(model_dir, language_adapter_dir, kind, ch
             model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients(load_model(model_dir, kind))
-    found = gradients(offloaded(load_model(model_dir, kind)))
+    expected = gradients(new_model(model_dir, kind))
+    found = gradients(offloaded(new_model(model_dir, kind)))
     assert found.keys() == expected.keys() != set()
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
@@ -223,15 +223,15 @@ def test_a_merged_adapter_is_kept(model_dir, language_adapter_dir):
         logits(base, ["text"]) if base.lm_head.weight.is_meta else None
         return PeftModel.from_pretrained(base, language_adapter_dir).merge_and_unload()
 
-    expected = logits(merged(load_model(model_dir, "nf4")))
-    model = merged(offloaded(load_model(model_dir, "nf4")))
+    expected = logits(merged(new_model(model_dir, "nf4")))
+    model = merged(offloaded(new_model(model_dir, "nf4")))
     for _ in range(2):
         assert_same(logits(model), expected)
 
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_tensors_replaced_by_somebody(model_dir):
-    model, whole = offloaded(load_model(model_dir, "nf4")), load_model(model_dir, "nf4")
+    model, whole = offloaded(new_model(model_dir, "nf4")), new_model(model_dir, "nf4")
     logits(model, ["text"])
     name = f"{FIRST}input_layernorm"
     module, reference = model.get_submodule(name), whole.get_submodule(name)
@@ -251,8 +251,8 @@ def test_tensors_replaced_by_somebody(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_after_a_forward_that_raised(model_dir):
-    expected = logits(load_model(model_dir, "nf4"))
-    model = offloaded(load_model(model_dir, "nf4"))
+    expected = logits(new_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -272,7 +272,7 @@ def test_after_a_forward_that_raised(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_nothing_is_left_on_the_device_after_an_error(model_dir):
-    model = offloaded(load_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     logits(model, ["text"])
     resting = {name: each.is_meta for name, each in model.named_parameters()}
 
@@ -291,8 +291,8 @@ def test_nothing_is_left_on_the_device_after_an_error(model_dir):
 def test_hooks_taken_off(model_dir):
     from accelerate.hooks import remove_hook_from_module
 
-    expected = logits(load_model(model_dir, "nf4"))
-    model = offloaded(load_model(model_dir, "nf4"))
+    expected = logits(new_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     assert_same(logits(model), expected)
     remove_hook_from_module(model, recurse=True)
     assert not [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -302,7 +302,7 @@ def test_hooks_taken_off(model_dir):
 @pytest.mark.usefixtures("cpu_streams")
 def test_copied_hooks_stream_as_accelerate_does(model_dir):
     """Copy a norm: bitsandbytes' weights on meta cannot be copied, even without the patch."""
-    model = offloaded(load_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     logits(model, ["text"])
     norm = model.get_submodule(f"{FIRST}input_layernorm")
     copied = copy.deepcopy(norm)
@@ -314,7 +314,7 @@ def test_copied_hooks_stream_as_accelerate_does(model_dir):
 @pytest.mark.usefixtures("cpu_streams")
 def test_memory_goes_with_the_model(model_dir):
     before = dispatches()
-    model = offloaded(load_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     logits(model, ["text"])
     block = weakref.ref(layers_of(model).layers[FIRST.rstrip(".")].host)
     del model
@@ -325,7 +325,7 @@ def test_memory_goes_with_the_model(model_dir):
 @pytest.mark.usefixtures("cpu_streams", "pristine")
 def test_uninstalled_during_a_forward(model_dir):
     """The forward of a module ends as it began."""
-    model = offloaded(load_model(model_dir))
+    model = offloaded(new_model(model_dir))
     expected = logits(model, ["text"])
     linear = model.get_submodule(f"{FIRST}self_attn.q_proj")
     forward, hook = linear._old_forward, linear._hf_hook
@@ -343,8 +343,8 @@ def test_uninstalled_during_a_forward(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams", "pristine")
 def test_uninstalled_between_forwards(model_dir):
-    expected = logits(load_model(model_dir, "nf4"))
-    model = offloaded(load_model(model_dir, "nf4"))
+    expected = logits(new_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     assert_same(logits(model), expected)
     gemma4_compat.uninstall("offload_streaming")
     assert_same(logits(model), expected)
@@ -352,8 +352,8 @@ def test_uninstalled_between_forwards(model_dir):
 
 @pytest.mark.usefixtures("cpu_streams")
 def test_saved(model_dir, tmp_path):
-    expected = logits(load_model(model_dir, "nf4"))
-    model = offloaded(load_model(model_dir, "nf4"))
+    expected = logits(new_model(model_dir, "nf4"))
+    model = offloaded(new_model(model_dir, "nf4"))
     logits(model, ["text"])
     model.save_pretrained(tmp_path)
     assert_same(logits(load_model(tmp_path)), expected)

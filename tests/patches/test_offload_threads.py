@@ -21,7 +21,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 import gemma4_compat
 from gemma4_compat.runtime.host import blocks, forward_lock
 from tests.conftest import WITHOUT
-from tests.support import load_model, logits, split
+from tests.support import logits, new_model, split
 
 LAYERS = {**{f"model.language_model.layers.{i}": "disk" for i in (1, 2, 4)}, "": "cpu"}
 DISTURBED = r"meta|differs from that of one thread|PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -129,12 +129,12 @@ def shows(**other):
     ],
 )
 def test_generate(model_dir, tmp_path, kind):
-    model = layers_on_disk(load_model(model_dir, kind), tmp_path)
+    model = layers_on_disk(new_model(model_dir, kind), tmp_path)
     assert_as_in_one_thread(lambda number: generated(model, number), calls=15)
 
 
 def test_one_offloaded_module(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     cpu_offload(model.model.language_model.layers[1].mlp, execution_device=torch.device("cpu"))
     assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
 
@@ -142,14 +142,14 @@ def test_one_offloaded_module(model_dir):
 @pytest.mark.parametrize("offload", [all_on_disk, all_on_cpu])
 def test_generate_without_a_device_map(model_dir, tmp_path, offload):
     """Without the patches, such a model cannot generate in one thread either."""
-    model = offload(load_model(model_dir), tmp_path)
+    model = offload(new_model(model_dir), tmp_path)
     assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
 
 
 @pytest.mark.regression("offload_threads", DISTURBED, behind="peft_redispatch")
 def test_with_an_adapter(model_dir, language_adapter_dir, tmp_path):
     peft = pytest.importorskip("peft")
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     linear = offloaded_linear(model)
     model = peft.PeftModel.from_pretrained(model, language_adapter_dir).eval()
     assert_as_in_one_thread(lambda number: generated(model, number), meet=linear)
@@ -158,7 +158,7 @@ def test_with_an_adapter(model_dir, language_adapter_dir, tmp_path):
 @pytest.mark.parametrize("path", ["model.language_model", "model.language_model.layers.1.mlp"])
 def test_parts_of_the_model(model_dir, tmp_path, path):
     """The part is called directly: a call of the model locks all its modules."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     part, linear = model.get_submodule(path), offloaded_linear(model)
 
     def call(number):
@@ -176,7 +176,7 @@ def test_parts_of_the_model(model_dir, tmp_path, path):
 def test_gradients(model_dir, language_adapter_dir, tmp_path, checkpointing):
     """Checkpointing runs layers again in the backward pass, outside of the model's forward."""
     peft = pytest.importorskip("peft")
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     linear = offloaded_linear(model)
     model = peft.PeftModel.from_pretrained(model, language_adapter_dir, is_trainable=True)
     if checkpointing:
@@ -196,12 +196,12 @@ def test_gradients(model_dir, language_adapter_dir, tmp_path, checkpointing):
 
 @pytest.mark.regression("offload_threads", DISTURBED)
 def test_a_copy(model_dir, tmp_path):
-    model = copy.deepcopy(layers_on_disk(load_model(model_dir), tmp_path))
+    model = copy.deepcopy(layers_on_disk(new_model(model_dir), tmp_path))
     assert_as_in_one_thread(lambda number: generated(model, number), meet=offloaded_linear(model))
 
 
 def test_an_error_gives_the_lock_back(model_dir, tmp_path):
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = logits(model, ["text"])["text"]
     mlp = model.model.language_model.layers[1].mlp
 
@@ -219,7 +219,7 @@ def test_an_error_gives_the_lock_back(model_dir, tmp_path):
 def test_an_error_inside_the_forward_of_an_offloaded_module(model_dir, tmp_path, monkeypatch):
     """It calls the model, which fails.  Then it still has its own weights."""
     monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
-    model = all_on_cpu(load_model(model_dir), tmp_path)
+    model = all_on_cpu(new_model(model_dir), tmp_path)
     expected, linear, errors = text(model), offloaded_linear(model), []
     forward, first = linear._old_forward, model.model.language_model.layers[0].mlp.down_proj
 
@@ -242,7 +242,7 @@ def test_an_error_inside_the_forward_of_an_offloaded_module(model_dir, tmp_path,
 
 def test_a_hook_that_calls_the_model(model_dir, tmp_path):
     """The hook runs inside the model's forward, in the same thread."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = logits(model, ["text"])["text"]
     inner = []
 
@@ -260,7 +260,7 @@ def test_a_hook_that_calls_the_model(model_dir, tmp_path):
 
 def test_a_stream_of_text(model_dir, tmp_path):
     """The tokens come from a thread that generates, while this thread waits."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = generated(model, 0)[0, prompt(0)["input_ids"].shape[1] :].tolist()
     tokens = []
 
@@ -317,7 +317,7 @@ def text(model):
 
 def test_a_worker_inside_a_forward(model_dir, tmp_path):
     """A hook waits for workers that run other layers of the model."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = text(model)
     layers = model.model.language_model.layers
     values = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -340,7 +340,7 @@ def test_a_worker_inside_a_forward(model_dir, tmp_path):
 
 
 def test_models_that_call_each_other(model_dir, tmp_path):
-    models = [layers_on_disk(load_model(model_dir), tmp_path / name) for name in "ab"]
+    models = [layers_on_disk(new_model(model_dir), tmp_path / name) for name in "ab"]
     expected = text(models[0])
     both = threading.Barrier(2, timeout=60)
     inner, handles = {}, []
@@ -369,7 +369,7 @@ def test_a_merge_during_a_forward(model_dir, tmp_path, monkeypatch, place):
     """
     from peft import LoraConfig, get_peft_model
 
-    model = layers_on_disk(load_model(model_dir).float(), tmp_path)
+    model = layers_on_disk(new_model(model_dir).float(), tmp_path)
     layer = offloaded_linear(model)
     adapted = get_peft_model(
         model, LoraConfig(target_modules=r".*layers\.1\.mlp\.down_proj", init_lora_weights=False)
@@ -410,7 +410,7 @@ def test_a_merge_during_a_forward(model_dir, tmp_path, monkeypatch, place):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_during_a_forward(model_dir, tmp_path):
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = text(model)
     inside, forked = threading.Event(), threading.Event()
 
@@ -444,7 +444,7 @@ def test_an_interrupt_leaves_no_lock(model_dir, tmp_path):
 
     Python itself raises it after calls, so not where ``with`` and ``try`` begin and end.
     """
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected = text(model)
     lines = 0
 
@@ -504,7 +504,7 @@ def test_a_slow_disk(model_dir, tmp_path, monkeypatch, seconds, quick):
         for name in ("_PATIENCE", "_LOOK", "_WAITS", "_STANDS_STILL"):
             monkeypatch.setattr(forward_lock, name, 0.05, raising=False)
         monkeypatch.setattr(forward_lock, "_HOPELESS", 1, raising=False)
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected, most = text(model), reading(model, seconds)
     found = []
     threads = [
@@ -523,7 +523,7 @@ def test_a_wait_for_ever_is_an_error(model_dir, tmp_path, monkeypatch):
     """A user's forward of an offloaded module waits for a thread that runs the same model."""
     monkeypatch.setattr(forward_lock, "_PATIENCE", 0.05)
     monkeypatch.setattr(forward_lock, "_HOPELESS", 6)
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected, linear = text(model), offloaded_linear(model)
     forward, errors = linear._old_forward, []
 
@@ -543,7 +543,7 @@ def test_a_wait_for_ever_is_an_error(model_dir, tmp_path, monkeypatch):
 
 def test_a_hook_that_waits_for_the_whole_model(model_dir, tmp_path, monkeypatch):
     """Threads that call the model go on without a turn, and do not wait again for the same hook."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     expected, inner, took = text(model), [], []
 
     def hook(module, args, output):
@@ -562,7 +562,7 @@ def test_a_hook_that_waits_for_the_whole_model(model_dir, tmp_path, monkeypatch)
 
 def test_the_next_thread_starts_at_once(model_dir, tmp_path):
     """It does not poll: it runs as soon as the lock is free."""
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     lock = model._hf_hook._forward_lock
     took = []
 
@@ -586,7 +586,7 @@ def test_the_end_of_a_forward_leaves_the_layers_of_other_threads(
 ):
     """It comes after the lock: another thread may be about to read its copy of a layer."""
     monkeypatch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda"))
-    model = all_on_cpu(load_model(model_dir), tmp_path)
+    model = all_on_cpu(new_model(model_dir), tmp_path)
     expected = text(model)
     view, begun, ended = blocks.OffloadedLayer.view, threading.Event(), threading.Event()
     found, last = [], model.model.language_model.layers[5].mlp.down_proj
@@ -619,9 +619,9 @@ def test_the_end_of_a_forward_leaves_the_layers_of_other_threads(
 
 
 def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path, {"model": "cpu", "": "cpu"})
+    model = split(new_model(model_dir), tmp_path, {"model": "cpu", "": "cpu"})
     assert not hasattr(model, "_hf_hook")
-    model = layers_on_disk(load_model(model_dir), tmp_path)
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     idle = model.model.language_model.layers[0].mlp.down_proj
     assert not hasattr(idle._hf_hook, "_forward_lock")
     remove_hook_from_module(model, recurse=True)
@@ -631,7 +631,7 @@ def test_models_without_offloaded_modules_have_no_lock(model_dir, tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_a_forward_that_raises_leaves_no_weights(model_dir, tmp_path, error):
     """accelerate would mistake one of them for a tied weight that was at its address before."""
-    model = split(load_model(model_dir), tmp_path, LAYERS)
+    model = split(new_model(model_dir), tmp_path, LAYERS)
     offloaded = {name for name, each in model.named_parameters() if each.is_meta}
     expected = logits(model)
     module = model.model.language_model.layers[2].mlp.down_proj

@@ -8,7 +8,7 @@ from torch import nn
 
 from gemma4_compat.tiny import TOWERS
 from tests.patches.test_offloaded_save import blocks_at_once, whole_cpu, whole_disk
-from tests.support import assert_same, load_model, logits, offloaded, split
+from tests.support import assert_same, logits, new_model, offloaded, split
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*which is a no-op.*")
 OLD = r"logits differ by up to"
@@ -24,7 +24,7 @@ WHOLE = [whole_cpu, whole_disk, blocks_at_once]
 
 def changed(model_dir):
     """A model with other weights."""
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1.25 if "norm" in name else 1.5)
@@ -47,7 +47,7 @@ def test_offloaded_as_a_whole(model_dir, tmp_path, offload, assign):
 def as_the_whole_model(model_dir, tmp_path, offload, assign):
     other = changed(model_dir)
     expected = logits(other)
-    model = offload(load_model(model_dir), tmp_path)
+    model = offload(new_model(model_dir), tmp_path)
     before = offloaded(model)
     state = {name: value.clone() for name, value in other.state_dict().items()}
     told = model.load_state_dict(state, assign=assign)
@@ -60,8 +60,8 @@ def as_the_whole_model(model_dir, tmp_path, offload, assign):
 
 
 def test_after_a_forward_and_in_part(model_dir, tmp_path):
-    other, whole = changed(model_dir), load_model(model_dir)
-    model = split(load_model(model_dir), tmp_path)
+    other, whole = changed(model_dir), new_model(model_dir)
+    model = split(new_model(model_dir), tmp_path)
     logits(model)
     state = {n: v for n, v in other.state_dict().items() if "vision_tower" in n}
     assert state
@@ -72,8 +72,8 @@ def test_after_a_forward_and_in_part(model_dir, tmp_path):
 
 
 def test_a_part_of_the_model(model_dir, tmp_path):
-    other, whole = changed(model_dir), load_model(model_dir)
-    model = split(load_model(model_dir), tmp_path)
+    other, whole = changed(model_dir), new_model(model_dir)
+    model = split(new_model(model_dir), tmp_path)
     for each in (model, whole):
         each.model.vision_tower.load_state_dict(other.model.vision_tower.state_dict())
     assert_same(logits(model), logits(whole))
@@ -84,7 +84,7 @@ def test_through_a_peft_model(model_dir, language_adapter_dir, tmp_path):
 
     whole = PeftModel.from_pretrained(changed(model_dir), language_adapter_dir)
     model = PeftModel.from_pretrained(
-        as_split(load_model(model_dir), tmp_path), language_adapter_dir
+        as_split(new_model(model_dir), tmp_path), language_adapter_dir
     )
     model.load_state_dict(whole.state_dict())
     assert_same(logits(model), logits(whole))
@@ -95,7 +95,7 @@ def test_what_fits_is_loaded_before_an_error(model_dir, tmp_path):
     state = changed(model_dir).state_dict()
     name = next(name for name in state if "vision_tower" in name and name.endswith("proj.weight"))
     state[name] = state[name][:1]
-    whole, model = load_model(model_dir), split(load_model(model_dir), tmp_path)
+    whole, model = new_model(model_dir), split(new_model(model_dir), tmp_path)
     before = logits(whole)
     for each in (whole, model):
         with pytest.raises(RuntimeError, match="size mismatch"):
@@ -109,9 +109,9 @@ def test_what_fits_is_loaded_before_an_error(model_dir, tmp_path):
 def test_a_tied_weight_is_given_once(model_dir, tmp_path, offload):
     """As a safetensors file holds it; on the disk each module has a copy."""
     name = "model.language_model.embed_tokens.weight"
-    whole = load_model(model_dir)
+    whole = new_model(model_dir)
     assert whole.lm_head.weight is whole.model.language_model.embed_tokens.weight
-    model = offload(load_model(model_dir), tmp_path)
+    model = offload(new_model(model_dir), tmp_path)
     for factor in (1.5, 2.0):
         state = {name: whole.state_dict()[name] * factor}
         for each in (whole, model):
@@ -120,15 +120,15 @@ def test_a_tied_weight_is_given_once(model_dir, tmp_path, offload):
 
 
 def test_its_own_state_dict(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     expected = logits(model)
     model.load_state_dict(model.state_dict())
     assert_same(logits(model), expected)
 
 
 def test_quantized_layers_are_refused(model_dir, tmp_path):
-    whole = load_model(model_dir, "nf4")
-    model = split(load_model(model_dir, "nf4"), tmp_path)
+    whole = new_model(model_dir, "nf4")
+    model = split(new_model(model_dir, "nf4"), tmp_path)
     expected = logits(model)
     with pytest.raises(ValueError, match="its layer is quantized and offloaded"):
         model.load_state_dict(whole.state_dict(), strict=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemma4_compat.tiny import text_inputs
-from tests.support import assert_same, load_model, logits, split
+from tests.support import assert_same, load_model, logits, new_model, split
 
 LANGUAGE = "model.language_model"
 TARGETS = r".*language_model\.layers\.[0-2]\..*q_proj"
@@ -57,14 +57,14 @@ def adapted(model, name, seed=0):
 
 def build(model_dir, folder, name, seed=0):
     """Save an adapter of a whole model, and return the model with it."""
-    model = adapted(load_model(model_dir), name, seed)
+    model = adapted(new_model(model_dir), name, seed)
     model.save_pretrained(folder)
     return model
 
 
 def offload(model_dir, folder, name, kind=None):
     place = OFFLOADED["embed_tokens" if name == "tokens" else name]
-    return split(load_model(model_dir, kind), folder, {place: "disk", "": "cpu"})
+    return split(new_model(model_dir, kind), folder, {place: "disk", "": "cpu"})
 
 
 @MODULES
@@ -80,10 +80,10 @@ def test_loaded_adapter_gives_the_whole_models_logits(model_dir, name, tmp_path)
     for _ in range(2):
         assert_same(logits(model), expected)
     model.save_pretrained(tmp_path / "again")
-    again = PeftModel.from_pretrained(load_model(model_dir), tmp_path / "again").eval()
+    again = PeftModel.from_pretrained(new_model(model_dir), tmp_path / "again").eval()
     assert_same(logits(again), expected)
     with model.disable_adapter():
-        assert_same(logits(model), logits(load_model(model_dir)))
+        assert_same(logits(model), logits(new_model(model_dir)))
     assert_same(logits(model.merge_and_unload()), logits(one.merge_and_unload()))
 
 
@@ -96,12 +96,12 @@ def test_copy_is_trained_and_saved(model_dir, name, tmp_path):
     """The adapter is new: without peft_redispatch, loading one would undo the offloading."""
     from peft import PeftModel
 
-    expected = logits(adapted(load_model(model_dir), name))
+    expected = logits(adapted(new_model(model_dir), name))
     model = adapted(offload(model_dir, tmp_path / "offload", name), name)
     assert_same(logits(model), expected)
     model.save_pretrained(tmp_path / "again")
     assert_same(
-        logits(PeftModel.from_pretrained(load_model(model_dir), tmp_path / "again").eval()),
+        logits(PeftModel.from_pretrained(new_model(model_dir), tmp_path / "again").eval()),
         expected,
     )
 
@@ -110,16 +110,16 @@ def test_copy_is_trained_and_saved(model_dir, name, tmp_path):
 def test_trainable_tokens(model_dir, tmp_path):
     from peft import PeftModel
 
-    expected = logits(adapted(load_model(model_dir), "tokens"))
+    expected = logits(adapted(new_model(model_dir), "tokens"))
     model = offload(model_dir, tmp_path / "offload", "tokens")
     logits(model)
     model = adapted(model, "tokens")
     for _ in range(2):
         assert_same(logits(model), expected)
     with model.disable_adapter():
-        assert_same(logits(model), logits(load_model(model_dir)))
+        assert_same(logits(model), logits(new_model(model_dir)))
     model.save_pretrained(tmp_path / "again")
-    again = PeftModel.from_pretrained(load_model(model_dir), tmp_path / "again").eval()
+    again = PeftModel.from_pretrained(new_model(model_dir), tmp_path / "again").eval()
     assert_same(logits(again), expected)
 
 
@@ -151,7 +151,7 @@ def steps(model, number=2):
 
 @pytest.mark.parametrize("name", ["up_proj", "norm", "embed_tokens", "lm_head", "tokens"])
 def test_training(model_dir, name, tmp_path):
-    one = adapted(load_model(model_dir), name).train()
+    one = adapted(new_model(model_dir), name).train()
     losses, expected = steps(one)
     model = offload(model_dir, tmp_path / "offload", name)
     logits(model, ("text",))
@@ -176,7 +176,7 @@ def test_second_adapter_with_another_copy(model_dir, tmp_path):
         model.load_adapter(tmp_path / "two", "two")
         return model
 
-    one = loaded(load_model(model_dir))
+    one = loaded(new_model(model_dir))
     model = loaded(offload(model_dir, tmp_path / "offload", "up_proj"))
     for name in ("two", "default"):
         one.set_adapter(name)
@@ -190,7 +190,7 @@ def test_second_adapter_with_tokens_of_tied_ends(model_dir, tmp_path):
     """Each adapter gives the same logits as alone: the tied head uses the active adapter."""
     from peft import PeftModel, TrainableTokensConfig, get_peft_model
 
-    one = get_peft_model(load_model(model_dir), TrainableTokensConfig(token_indices=TOKENS)).eval()
+    one = get_peft_model(new_model(model_dir), TrainableTokensConfig(token_indices=TOKENS)).eval()
     expected = {}
     for name in ("default", "two"):
         with torch.no_grad():
@@ -214,7 +214,7 @@ def test_quantized_base(model_dir, tmp_path):
     """Only modules that bitsandbytes does not quantize can be copied: others cannot be trained."""
     from peft import PeftModel
 
-    one = adapted(load_model(model_dir, "nf4-nested"), "embed_tokens")
+    one = adapted(new_model(model_dir, "nf4-nested"), "embed_tokens")
     one.save_pretrained(tmp_path / "adapter")
     model = offload(model_dir, tmp_path / "offload", "embed_tokens", "nf4-nested")
     model = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
@@ -238,7 +238,7 @@ def test_original_stays_offloaded_and_shares_nothing_with_its_copy(model_dir, tm
 
 
 def test_modules_that_are_not_offloaded_are_copied_as_ever(model_dir):
-    model = adapted(load_model(model_dir), "up_proj")
+    model = adapted(new_model(model_dir), "up_proj")
     wrapper = model.base_model.model.get_submodule(f"{LANGUAGE}.layers.1.mlp.up_proj")
     assert "_hf_hook" not in vars(wrapper.modules_to_save["default"])
 

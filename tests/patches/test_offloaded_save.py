@@ -11,7 +11,7 @@ from torch import nn
 
 from gemma4_compat.model.hooks import offload_hook
 from gemma4_compat.tiny import TOWERS
-from tests.support import assert_same, load_model, logits, offloaded, split
+from tests.support import assert_same, load_model, logits, new_model, offloaded, split
 
 KINDS = pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"], ids=["bf16", "nf4", "nested"])
 NO_MAP = r"'SequentialHook' object has no attribute 'weights_map'"
@@ -67,7 +67,7 @@ def state(model):
 
 @pytest.mark.regression("offloaded_save", NO_MAP)
 def test_split_model_saved_and_loaded_again(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path / "offload")
+    model = split(new_model(model_dir), tmp_path / "offload")
     expected = logits(model)
     model.save_pretrained(tmp_path / "saved")
     assert_same(logits(load_model(tmp_path / "saved")), expected)
@@ -76,10 +76,10 @@ def test_split_model_saved_and_loaded_again(model_dir, tmp_path):
 @KINDS
 @MAPS
 def test_saved_before_and_after_a_forward(model_dir, kind, device_map, tmp_path):
-    whole = load_model(model_dir, kind)
+    whole = new_model(model_dir, kind)
     reference = saved(whole, tmp_path / "reference")
     expected = logits(whole)
-    model = load_model(model_dir, kind)
+    model = new_model(model_dir, kind)
     model = split(model, tmp_path / "offload", device_map(model))
     before = state(model)
     assert_same_files(saved(model, tmp_path / "fresh"), reference)
@@ -118,22 +118,22 @@ def blocks_at_once(model, folder):
 @pytest.mark.parametrize("offload", [whole_cpu, whole_disk, blocks_at_once])
 def test_offloaded_without_a_device_map(model_dir, offload, tmp_path):
     """The head and the embedding are tied and both on meta; only one of them is saved."""
-    reference = saved(load_model(model_dir), tmp_path / "reference")
-    model = offload(load_model(model_dir), tmp_path / "offload")
+    reference = saved(new_model(model_dir), tmp_path / "reference")
+    model = offload(new_model(model_dir), tmp_path / "offload")
     assert model.lm_head.weight.is_meta
     assert_same_files(saved(model, tmp_path / "saved"), reference)
 
 
 @pytest.mark.parametrize("offload", [whole_cpu, whole_disk])
 def test_quantized_without_a_device_map(model_dir, offload, tmp_path):
-    reference = saved(load_model(model_dir, "nf4-nested"), tmp_path / "reference")
-    model = offload(load_model(model_dir, "nf4-nested"), tmp_path / "offload")
+    reference = saved(new_model(model_dir, "nf4-nested"), tmp_path / "reference")
+    model = offload(new_model(model_dir, "nf4-nested"), tmp_path / "offload")
     assert_same_files(saved(model, tmp_path / "saved"), reference)
 
 
 def test_an_untied_head_is_kept(model_dir, tmp_path):
     def untied():
-        model = load_model(model_dir)
+        model = new_model(model_dir)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
         return model
 
@@ -147,8 +147,8 @@ def test_an_untied_head_is_kept(model_dir, tmp_path):
 def test_offloaded_buffers(model_dir, tmp_path):
     from accelerate import dispatch_model
 
-    reference = saved(load_model(model_dir), tmp_path / "reference")
-    model = load_model(model_dir)
+    reference = saved(new_model(model_dir), tmp_path / "reference")
+    model = new_model(model_dir)
     model = dispatch_model(
         model,
         with_entry_for_all(model),
@@ -183,9 +183,9 @@ def eight_bit_layers(model):
     behind="hf_initialized_flag",
 )
 def test_eight_bit(model_dir, tmp_path):
-    whole = load_model(model_dir, "int8")
+    whole = new_model(model_dir, "int8")
     reference = saved(whole, tmp_path / "reference")
-    model = load_model(model_dir, "int8")
+    model = new_model(model_dir, "int8")
     model = split(model, tmp_path / "offload", spelled_out(model))
     assert eight_bit_layers(model)
     assert_same_files(saved(model, tmp_path / "saved"), reference)
@@ -198,8 +198,8 @@ def test_eight_bit(model_dir, tmp_path):
 )
 def test_eight_bit_after_a_forward(model_dir, tmp_path):
     """accelerate cannot run offloaded 8-bit layers on the CPU, so the test sets their state."""
-    reference = saved(load_model(model_dir, "int8"), tmp_path / "reference")
-    model = load_model(model_dir, "int8")
+    reference = saved(new_model(model_dir, "int8"), tmp_path / "reference")
+    model = new_model(model_dir, "int8")
     model = split(model, tmp_path / "offload", spelled_out(model))
     for layer in eight_bit_layers(model):
         layer.init_8bit_state()
@@ -231,8 +231,8 @@ class Watched(Mapping):
 
 @pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nested"])
 def test_shards_are_read_one_at_a_time(model_dir, kind, tmp_path):
-    reference = saved(load_model(model_dir, kind), tmp_path / "reference")
-    model = split(load_model(model_dir, kind), tmp_path / "offload")
+    reference = saved(new_model(model_dir, kind), tmp_path / "reference")
+    model = split(new_model(model_dir, kind), tmp_path / "offload")
     folder, reads = tmp_path / "saved", []
     for hook in filter(None, map(offload_hook, model.modules())):
         hook.weights_map = Watched(hook.weights_map, folder, reads)
@@ -249,8 +249,8 @@ def test_shards_are_read_one_at_a_time(model_dir, kind, tmp_path):
 
 @KINDS
 def test_state_dict_given_by_the_user(model_dir, kind, tmp_path):
-    reference = saved(load_model(model_dir, kind), tmp_path / "reference")
-    model = split(load_model(model_dir, kind), tmp_path / "offload")
+    reference = saved(new_model(model_dir, kind), tmp_path / "reference")
+    model = split(new_model(model_dir, kind), tmp_path / "offload")
     given = model.state_dict()
     before = dict(given)
     model.save_pretrained(tmp_path / "saved", state_dict=given)
@@ -259,15 +259,15 @@ def test_state_dict_given_by_the_user(model_dir, kind, tmp_path):
 
 
 def test_part_of_a_split_model(model_dir, tmp_path):
-    whole = load_model(model_dir)
-    model = split(load_model(model_dir), tmp_path / "offload")
+    whole = new_model(model_dir)
+    model = split(new_model(model_dir), tmp_path / "offload")
     for name in ("model", "model.vision_tower"):
         reference = saved(whole.get_submodule(name), tmp_path / f"reference {name}")
         assert_same_files(saved(model.get_submodule(name), tmp_path / f"saved {name}"), reference)
 
 
 def test_weights_that_were_never_loaded_are_named(model_dir, tmp_path):
-    model = split(load_model(model_dir), tmp_path / "offload")
+    model = split(new_model(model_dir), tmp_path / "offload")
     layer = model.model.language_model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(layer.weight.to("meta"))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is on the meta"):
@@ -285,7 +285,7 @@ def test_with_an_adapter(model_dir, adapter_dir, outer_adapter_dir, kind, tmp_pa
     from peft import PeftModel
 
     path = outer_adapter_dir if kind == "nf4" else adapter_dir
-    whole, model = load_model(model_dir, kind), load_model(model_dir, kind)
+    whole, model = new_model(model_dir, kind), new_model(model_dir, kind)
     model = split(model, tmp_path / "offload")
     # Tensors that the file lacks are random: see test_ways_to_load in test_peft_redispatch.
     whole, model = (_seeded(PeftModel.from_pretrained, each, path) for each in (whole, model))
@@ -309,7 +309,7 @@ def test_with_an_adapter(model_dir, adapter_dir, outer_adapter_dir, kind, tmp_pa
 @pytest.mark.usefixtures("native_adapters")
 @pytest.mark.parametrize("kind", [None, "nf4-nested"], ids=["bf16", "nested"])
 def test_with_an_adapter_of_transformers_own(model_dir, adapter_dir, kind, tmp_path):
-    whole, model = load_model(model_dir, kind), load_model(model_dir, kind)
+    whole, model = new_model(model_dir, kind), new_model(model_dir, kind)
     model = split(model, tmp_path / "offload")
     for each in (whole, model):
         _seeded(each.load_adapter, str(adapter_dir))

@@ -21,6 +21,7 @@ from tests.patches.test_captured_decoding import (
     captures,
     generated,
     load_model,
+    new_model,
     prompt,
 )
 from tests.patches.test_cudnn_attention import make
@@ -336,7 +337,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def model(model_dir):
-    return load_model(model_dir, "nf4")
+    return new_model(model_dir, "nf4")
 
 
 def test_nothing_changes_on_the_cpu(model):

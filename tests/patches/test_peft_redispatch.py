@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from gemma4_compat.tiny import BROAD_TARGETS, TOWERS, text_inputs
-from tests.support import (
-    adapter_parameters,
-    assert_same,
-    load_model,
-    logits,
-    offloaded,
-    split,
-)
+from tests.support import adapter_parameters, assert_same, logits, new_model, offloaded, split
 
 SPLIT_TOWERS = dict.fromkeys(TOWERS, "disk")
 KINDS = pytest.mark.parametrize("kind", [None, "nf4", "nf4-nested"], ids=["bf16", "nf4", "nested"])
@@ -62,7 +55,7 @@ def assert_untouched(model, before, folder):
 def test_offload_survives_an_adapter(model_dir, language_adapter_dir, tmp_path):
     from peft import PeftModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, language_adapter_dir)
     assert_untouched(model, before, tmp_path)
@@ -75,8 +68,8 @@ def test_device_map_given_to_peft(model_dir, language_adapter_dir, tmp_path):
     """Users see ``KeyError: 22`` here: PEFT calls dispatch_model without skip_keys."""
     from peft import PeftModel
 
-    expected = logits(PeftModel.from_pretrained(load_model(model_dir), language_adapter_dir))
-    model = split(load_model(model_dir), tmp_path)
+    expected = logits(PeftModel.from_pretrained(new_model(model_dir), language_adapter_dir))
+    model = split(new_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     device_map = {**dict.fromkeys(TOWERS, "disk"), "": "cpu"}
     model = PeftModel.from_pretrained(
@@ -92,7 +85,7 @@ def test_split_model_gives_one_device_logits(
 ):
     from peft import PeftModel
 
-    one = PeftModel.from_pretrained(load_model(model_dir, kind), adapter_dir)
+    one = PeftModel.from_pretrained(new_model(model_dir, kind), adapter_dir)
     one.load_adapter(second_adapter_dir, "second")
     expected = {}
     for name in ("default", "second"):
@@ -102,7 +95,7 @@ def test_split_model_gives_one_device_logits(
         expected["base"] = logits(one)
     assert not torch.equal(expected["default"]["image"], expected["second"]["image"])
 
-    model = split(load_model(model_dir, kind), tmp_path)
+    model = split(new_model(model_dir, kind), tmp_path)
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir)
     assert_untouched(model, before, tmp_path)
@@ -126,8 +119,8 @@ def test_ways_to_load(model_dir, adapter_dir, low_cpu_mem_usage, is_trainable, t
     from peft import PeftModel
 
     options = {"low_cpu_mem_usage": low_cpu_mem_usage, "is_trainable": is_trainable}
-    one = PeftModel.from_pretrained(load_model(model_dir), adapter_dir, **options).eval()
-    model = split(load_model(model_dir), tmp_path)
+    one = PeftModel.from_pretrained(new_model(model_dir), adapter_dir, **options).eval()
+    model = split(new_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir, **options).eval()
     assert_untouched(model, before, tmp_path)
@@ -137,10 +130,10 @@ def test_ways_to_load(model_dir, adapter_dir, low_cpu_mem_usage, is_trainable, t
 def test_adapter_saved_from_a_split_model_loads_again(model_dir, adapter_dir, tmp_path):
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(split(load_model(model_dir), tmp_path), adapter_dir)
+    model = PeftModel.from_pretrained(split(new_model(model_dir), tmp_path), adapter_dir)
     expected = logits(model)
     model.save_pretrained(tmp_path / "saved")
-    again = PeftModel.from_pretrained(load_model(model_dir), tmp_path / "saved")
+    again = PeftModel.from_pretrained(new_model(model_dir), tmp_path / "saved")
     assert_same(logits(again), expected)
 
 
@@ -168,9 +161,9 @@ def test_training_on_a_split_model(model_dir, kind, tmp_path):
         config = LoraConfig(r=4, target_modules=BROAD_TARGETS, init_lora_weights=False)
         return get_peft_model(model, config).train()
 
-    expected_losses, expected = gradients(adapted(load_model(model_dir, kind)))
+    expected_losses, expected = gradients(adapted(new_model(model_dir, kind)))
     device_map = {f"model.language_model.layers.{i}": "disk" for i in (1, 4)}
-    model = split(load_model(model_dir, kind), tmp_path, {**device_map, "": "cpu"})
+    model = split(new_model(model_dir, kind), tmp_path, {**device_map, "": "cpu"})
     before = fingerprint(model, tmp_path)
     model = adapted(model)
     assert_untouched(model, before, tmp_path)
@@ -189,8 +182,8 @@ def test_training_on_a_split_model(model_dir, kind, tmp_path):
 def test_merging_into_a_split_model(model_dir, adapter_dir, kind, tmp_path):
     from peft import PeftModel
 
-    one = PeftModel.from_pretrained(load_model(model_dir, kind), adapter_dir).merge_and_unload()
-    model = split(load_model(model_dir, kind), tmp_path)
+    one = PeftModel.from_pretrained(new_model(model_dir, kind), adapter_dir).merge_and_unload()
+    model = split(new_model(model_dir, kind), tmp_path)
     model = PeftModel.from_pretrained(model, adapter_dir).merge_and_unload()
     assert offloaded(model)
     for _ in range(2):
@@ -231,9 +224,9 @@ def test_every_kind_of_adapter_on_offloaded_layers(model_dir, name, tmp_path):
         torch.manual_seed(0)
         return get_peft_model(model, tuner_configs()[name]).eval()
 
-    one = adapted(load_model(model_dir))
+    one = adapted(new_model(model_dir))
     layers = {f"model.language_model.layers.{i}": "disk" for i in (1, 4)}
-    model = split(load_model(model_dir), tmp_path, {**layers, **SPLIT_TOWERS, "": "cpu"})
+    model = split(new_model(model_dir), tmp_path, {**layers, **SPLIT_TOWERS, "": "cpu"})
     before = fingerprint(model, tmp_path)
     # PiSSA writes its residual to the base weight, by design.
     model = adapted(model)
@@ -252,9 +245,9 @@ def test_dora_on_a_quantized_split_model(model_dir, tmp_path):
         config = LoraConfig(target_modules=["v_proj"], use_dora=True, init_lora_weights=False)
         return get_peft_model(model, config).eval()
 
-    one = adapted(load_model(model_dir, "nf4-nested"))
+    one = adapted(new_model(model_dir, "nf4-nested"))
     layers = {"model.language_model.layers.1": "disk", "": "cpu"}
-    model = adapted(split(load_model(model_dir, "nf4-nested"), tmp_path, layers))
+    model = adapted(split(new_model(model_dir, "nf4-nested"), tmp_path, layers))
     assert_same(logits(model), logits(one))
     assert_same(logits(model), logits(one))
 
@@ -263,7 +256,7 @@ def test_layers_are_offloaded_again_after_an_exception(model_dir, language_adapt
     from peft import PeftModel
 
     model = split(
-        load_model(model_dir), tmp_path, {"model.language_model.layers.1": "disk", "": "cpu"}
+        new_model(model_dir), tmp_path, {"model.language_model.layers.1": "disk", "": "cpu"}
     )
     model = PeftModel.from_pretrained(model, language_adapter_dir)
     before = offloaded(model)
@@ -296,8 +289,8 @@ def test_hooks_that_are_removed_or_replaced_load_nothing(
             layer.weight.quant_state.offset.mul_(0.5)
         return model
 
-    one = edited(PeftModel.from_pretrained(load_model(model_dir, kind), language_adapter_dir))
-    model = split(load_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
+    one = edited(PeftModel.from_pretrained(new_model(model_dir, kind), language_adapter_dir))
+    model = split(new_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
     model = PeftModel.from_pretrained(model, language_adapter_dir)
     logits(model, ("text",))
     remove_hook_from_submodules(base_of(model))
@@ -328,8 +321,8 @@ def test_merged_adapter_is_disabled_and_enabled_again(
             yield logits(model, ("text",))
         yield logits(model, ("text",))
 
-    model = split(load_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
-    for found, expected in zip(outputs(model), outputs(load_model(model_dir, kind)), strict=True):
+    model = split(new_model(model_dir, kind), tmp_path, {LAYER: "disk", "": "cpu"})
+    for found, expected in zip(outputs(model), outputs(new_model(model_dir, kind)), strict=True):
         assert_same(found, expected)
 
 
@@ -357,8 +350,8 @@ def test_another_adapter_is_set_while_one_is_merged(model_dir, tmp_path):
         yield logits(model)
 
     layers = {f"model.language_model.layers.{number}": "disk" for number in (1, 3)}
-    model = split(load_model(model_dir), tmp_path, {**layers, "": "cpu"})
-    for found, expected in zip(switched(model), switched(load_model(model_dir)), strict=True):
+    model = split(new_model(model_dir), tmp_path, {**layers, "": "cpu"})
+    for found, expected in zip(switched(model), switched(new_model(model_dir)), strict=True):
         assert_same(found, expected)
     assert offloaded(model)
 
@@ -368,7 +361,7 @@ def test_ignored_arguments_are_said_once_and_nothing_else_is(
 ):
     from peft import PeftModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
         model = PeftModel.from_pretrained(model, language_adapter_dir)
         assert not ours(caplog)
@@ -403,7 +396,7 @@ def test_base_without_a_device_map_stays_where_it_is(
 def test_device_map_is_restored_after_an_error(model_dir, tmp_path):
     from peft import PeftModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     before = fingerprint(model, tmp_path)
     device_map = model.hf_device_map
     with pytest.raises((OSError, ValueError)):
@@ -415,7 +408,7 @@ def test_device_map_is_restored_after_an_error(model_dir, tmp_path):
 def test_device_map_with_a_module_that_does_not_exist(model_dir, language_adapter_dir, tmp_path):
     from peft import PeftModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     model.hf_device_map["model.multi_modal_projector"] = "cpu"
     before = fingerprint(model, tmp_path)
     model = PeftModel.from_pretrained(model, language_adapter_dir)
@@ -436,7 +429,7 @@ def test_mixed_models_are_left_to_peft(model_dir, adapter_dir, tmp_path):
     """PEFT raises, instead of an offload that is gone without an error."""
     from peft import PeftMixedModel
 
-    model = split(load_model(model_dir), tmp_path)
+    model = split(new_model(model_dir), tmp_path)
     with pytest.raises(AttributeError, match="_update_offload"):
         PeftMixedModel.from_pretrained(model, adapter_dir)
 
@@ -455,8 +448,8 @@ def test_the_way_round_for_mixed_models(model_dir, language_adapter_dir, tmp_pat
         model.base_model.merge_adapter()
         yield logits(model.unload(), ("text",))
 
-    model = split(load_model(model_dir), tmp_path, {LAYER: "disk", "": "cpu"})
-    for found, expected in zip(merged(model), merged(load_model(model_dir)), strict=True):
+    model = split(new_model(model_dir), tmp_path, {LAYER: "disk", "": "cpu"})
+    for found, expected in zip(merged(model), merged(new_model(model_dir)), strict=True):
         assert_same(found, expected)
     assert offloaded(model)
 
@@ -480,15 +473,15 @@ def test_adapters_of_newer_releases(model_dir, name, tmp_path):
         torch.manual_seed(0)
         return peft.get_peft_model(model, config).eval()
 
-    one = adapted(load_model(model_dir))
+    one = adapted(new_model(model_dir))
     one.save_pretrained(tmp_path / "adapter")
     expected = logits(one, ("text",))
     base = {LAYER: "disk", "": "cpu"}
-    model = adapted(split(load_model(model_dir), tmp_path / "new", base))
+    model = adapted(split(new_model(model_dir), tmp_path / "new", base))
     for _ in range(2):
         assert_same(logits(model, ("text",)), expected)
-    again = peft.PeftModel.from_pretrained(load_model(model_dir), tmp_path / "adapter").eval()
-    model = split(load_model(model_dir), tmp_path / "loaded", base)
+    again = peft.PeftModel.from_pretrained(new_model(model_dir), tmp_path / "adapter").eval()
+    model = split(new_model(model_dir), tmp_path / "loaded", base)
     model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     assert_same(logits(model, ("text",)), logits(again, ("text",)))
     merged, expected = model.merge_and_unload(), again.merge_and_unload()
@@ -526,21 +519,21 @@ def assert_split_is_whole(model_dir, config, place, tmp_path):
     """New and loaded adapters compute the same on a split model as on a whole model."""
     from peft import PeftModel
 
-    one = adapted(load_model(model_dir), config())
+    one = adapted(new_model(model_dir), config())
     expected = logits(one, ("text",))
     one.save_pretrained(tmp_path / "adapter")
     base = {place: "disk", "": "cpu"}
-    model = split(load_model(model_dir), tmp_path / "new", base)
+    model = split(new_model(model_dir), tmp_path / "new", base)
     logits(model, ("text",))  # a forward unties offloaded weights
     new = adapted(model, config())
-    model = split(load_model(model_dir), tmp_path / "loaded", base)
+    model = split(new_model(model_dir), tmp_path / "loaded", base)
     loaded = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
     for model in (new, loaded):
         for _ in range(2):
             assert_same(logits(model, ("text",)), expected)
             assert any(name.startswith(place) for name in map(plain, offloaded(model)))
         with model.disable_adapter():
-            assert_same(logits(model, ("text",)), logits(load_model(model_dir), ("text",)))
+            assert_same(logits(model, ("text",)), logits(new_model(model_dir), ("text",)))
     if place != "model.language_model.embed_tokens":  # tied in the whole model
         merged, expected = loaded.merge_and_unload(), one.merge_and_unload()
         assert_same(logits(merged, ("text",)), logits(expected, ("text",)))
@@ -581,8 +574,8 @@ def test_frod(model_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["lora", "dora", "parameter"])
 def test_merged_adapter_of_an_embedding_is_disabled(model_dir, name, tmp_path):
-    one = adapted(load_model(model_dir), on_embedding(name, PLE))
-    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    one = adapted(new_model(model_dir), on_embedding(name, PLE))
+    model = split(new_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     model = adapted(model, on_embedding(name, PLE))
     for each in (one, model):
         each.merge_adapter()
@@ -601,7 +594,7 @@ def test_merged_adapter_of_quantized_layers_is_disabled(model_dir, kind):
 
     found = []
     for is_offloaded in (False, True):
-        model = load_model(model_dir, kind)
+        model = new_model(model_dir, kind)
         if is_offloaded:
             cpu_offload(model, torch.device("cpu"))
         targets = r".*language_model\.layers\.\d+\.mlp\.(gate|down)_proj"
@@ -625,7 +618,7 @@ def test_merged_adapter_is_replaced(model_dir, kind):
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     found = []
     for is_offloaded in (False, True):
-        model = adapted(load_model(model_dir, kind), config)
+        model = adapted(new_model(model_dir, kind), config)
         model.add_adapter("second", config)
         if is_offloaded:
             cpu_offload(model, torch.device("cpu"))
@@ -639,7 +632,7 @@ def test_lora_on_an_embedding_loads_rows(model_dir, tmp_path, monkeypatch):
     """The forward reads only rows of the base weight, even if the adapter is merged."""
     from gemma4_compat.runtime.host import table
 
-    model = split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
+    model = split(new_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"})
     model = adapted(model, on_embedding("lora", PLE))
 
     def load(self):
@@ -658,7 +651,7 @@ def test_another_hook_that_raises_first(model_dir, tmp_path):
     import warnings
 
     model = adapted(
-        split(load_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"}), on_embedding("lora", PLE)
+        split(new_model(model_dir), tmp_path, {PLE: "disk", "": "cpu"}), on_embedding("lora", PLE)
     )
     expected = logits(model, ("text",))
     layer = next(m for n, m in model.named_modules() if n.endswith(PLE))

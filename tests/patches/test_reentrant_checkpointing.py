@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gemma4_compat import tiny as tiny_model
 from gemma4_compat.patches.training import reentrant_checkpointing
 from gemma4_compat.tiny import BROAD_TARGETS, image_inputs, text_inputs
-from tests.support import load_model
+from tests.support import load_model, new_model
 
 REENTRANT = {"use_reentrant": True}
 
@@ -47,20 +47,20 @@ def checkpointed(model, options):
 @pytest.mark.regression("reentrant_checkpointing", r"gradients differ|loss differs")
 @pytest.mark.parametrize("options", [REENTRANT, {}], ids=["asked for", "torch's default"])
 def test_gradients_of_a_reentrant_model(model_dir, options):
-    expected = gradients(load_model(model_dir))
-    assert_same_gradients(checkpointed(load_model(model_dir), options), expected)
+    expected = gradients(new_model(model_dir))
+    assert_same_gradients(checkpointed(new_model(model_dir), options), expected)
 
 
 @pytest.mark.parametrize("options", [None, {"use_reentrant": False}], ids=["default", "False"])
 def test_gradients_of_a_model_that_is_not(model_dir, options):
-    expected = gradients(load_model(model_dir))
-    assert_same_gradients(checkpointed(load_model(model_dir), options), expected)
+    expected = gradients(new_model(model_dir))
+    assert_same_gradients(checkpointed(new_model(model_dir), options), expected)
 
 
 def prepared_for_4bit_training(model_dir, **options):
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    model = prepare_model_for_kbit_training(load_model(model_dir, "nf4-nested"), **options)
+    model = prepare_model_for_kbit_training(new_model(model_dir, "nf4-nested"), **options)
     torch.manual_seed(0)
     targets = rf".*\.language_model\..*\.({'|'.join(BROAD_TARGETS)})"
     return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
@@ -78,21 +78,21 @@ def test_gradients_after_prepare_model_for_kbit_training(model_dir, options):
 
 
 def test_disabled_again(model_dir):
-    expected = gradients(load_model(model_dir))
-    model = checkpointed(load_model(model_dir), REENTRANT)
+    expected = gradients(new_model(model_dir))
+    model = checkpointed(new_model(model_dir), REENTRANT)
     model.gradient_checkpointing_disable()
     assert not model.is_gradient_checkpointing
     assert_same_gradients(model, expected)
 
 
 def test_every_second_layer(model_dir):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     if not hasattr(model, "activation_checkpointing_enable"):
         pytest.skip("this transformers has no activation_checkpointing_enable")
     model.activation_checkpointing_enable(REENTRANT, every_n_layers=2)
     layers = model.model.language_model.layers
     assert sum(layer.gradient_checkpointing for layer in layers) == len(layers) // 2
-    assert_same_gradients(model, gradients(load_model(model_dir)))
+    assert_same_gradients(model, gradients(new_model(model_dir)))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_every_second_layer(model_dir):
     [(REENTRANT, "WARNING"), ({}, "INFO"), (None, None), ({"use_reentrant": False}, None)],
 )
 def test_what_is_said(model_dir, options, level, caplog):
-    model = load_model(model_dir)
+    model = new_model(model_dir)
     with caplog.at_level(logging.INFO, logger="gemma4_compat.patches"):
         checkpointed(model, options)
     said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("gemma4_")]
@@ -178,8 +178,8 @@ def test_other_checkpoint_functions_are_left_alone(folder, request):
 
 
 def test_bare_checkpoint_function(model_dir):
-    expected = gradients(load_model(model_dir))
-    model = load_model(model_dir)
+    expected = gradients(new_model(model_dir))
+    model = new_model(model_dir)
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
     model.enable_input_require_grads()
     assert_same_gradients(model, expected)

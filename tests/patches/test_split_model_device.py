@@ -8,7 +8,7 @@ import torch
 import gemma4_compat
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.tiny import image_inputs, text_inputs
-from tests.support import assert_same, load_model, logits, split
+from tests.support import assert_same, logits, new_model, split
 
 CPU = torch.device("cpu")
 META = r"Cannot copy out of meta tensor|Tensor\.item\(\) cannot be called on meta tensors"
@@ -23,12 +23,12 @@ def tokens(model, inputs=None, **options):
 
 @pytest.fixture
 def whole(model_dir):
-    return load_model(model_dir)
+    return new_model(model_dir)
 
 
 @pytest.fixture
 def divided(model_dir, tmp_path):
-    return split(load_model(model_dir), tmp_path)
+    return split(new_model(model_dir), tmp_path)
 
 
 @pytest.mark.regression("split_model_device", r"the device is meta")
@@ -85,7 +85,7 @@ def test_prompt_lookup(whole, divided):
 @pytest.mark.regression("split_model_device", META)
 @pytest.mark.parametrize("side", ["main", "assistant"])
 def test_assisted_generation(whole, divided, model_dir, side):
-    expected = assisted(whole, assistant_model=load_model(model_dir))
+    expected = assisted(whole, assistant_model=new_model(model_dir))
     if side == "main":
         found = tokens(divided, assistant_model=whole)
     else:
@@ -102,7 +102,7 @@ def test_generate_without_inputs(whole, divided):
 def test_with_an_adapter(model_dir, adapter_dir, tmp_path):
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(split(load_model(model_dir), tmp_path), adapter_dir)
+    model = PeftModel.from_pretrained(split(new_model(model_dir), tmp_path), adapter_dir)
     assert model.device == CPU, f"the device is {model.device}"
 
 
@@ -124,8 +124,8 @@ def test_offloaded_without_a_device_map(model_dir):
     from accelerate import cpu_offload
     from transformers import GenerationConfig, StaticCache
 
-    expected = logits(load_model(model_dir))
-    model = load_model(model_dir)
+    expected = logits(new_model(model_dir))
+    model = new_model(model_dir)
     vars(model).pop("hf_device_map", None)
     cpu_offload(model, execution_device="cpu")
     assert model.device == CPU, f"the device is {model.device}"
@@ -135,7 +135,7 @@ def test_offloaded_without_a_device_map(model_dir):
     config.compile_config = compile_everywhere()
     assert not model._valid_auto_compile_criteria(cache, config)
     assert not hasattr(model, "hf_device_map")
-    assert load_model(model_dir)._valid_auto_compile_criteria(cache, config)
+    assert new_model(model_dir)._valid_auto_compile_criteria(cache, config)
 
 
 def compile_everywhere():

@@ -24,7 +24,7 @@ from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.graph import CaptureFailed
 from gemma4_compat.runtime.capture.snapshot import Snapshot
 from gemma4_compat.tiny import text_inputs
-from tests.support import fails, load_model
+from tests.support import fails, load_model, new_model
 
 
 class Step:
@@ -60,7 +60,7 @@ def captured_on_cpu(monkeypatch):
 
 @pytest.fixture
 def model(model_dir):
-    return load_model(model_dir)
+    return new_model(model_dir)
 
 
 def filled_cache(model, length=40):
@@ -511,10 +511,10 @@ def test_a_change_in_place(change):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_8_bit_layers_with_an_outlier_threshold(model_dir, monkeypatch, caplog, batch):
     """They count outliers on the CPU: each step stays eager, and one line says how to change it."""
-    inputs = text_inputs(load_model(model_dir).config, batch=batch)
+    inputs = text_inputs(new_model(model_dir).config, batch=batch)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static"}
     monkeypatch.setattr(captured_decoding, "_is_eager", lambda *args: True)
-    model = load_model(model_dir, "int8")
+    model = new_model(model_dir, "int8")
     with gemma4_compat.disabled("captured_decoding"):
         expected = model.generate(**inputs, **options)
     with caplog.at_level(logging.WARNING, "gemma4_compat"):

@@ -10,7 +10,7 @@ from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.capture import decoding, inputs
 from gemma4_compat.tiny import image_inputs
 from tests.pretended_gpu import pretend
-from tests.support import load_model
+from tests.support import new_model
 
 NEW_TOKENS = 12  # the window has 8
 
@@ -18,7 +18,7 @@ NEW_TOKENS = 12  # the window has 8
 @pytest.fixture
 def model(model_dir, monkeypatch):
     pretend(monkeypatch)
-    return load_model(model_dir, "nf4")
+    return new_model(model_dir, "nf4")
 
 
 @pytest.fixture
