@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import gemma4_compat
+from gemma4_compat.runtime.host.quant_state import HOST
 from gemma4_compat.tiny import BROAD_TARGETS, text_inputs
-from tests.support import adapter_parameters, load_model, split, with_layers_on_the_cpu
+from tests.support import (
+    adapter_parameters,
+    linear4bit,
+    load_model,
+    split,
+    with_layers_on_the_cpu,
+)
 
 pytest.importorskip("bitsandbytes")
 LAYERS = {f"model.language_model.layers.{index}": "disk" for index in range(1, 5)}
@@ -61,13 +69,40 @@ def packed_weights():
 
 
 @pytest.mark.regression("checkpointed_4bit_offload", "stay until the backward")
+@pytest.mark.parametrize("nested", [False, True])
+def test_copies_of_weights(nested):
+    """Of layers that get a copy of their weight for each forward, as an offload hook makes it."""
+    import accelerate.hooks  # noqa: F401 - with it the patch is applied
+
+    layers = [linear4bit(128, 128, nested, seed).to("cpu") for seed in range(3)]
+    hosts = [layer.weight for layer in layers]
+    for host in hosts:
+        setattr(host.quant_state, HOST, copy.copy(host.quant_state))
+
+    def run(number, hidden):
+        layers[number].weight = copy.deepcopy(hosts[number])
+        output = layers[number](hidden)
+        layers[number].weight = hosts[number]
+        return output
+
+    inputs = torch.randn(4, 128, requires_grad=True)
+    (expected,) = torch.autograd.grad(torch.nn.Sequential(*layers)(inputs).sum(), inputs)
+    before, hidden = packed_weights(), inputs
+    for number in range(3):
+        hidden = checkpoint(run, number, hidden, use_reentrant=False)
+    held = packed_weights() - before
+    assert len(held) == 0, f"{len(held)} copies stay until the backward"
+    hidden.sum().backward()
+    assert torch.equal(inputs.grad, expected)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4-nested"])
 def test_weights_are_dropped(model_dir, tmp_path, kind):
     model = adapted(split(load_model(model_dir, kind), tmp_path, {**LAYERS, "": "cpu"}))
     before = packed_weights()
     loss = loss_of(model)
     held = packed_weights() - before
-    assert len(held) == 0, f"{len(held)} offloaded weights stay until the backward"
+    assert len(held) == 0
     loss.backward()
 
 

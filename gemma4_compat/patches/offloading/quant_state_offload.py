@@ -29,9 +29,8 @@ from weakref import WeakValueDictionary
 
 from ...engine import Finding, Patch, broken, fixed
 from ...errors import ModelError
+from ...runtime.host.quant_state import HOST
 
-#: On the quant state of a weight on meta, and on the execution state made from it: the host state.
-_HOST = "_offload_host_state"
 #: On a host state: its shallow copy.
 _COPY = "_offload_copy"
 #: ``id`` of a host state -> the host state
@@ -91,13 +90,13 @@ def params4bit_to(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
     if state is None or device is None:
         return original(self, *args, **kwargs)
-    host = vars(state).get(_HOST)
+    host = vars(state).get(HOST)
     if device.type == "meta":
         if host is not None or not _lost(state):
             state = _for_meta(host or _copied_to(state, "cpu"))
     elif host is not None and (_is_of_meta(state, host) or _is_stale(state, self)):
         state = _copied_to(host, device)
-        setattr(state, _HOST, host)
+        setattr(state, HOST, host)
     elif _lost(state):
         raise ModelError(_lost_values(f"a 4-bit weight of shape {tuple(state.shape or ())}"))
     else:
@@ -126,17 +125,12 @@ def init_or_detach_hook(original: Any, self: Any, module: Any) -> Any:
     return module
 
 
-def is_of_offloaded(state: Any) -> bool:
-    """Whether a quant state is that of an offloaded weight, or of its copy for a forward."""
-    return _HOST in vars(state)
-
-
 def _for_meta(host: Any) -> Any:
     """The state of a weight on meta: a shallow copy of the host state, always the same one."""
     shallow = vars(host).get(_COPY)
     if shallow is None:
         shallow = _copied_to(host, "cpu")
-        setattr(shallow, _HOST, host)
+        setattr(shallow, HOST, host)
         setattr(host, _COPY, shallow)
         _hosts[id(host)] = host
     elif shallow.absmax is not host.absmax:  # a forward without the patch
@@ -174,7 +168,7 @@ def _lost(state: Any) -> bool:
 
 def _require_values(module: Any, name: str) -> None:
     state = getattr(module.weight, "quant_state", None)
-    host = None if state is None else vars(state).get(_HOST)
+    host = None if state is None else vars(state).get(HOST)
     if host is not None and _is_of_meta(state, host):
         module.weight.quant_state = _for_meta(host)
     elif state is not None and _lost(state):
