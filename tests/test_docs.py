@@ -385,7 +385,7 @@ def test_the_plans_agree_with_what_was_measured(
     pytest.importorskip("bitsandbytes")
     folder = {"e2b": e2b_dir, "e4b": e4b_dir}[shape]
     found = plan(folder, "130GB", quant=quant, context=tokens, train=train)
-    predicted = found.needed[0] - found.bytes_of("outside")
+    predicted = found.needed[0] - found.bytes_of("outside") - found.bytes_of("unused")
     if train:  # never too little
         assert measured <= predicted / 2**20 <= 1.15 * measured
     else:

@@ -69,13 +69,13 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
     fixed = sum(kv_cache(model, 8192).values())
-    fixed += generating(model, ()).activations(8192) + 2**29
+    fixed += generating(model, ()).activations(8192) + 2**29 + 2**28
     weights = {n: 2 * p.numel() for n, p in meta.meta_model(e2b_dir).named_parameters()}
     weights = {n: size for n, size in weights.items() if parts.part_of(n) != parts.LAYERS}
     weights |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
     layers = [f"model.language_model.layers.{index}" for index in reversed(range(35))]
     order = [PLE, *TOWERS, *layers]
-    for tenths in (26, 19):
+    for tenths in (28, 21):
         found = plan(e2b_dir, tenths * GIB // 10, context=8192)
         assert found.ok
         names = on("cpu", found)
@@ -124,8 +124,8 @@ def test_rows_add_up(model_dir, adapter_dir, quant):
     found = plan(model_dir, 100 * GIB, quant=quant, context=64, adapter=adapter_dir)
     adapter = sum(size.on_cuda for size in sizes.adapter_sizes(adapter_dir))
     assert found.bytes_of("adapter") == adapter
-    rest = found.bytes_of("kv_cache") + found.bytes_of("activations") + found.bytes_of("outside")
-    assert found.needed == (found.bytes_of("weights") + adapter + rest,)
+    rest = map(found.bytes_of, ("kv_cache", "activations", "unused", "outside"))
+    assert found.needed == (found.bytes_of("weights") + adapter + sum(rest),)
 
 
 def test_context_takes_memory(e2b_dir, roomy):
@@ -157,12 +157,12 @@ def test_no_gemma(llama_dir):
 
 def test_longest_context(e2b_dir, capsys):
     """The longest context fits, and little more does not; if none fits, the message says so."""
-    found = plan(e2b_dir, 3 * GIB // 2, context=131072)
+    found = plan(e2b_dir, 7 * GIB // 4, context=131072)
     assert not found.ok
     longest = found.longest_context
     assert f"--context {longest} fits." in str(found)
-    assert plan(e2b_dir, 3 * GIB // 2, context=longest).ok
-    assert not plan(e2b_dir, 3 * GIB // 2, context=longest + 4096).ok
+    assert plan(e2b_dir, 7 * GIB // 4, context=longest).ok
+    assert not plan(e2b_dir, 7 * GIB // 4, context=longest + 4096).ok
     arguments = ["--gpu", "1GB", "--context", "131072"]
     assert main(["plan", str(e2b_dir), *arguments]) == 1
     printed = capsys.readouterr()
@@ -214,7 +214,7 @@ def test_as_much_is_left_free_on_each_gpu(e2b_dir, gpus):
 
 
 def test_layers_that_fit_on_no_gpu_stream_to_the_first(e2b_dir):
-    found = plan(e2b_dir, ["3GiB", "2GiB"], quant="bf16", context=2048)
+    found = plan(e2b_dir, ["3.25GiB", "2.25GiB"], quant="bf16", context=2048)
     assert found.ok
     on_second, on_cpu = (
         [int(name.rpartition(".")[2]) for name in on(device, found) if ".layers." in name]
