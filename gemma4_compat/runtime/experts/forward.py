@@ -86,7 +86,8 @@ def forward_4bit(
         and not (trains and torch.is_grad_enabled())
         and len(packed) == len(FUSED)
     ):
-        gates = not changed and (chosen != "eager" or has_usual_gate(module))  # as eager's act_fn
+        # the loop calls act_fn
+        gates = not changed and (chosen != "eager" or has_usual_gate(module))
         if gates and (output := routed(module, packed, *inputs)) is not None:
             return output.to(hidden_states.dtype)
         in_rows = all(each.rows_are_blocks() for each in packed.values())
@@ -246,10 +247,10 @@ class _Lent:
         def add(left: Any, right: Any) -> Any:
             return added(make(), left, right, scaling)
 
-        if not torch.is_grad_enabled():
-            return add(left, right)
         if torch.compiler.is_compiling():
             return update.add(make())
+        if not torch.is_grad_enabled():
+            return self._lend(add(left, right), make)
         keep, give = self._hooks
         kept = [keep(each.detach()) for each in (left, right)]
         weight = with_gradients()(left, right, scaling, add)
