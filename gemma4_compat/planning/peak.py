@@ -174,8 +174,9 @@ def _use_kernels(model: nn.Module) -> None:
     wrappers: dict[nn.Module, list[Any]] = {}
     for module in model.modules():
         if type(module).__name__ == "ParamWrapper":  # of PEFT: a wrapper for each parameter
-            wrappers.setdefault(module.get_base_layer(), []).append(module)
             vars(module)["forward"] = module.base_layer
+            if module.num_experts > 1:
+                wrappers.setdefault(module.get_base_layer(), []).append(module)
     for module in model.modules():
         kernel = _KERNELS.get(type(module).__name__)
         packed = [p for p in module._parameters.values() if type(p).__name__ == "Params4bit"]
@@ -184,7 +185,7 @@ def _use_kernels(model: nn.Module) -> None:
             shape = (module.out_features, module.in_features)
             dtype = getattr(module, "compute_dtype", None)
             vars(module)["forward"] = partial(_linear, kernel, shape, dtype)
-        elif packed and not isinstance(module, nn.Linear):
+        elif (packed and not isinstance(module, nn.Linear)) or module in wrappers:
             vars(module)["forward"] = partial(_experts, module, packed, wrappers.get(module, ()))
 
 
@@ -205,24 +206,26 @@ def _experts(
 ) -> Any:
     """The module's own forward, and what it takes to dequantize its experts.
 
-    Few tokens dequantize their own experts.  More tokens dequantize all of a parameter, and again
-    for a backward.  LoRA on them needs the gradient of the sum of the weight and its update; with
-    PEFT < 0.21 autograd keeps the sums, too.
+    Few tokens dequantize their own experts.  More tokens dequantize all of one parameter at a time,
+    and again for a backward.  LoRA needs the gradient of the sum of a weight and its update.
+    Autograd keeps the sums, too, if the experts are not in 4 bits, or with PEFT < 0.21.
     """
-    experts = packed[0].shape[0]
+    changed = [module._parameters[each.parameter_name] for each in adapted]
+    shapes_of = [parameter.shape for parameter in packed or changed]
+    experts = shapes_of[0][0]
     trains = torch.is_grad_enabled() and states.requires_grad
     few = 2 * indices.numel() <= experts and not trains
     count = indices.numel() if few else experts
     dtype = getattr(module, "compute_dtype", None)
-    all_of_them = [parameter.shape for parameter in packed]
-    largest = max(all_of_them, key=lambda shape: shape.numel())
-    sums = [] if all(hasattr(each, "get_delta_factors") for each in adapted) else all_of_them
-    shapes = [(count, *largest[1:]), *sums]
-    held = _allocated(states, shapes, dtype)
+    largest = max(shapes_of, key=lambda shape: shape.numel())
+    factors = packed and all(hasattr(each, "get_delta_factors") for each in adapted)
+    sums = [] if factors else [parameter.shape for parameter in changed]
+    dequantized = [(count, *shape[1:]) for shape in (shapes_of if few else [largest])]
+    held = _allocated(states, dequantized * bool(packed) + sums, dtype)
     result = type(module).forward(module, states, indices, *args, **kwargs)
     del held
     if result.requires_grad:
-        shapes = [largest] * (2 if adapted else 1) + sums
+        shapes = [largest] * (bool(packed) + bool(adapted)) + sums
         result.register_hook(lambda grad: _allocated(grad, shapes, dtype) and None)
     return result
 

@@ -141,7 +141,8 @@ def _update(wrapper: Any, adapters: list[str]) -> Update:
     import torch
 
     factors = None
-    if len(adapters) == 1 and hasattr(wrapper, "get_delta_factors"):  # as PEFT >= 0.21 adds it
+    has_factors = hasattr(wrapper, "get_delta_factors") and wrapper.num_experts > 1
+    if len(adapters) == 1 and has_factors:  # as PEFT >= 0.21 adds it
         factors = partial(wrapper.get_delta_factors, adapters[0])
 
     def add(weight: Any) -> Any:

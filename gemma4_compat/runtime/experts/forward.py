@@ -8,8 +8,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from types import MethodType
 from typing import Any
 
+from ...errors import ModelError
 from ...objects import View
 from .kernel import has_usual_gate, routed
 from .packed import FUSED, Packed, packed_parameters
@@ -37,7 +39,17 @@ class Upstream:
         self.grouped = moe.grouped_mm_experts_forward
         functions = forward, self.batched, self.grouped
         self.is_known = all(getattr(f, "__globals__", None) is vars(moe) for f in functions)
-        self.reads_in_turn = self.is_known and _read(self.grouped) == _IN_TURN
+        self._module, self._in_turn = moe, self.is_known and _read(self.grouped) == _IN_TURN
+
+    def reads_in_turn(self) -> bool:
+        """Whether the grouped function is through with a fused tensor when it reads the next one.
+
+        Functions that a user put in place of transformers', and his modes, may keep a tensor.
+        """
+        names = vars(self._module)
+        products = (names.get(name) for name in ("_grouped_linear", "_grouped_mm"))
+        known = all(getattr(each, "__globals__", None) is names for each in products)
+        return self._in_turn and known and not _is_watched()
 
     def chosen(self, module: Any) -> str | None:
         """The name of the function of transformers that runs; ``None`` if it is another one."""
@@ -59,6 +71,13 @@ _IN_TURN = [name for tensor in FUSED for name in (tensor, "_grouped_linear")]
 def _read(function: Any) -> list[str]:
     names = [each.argval for each in dis.get_instructions(function)]
     return [name for name in names if name in _IN_TURN]
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode sees the operators, such as selective checkpointing."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._get_current_dispatch_mode() is not None
 
 
 def forward_4bit(
@@ -85,9 +104,9 @@ def forward_4bit(
         and all(each.factors and not each.trains() for each in changed.values())
         and not (trains and torch.is_grad_enabled())
         and len(packed) == len(FUSED)
+        and has_usual_gate(module)  # another one may read the fused tensors
     ):
-        # the loop calls act_fn
-        gates = not changed and (chosen != "eager" or has_usual_gate(module))
+        gates = not changed
         if gates and (output := routed(module, packed, *inputs)) is not None:
             return output.to(hidden_states.dtype)
         in_rows = all(each.rows_are_blocks() for each in packed.values())
@@ -133,7 +152,7 @@ def _whole(
             _say_looped(str(inputs[0].dtype))
             function, chosen = upstream.forward, "eager"
             settings["config"] = View(module.config, _experts_implementation="eager")
-    lent = _Lent(function is upstream.grouped and upstream.reads_in_turn)
+    lent = _Lent(function is upstream.grouped and upstream.reads_in_turn())
     stand_in = _Dequantizing(module, packed, updates, lent, chosen, **settings)
     with lent.hooks():
         return function(stand_in, *inputs)
@@ -195,13 +214,19 @@ class _Dequantizing(View):
         super().__init__(module, _read={}, **own, **settings)
 
     def __getattr__(self, name: str) -> Any:
+        import torch
+
         packed = self._packed.get(name) if name in FUSED else None
         if packed is None:
             if name == "_parameters":
                 return {**self._module._parameters, **{key: getattr(self, key) for key in FUSED}}
             if name in _READ_PARAMETERS:
                 return getattr(type(self._module), name).__get__(self)
-            return super().__getattr__(name)
+            value = super().__getattr__(name)
+            bound = isinstance(value, MethodType) and value.__self__ is self._module
+            if bound and not hasattr(torch.nn.Module, name):  # a user's may read fused tensors
+                return MethodType(value.__func__, self)
+            return value
         if name in self._read:
             return self._read[name]
         update = self._updates.get(name)
@@ -247,12 +272,12 @@ class _Lent:
         def add(left: Any, right: Any) -> Any:
             return added(make(), left, right, scaling)
 
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _is_watched():
             return update.add(make())
         if not torch.is_grad_enabled():
             return self._lend(add(left, right), make)
         keep, give = self._hooks
-        kept = [keep(each.detach()) for each in (left, right)]
+        kept = [keep(each.detach().clone()) for each in (left, right)]  # they may be parameters
         weight = with_gradients()(left, right, scaling, add)
         return self._lend(weight, lambda: add(*map(give, kept)))
 
@@ -265,7 +290,8 @@ class _Lent:
 
         if self._in_turn and not torch.compiler.is_compiling():
             self._last = weakref.ref(weight)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if recorded and not weight.is_inference():
             made = weakref.ref(weight), weight._version, make
             self._made[weight.untyped_storage()._cdata] = made
         return weight
@@ -323,4 +349,20 @@ def _outer_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     outer = top(False) if top is not None else None
-    return outer or (lambda tensor: tensor, lambda tensor: tensor)
+    return outer or (_with_version, _unchanged)
+
+
+def _with_version(tensor: Any) -> tuple[Any, int | None]:
+    return tensor, None if tensor.is_inference() else tensor._version
+
+
+def _unchanged(saved: tuple[Any, int | None]) -> Any:
+    """A saved tensor.  PyTorch checks no versions of tensors that pass through hooks."""
+    tensor, version = saved
+    if version is not None and tensor._version != version:
+        raise ModelError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a {tensor.dtype} tensor {[*tensor.shape]} of experts in 4 bits, or of "
+            "their adapter.  Call backward before the change."
+        )
+    return tensor
