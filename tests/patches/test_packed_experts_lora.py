@@ -15,9 +15,11 @@ import weakref
 import pytest
 import torch
 from packaging.version import Version
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gemma4_compat
-from gemma4_compat.runtime.experts.forward import _Lent
+from gemma4_compat.runtime.experts.lent import Lent
 from gemma4_compat.runtime.experts.packed import is_packed
 from tests import support
 from tests.patches.test_fused_experts_4bit import (
@@ -134,6 +136,68 @@ def test_what_autograd_keeps(folder):
     assert all(map(torch.equal, found.values(), gradients(model).values()))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_adapter_that_changes_before_the_backward(folder, trained):
+    """As plain PEFT: an error if it is trained, else the gradients of the forward."""
+
+    def step(base):
+        model = randomize(peft.get_peft_model(base, config(), autocast_adapter_dtype=False))
+        model.get_base_model().set_experts_implementation("grouped_mm")
+        parameters = support.adapter_parameters(model).values()
+        for parameter in parameters:
+            parameter.requires_grad_(trained)
+        ids = torch.arange(3, 15)[None]
+        inputs = model.get_input_embeddings()(ids).detach().requires_grad_()
+        loss = model(inputs_embeds=inputs, labels=ids).loss
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(3)
+        loss.backward()
+        return inputs.grad
+
+    base = load(folder)
+    models = plain(base), base
+    if trained:
+        for each in models:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step(each)
+    else:
+        expected, found = map(step, models)
+        assert torch.equal(found, expected)
+
+
+def test_a_gate_of_a_user_reads_dequantized_weights(folder):
+    base, seen = load(folder), []
+    kind = type(experts_of(base))
+
+    class Own(kind):
+        def _apply_gate(self, gate_up):
+            seen.append(self.down_proj.detach().float().square().mean().item())
+            return super()._apply_gate(gate_up)
+
+    models = plain(base), base
+    for model in models:
+        for layer in model.model.layers:
+            layer.experts.__class__ = Own
+        logits(model, 1), logits(model, 40)
+    assert len(seen) == 12
+    assert seen[:6] == seen[6:]
+
+
+def test_nothing_is_freed_that_a_mode_keeps(folder):
+    model, kept = adapted(load(folder)), []
+
+    class Keep(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            kept.extend(each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+            return output
+
+    with Keep():
+        logits(model, 40)
+    assert all(each.untyped_storage().nbytes() for each in kept if each.numel())
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("targets", [{}, {"target_parameters": None, "target_modules": ["q_proj"]}])
 def test_one_dequantized_weight_at_a_time(folder, monkeypatch, targets, checkpointing):
@@ -157,9 +221,9 @@ def test_one_dequantized_weight_at_a_time(folder, monkeypatch, targets, checkpoi
     monkeypatch.setattr(Packed, "whole", whole)
     gc.disable()
     try:
-        before = weakref.WeakSet(each for each in gc.get_objects() if type(each) is _Lent)
+        before = weakref.WeakSet(each for each in gc.get_objects() if type(each) is Lent)
         gradients(model)
-        assert not [each for each in gc.get_objects() if type(each) is _Lent and each not in before]
+        assert not [each for each in gc.get_objects() if type(each) is Lent and each not in before]
     finally:
         gc.enable()
     assert len(made) > 10

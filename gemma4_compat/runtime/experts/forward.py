@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dis
 import logging
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any
 
-from ...errors import ModelError
 from ...objects import View
 from .kernel import has_usual_gate, routed
+from .lent import Lent, is_watched
 from .packed import FUSED, Packed, packed_parameters
-from .update import Update, added, updates, with_gradients
+from .update import Update, updates
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ class Upstream:
         names = vars(self._module)
         products = (names.get(name) for name in ("_grouped_linear", "_grouped_mm"))
         known = all(getattr(each, "__globals__", None) is names for each in products)
-        return self._in_turn and known and not _is_watched()
+        return self._in_turn and known and not is_watched()
 
     def chosen(self, module: Any) -> str | None:
         """The name of the function of transformers that runs; ``None`` if it is another one."""
@@ -71,13 +69,6 @@ _IN_TURN = [name for tensor in FUSED for name in (tensor, "_grouped_linear")]
 def _read(function: Any) -> list[str]:
     names = [each.argval for each in dis.get_instructions(function)]
     return [name for name in names if name in _IN_TURN]
-
-
-def _is_watched() -> bool:
-    """Whether a dispatch mode sees the operators, such as selective checkpointing."""
-    from torch.utils import _python_dispatch
-
-    return _python_dispatch._get_current_dispatch_mode() is not None
 
 
 def forward_4bit(
@@ -152,7 +143,7 @@ def _whole(
             _say_looped(str(inputs[0].dtype))
             function, chosen = upstream.forward, "eager"
             settings["config"] = View(module.config, _experts_implementation="eager")
-    lent = _Lent(function is upstream.grouped and upstream.reads_in_turn())
+    lent = Lent(function is upstream.grouped and upstream.reads_in_turn())
     stand_in = _Dequantizing(module, packed, updates, lent, chosen, **settings)
     with lent.hooks():
         return function(stand_in, *inputs)
@@ -189,7 +180,7 @@ class _Routed:
 class _OneByOne:
     """Stands in for a fused tensor; dequantizes the one expert that it is indexed with."""
 
-    def __init__(self, packed: Packed, lent: _Lent) -> None:
+    def __init__(self, packed: Packed, lent: Lent) -> None:
         self._packed, self._lent = packed, lent
 
     def __getitem__(self, index: Any) -> Any:
@@ -212,6 +203,11 @@ class _Dequantizing(View):
     ) -> None:
         own = {"_packed": packed, "_updates": updates, "_lent": lent, "_chosen": chosen}
         super().__init__(module, _read={}, **own, **settings)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The module's, for ``super()`` in a user's method."""
+        return type(self._module)
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -241,128 +237,3 @@ class _Dequantizing(View):
         if self._chosen is None:
             self._read[name] = weight
         return weight
-
-
-class _Lent:
-    """Dequantized weights that autograd does not keep for the backward: it gets them again.
-
-    Args:
-        in_turn: Each weight is used until the next one is lent.  Then its memory is freed, although
-            the function that read it still has a variable for it.
-    """
-
-    def __init__(self, in_turn: bool) -> None:
-        self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
-        self._in_turn = in_turn
-        self._last: Callable[[], Any] = lambda: None
-
-    def lend(self, make: Callable[[], Any]) -> Any:
-        """``make()``, which may be called again in the backward."""
-        self._free_last()
-        return self._lend(make(), make)
-
-    def lend_sum(self, make: Callable[[], Any], update: Update) -> Any:
-        """The sum of ``make()`` and an update, for autograd."""
-        import torch
-
-        assert update.factors is not None
-        self._free_last()
-        left, right, scaling = update.factors()
-
-        def add(left: Any, right: Any) -> Any:
-            return added(make(), left, right, scaling)
-
-        if torch.compiler.is_compiling() or _is_watched():
-            return update.add(make())
-        if not torch.is_grad_enabled():
-            return self._lend(add(left, right), make)
-        keep, give = self._hooks
-        kept = [keep(each.detach().clone()) for each in (left, right)]  # they may be parameters
-        weight = with_gradients()(left, right, scaling, add)
-        return self._lend(weight, lambda: add(*map(give, kept)))
-
-    def _free_last(self) -> None:
-        if (weight := self._last()) is not None:
-            weight.untyped_storage().resize_(0)
-
-    def _lend(self, weight: Any, make: Callable[[], Any]) -> Any:
-        import torch
-
-        if self._in_turn and not torch.compiler.is_compiling():
-            self._last = weakref.ref(weight)
-        recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if recorded and not weight.is_inference():
-            made = weakref.ref(weight), weight._version, make
-            self._made[weight.untyped_storage()._cdata] = made
-        return weight
-
-    def hooks(self) -> Any:
-        """A context in which autograd saves no weight that was lent, and no view of one."""
-        import torch
-
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return nullcontext()
-        keep, give = self._hooks = _outer_hooks()
-
-        def pack(tensor: Any) -> Any:
-            return self._again(tensor) or keep(tensor)
-
-        def unpack(saved: Any) -> Any:
-            return saved() if isinstance(saved, _Again) else give(saved)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-    def _again(self, tensor: Any) -> _Again | None:
-        """What makes a tensor again; ``None`` unless it has values of a weight as it was lent."""
-        import torch
-
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        if tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-        storage = tensor.untyped_storage()._cdata
-        lent, version, make = self._made.get(storage, (None, 0, None))
-        weight = None if lent is None else lent()
-        if (
-            weight is None
-            or weight.untyped_storage()._cdata != storage  # the weight's .data was replaced
-            or weight._version != version  # changed in place
-            or tensor.dtype != weight.dtype
-        ):
-            return None
-        return _Again(make, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-class _Again:
-    """A weight, or a view of one, that the backward dequantizes again."""
-
-    def __init__(self, make: Any, *view: Any) -> None:
-        self.make, self.view = make, view
-
-    def __call__(self) -> Any:
-        return self.make().as_strided(*self.view)
-
-
-def _outer_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """What checkpointing does with a saved tensor; only the innermost hooks are called."""
-    import torch
-
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    outer = top(False) if top is not None else None
-    return outer or (_with_version, _unchanged)
-
-
-def _with_version(tensor: Any) -> tuple[Any, int | None]:
-    return tensor, None if tensor.is_inference() else tensor._version
-
-
-def _unchanged(saved: tuple[Any, int | None]) -> Any:
-    """A saved tensor.  PyTorch checks no versions of tensors that pass through hooks."""
-    tensor, version = saved
-    if version is not None and tensor._version != version:
-        raise ModelError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a {tensor.dtype} tensor {[*tensor.shape]} of experts in 4 bits, or of "
-            "their adapter.  Call backward before the change."
-        )
-    return tensor
