@@ -202,7 +202,7 @@ def test_experts_are_slices(width, kind):
     packed = Packed(parameter)
     assert torch.equal(packed.whole(), whole)
     for expert in range(5):
-        assert torch.equal(packed.one(expert), whole[expert])
+        assert torch.equal(packed.whole(expert), whole[expert])
     chosen = torch.tensor([3, 0, 3])
     assert torch.equal(packed.several(chosen), whole[chosen])
     if packed.rows_are_blocks():

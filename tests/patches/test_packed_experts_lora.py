@@ -136,6 +136,25 @@ def test_what_autograd_keeps(folder):
     assert all(map(torch.equal, found.values(), gradients(model).values()))
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("targets", [{}, {"target_parameters": None, "target_modules": ["q_proj"]}])
+def test_checkpoints_drop_offloaded_experts(folder, tmp_path, targets, implementation):
+    from tests.patches.test_checkpointed_4bit_offload import packed_weights
+
+    expected = gradients(adapted(load(folder), **targets).train(), implementation)
+    device_map = {"": "cpu", **{f"model.layers.{index}": "disk" for index in range(3)}}
+    model = adapted(support.split(load(folder), tmp_path, device_map), **targets).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.get_base_model().set_experts_implementation(implementation)
+    ids, before = torch.arange(3, 15)[None], packed_weights()
+    loss = model(input_ids=ids, labels=ids).loss
+    assert packed_weights() == before
+    loss.backward()
+    for name, parameter in support.adapter_parameters(model).items():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_adapter_that_changes_before_the_backward(folder, trained):
     """As plain PEFT: an error if it is trained, else the gradients of the forward."""
@@ -211,10 +230,10 @@ def test_one_dequantized_weight_at_a_time(folder, monkeypatch, targets, checkpoi
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
 
-    def whole(self):
+    def whole(self, number=None):
         alive = [weight for each in made if (weight := each()) is not None]
         assert not any(weight.untyped_storage().nbytes() for weight in alive)
-        weight = original(self)
+        weight = original(self, number)
         made.append(weakref.ref(weight))
         return weight
 

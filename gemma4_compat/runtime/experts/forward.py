@@ -185,7 +185,7 @@ class _OneByOne:
 
     def __getitem__(self, index: Any) -> Any:
         number = int(index)
-        return self._lent.lend(lambda: self._packed.one(number))
+        return self._lent.lend(self._packed, number)
 
 
 #: Methods of ``torch.nn.Module`` that a user's function may read the fused tensors with.
@@ -228,12 +228,12 @@ class _Dequantizing(View):
         update = self._updates.get(name)
         if update is not None:
             if update.factors and self._chosen in ("batched_mm", "grouped_mm"):
-                return self._lent.lend_sum(packed.whole, update)
+                return self._lent.lend_sum(packed, update)
             self._read[name] = update.add(packed.whole())
             return self._read[name]
         if self._chosen == "eager":
             return _OneByOne(packed, self._lent)
-        weight = self._lent.lend(packed.whole)
+        weight = self._lent.lend(packed)
         if self._chosen is None:
             self._read[name] = weight
         return weight

@@ -5,9 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from ...errors import ModelError
+from ..host.quant_state import is_of_offloaded
+from .packed import Packed
 from .update import Update, added, with_gradients
 
 
@@ -30,31 +33,40 @@ class Lent:
         self._made: dict[int, tuple[Any, int, Callable[[], Any]]] = {}
         self._in_turn = in_turn
         self._last: Callable[[], Any] = lambda: None
+        self._hooks: Any = None
 
-    def lend(self, make: Callable[[], Any]) -> Any:
-        """``make()``, which may be called again in the backward."""
+    def lend(self, packed: Packed, number: int | None = None) -> Any:
+        """These experts, or one of them, dequantized: in the backward again."""
         self._free_last()
-        return self._lend(make(), make)
+        again = self._again_of(packed)
+        return self._lend(packed.whole(number), lambda: again().whole(number))
 
-    def lend_sum(self, make: Callable[[], Any], update: Update) -> Any:
-        """The sum of ``make()`` and an update, for autograd."""
+    def lend_sum(self, packed: Packed, update: Update) -> Any:
+        """The sum of these experts and an update, for autograd."""
         import torch
 
         assert update.factors is not None
         self._free_last()
-        left, right, scaling = update.factors()
-
-        def add(left: Any, right: Any) -> Any:
-            return added(make(), left, right, scaling)
-
         if torch.compiler.is_compiling() or is_watched():
-            return update.add(make())
-        if not torch.is_grad_enabled():
-            return self._lend(add(left, right), make)
+            return update.add(packed.whole())
+        left, right, scaling = update.factors()
+        if self._hooks is None:
+            return self._lend(added(packed.whole(), left, right, scaling), packed.whole)
         keep, give = self._hooks
         kept = [keep(each.detach().clone()) for each in (left, right)]  # they may be parameters
-        weight = with_gradients()(left, right, scaling, add)
-        return self._lend(weight, lambda: add(*map(give, kept)))
+        again = self._again_of(packed)
+
+        def add(experts: Packed, left: Any, right: Any) -> Any:
+            return added(experts.whole(), left, right, scaling)
+
+        weight = with_gradients()(left, right, scaling, partial(add, packed))
+        return self._lend(weight, lambda: add(again(), *map(give, kept)))
+
+    def _again_of(self, packed: Packed) -> Callable[[], Packed]:
+        """A function that returns these experts.  A checkpoint drops copies of offloaded ones."""
+        if self._hooks is None or packed.in_host_memory or not is_of_offloaded(packed.state):
+            return lambda: packed
+        return packed.through(*self._hooks)
 
     def _free_last(self) -> None:
         if (weight := self._last()) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 #: The names of the fused parameters of a layer's experts.
@@ -90,13 +90,26 @@ class Packed:
         self.in_host_memory = getattr(parameter, IN_HOST_MEMORY, False)
         self._data = parameter.data
 
-    def whole(self) -> Any:
-        """All experts, dequantized."""
-        return self._dequantized(slice(None), self.shape)
+    def whole(self, number: int | None = None) -> Any:
+        """All experts, or one of them, dequantized."""
+        if number is None:
+            return self._dequantized(slice(None), self.shape)
+        return self._dequantized(slice(number, number + 1), self.shape[1:])
 
-    def one(self, index: int) -> Any:
-        """One expert, dequantized."""
-        return self._dequantized(slice(index, index + 1), self.shape[1:])
+    def through(self, keep: Any, give: Any) -> Callable[[], Packed]:
+        """A function that returns these experts, from tensors that passed through hooks."""
+        kept = [keep(each) for each in (self._data, self.state.absmax)]
+        copied = copy.copy(self)
+        copied.state, copied._data = copy.copy(self.state), None
+        copied.state.absmax = None
+
+        def given() -> Packed:
+            again = copy.copy(copied)
+            again.state = copy.copy(copied.state)
+            again._data, again.state.absmax = map(give, kept)
+            return again
+
+        return given
 
     def several(self, indices: Any) -> Any:
         """The experts of these indices, dequantized; nothing is read back from the device."""
