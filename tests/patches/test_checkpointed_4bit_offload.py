@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import gemma4_compat
-from gemma4_compat.runtime.host.quant_state import HOST
+from gemma4_compat.model.quant_state import HOST
 from gemma4_compat.tiny import BROAD_TARGETS, text_inputs
 from tests.support import (
     adapter_parameters,
@@ -65,7 +65,7 @@ def packed_weights():
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     packed = [each for each in tensors if each.dtype == torch.uint8 and each.shape[1:] == (1,)]
     packed = [each for each in packed if not each.is_meta]
-    return {each.untyped_storage().data_ptr() for each in packed}
+    return {each.untyped_storage()._cdata for each in packed}
 
 
 @pytest.mark.regression("checkpointed_4bit_offload", "stay until the backward")

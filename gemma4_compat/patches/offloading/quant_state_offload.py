@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 from ...engine import Finding, Patch, broken, fixed
 from ...errors import ModelError
-from ...runtime.host.quant_state import HOST
+from ...model.quant_state import HOST
 
 #: On a host state: its shallow copy.
 _COPY = "_offload_copy"

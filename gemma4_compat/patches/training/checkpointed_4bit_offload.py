@@ -16,7 +16,7 @@ from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.probing import code_at, mentions
-from ...runtime.host.quant_state import is_of_offloaded
+from ...model.quant_state import is_of_offloaded
 
 PATCH = Patch(
     name="checkpointed_4bit_offload",

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import ModelError
-from ..host.quant_state import is_of_offloaded
+from ...model.quant_state import is_of_offloaded
 from .packed import Packed
 from .update import Update, added, with_gradients
 
