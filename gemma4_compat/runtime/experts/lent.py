@@ -77,8 +77,7 @@ class Lent:
 
         if self._in_turn and not torch.compiler.is_compiling():
             self._last = weakref.ref(weight)
-        recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if recorded and not weight.is_inference():
+        if self._hooks is not None and not weight.is_inference():
             made = weakref.ref(weight), weight._version, make
             self._made[weight.untyped_storage()._cdata] = made
         return weight
