@@ -3,14 +3,15 @@
 ``python -m benchmarks.cards CACHE OUT [--models 26b] [--cards 12GB] [--jobs QLoRA]`` appends a JSON
 line to OUT for each cell that it lacks: what was planned, and what was measured with the code that
 ``plan`` prints.  PyTorch may reserve the card's memory less half a GiB, for the CUDA context.
-Cards with the same plan share a measurement.  ``python -m benchmarks.cards --page OUT`` prints the
-tables of ``CARDS.md``.
+Cards with the same plan share a measurement.  What the cells log is beside OUT, in a ``.log`` file.
+``python -m benchmarks.cards --page OUT`` prints the tables of ``CARDS.md``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import subprocess
 import sys
@@ -166,6 +167,8 @@ def run(cache: Path, out: Path, options: argparse.Namespace) -> None:
             arguments = [str(cache), str(out), "--cell", shape, card, job]
             command = [sys.executable, "-m", "benchmarks.cards", *arguments]
             ran = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+            with out.with_suffix(".log").open("a") as log:
+                log.write(f"--- {shape} {card} {job}\n{ran.stderr}")
             last = ran.stdout.splitlines()[-1:] or ["{}"]
             line |= json.loads(last[0]) if ran.returncode == 0 else {"error": ran.stderr[-1500:]}
             line |= checkpoint.machine(shape)
@@ -265,6 +268,8 @@ def main() -> None:
         print(page([json.loads(line) for line in options.page.read_text().splitlines()]))
     elif options.cell:
         shape, card, job = options.cell
+        logging.basicConfig()
+        logging.getLogger("gemma4_compat").setLevel(logging.DEBUG)
         print(json.dumps(cell(options.cache / shape, shape, card, job)))
     else:
         run(options.cache, options.out, options)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -415,10 +415,8 @@ class Engine:
 
     def _run_probe(self, record: Record) -> Finding:
         probe = record.layer.unit.probe_function or record.patch.probe_function
-        random = getattr(sys.modules.get("torch"), "random", None)
         try:
-            # Creating a layer draws random numbers, which are the user's.
-            with random.fork_rng(devices=[]) if random else nullcontext():
+            with _apart():
                 return probe() if probe else broken()
         except (AttributeError, ImportError, TypeError) as error:
             # The code that it examines is gone, or takes other arguments now.
@@ -526,6 +524,17 @@ class Engine:
                 hint = suggestion(name, self._parts)
                 raise ValueError(f"no patch is named {name!r}{hint}: status() lists all")
         return [r for r in self._records if r.patch.name in known.values() or not names]
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """A context for a probe: the random numbers and the default device are the user's."""
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "random"):  # not while it is imported
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            yield
+    else:
+        yield
 
 
 def _serves(parts: Sequence[Record]) -> bool:

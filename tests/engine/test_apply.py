@@ -435,6 +435,17 @@ def test_probe_decides(lib, make, probe, state, reason):
     assert engine.status()["p"].reason.startswith(reason)
 
 
+def test_a_probe_runs_on_the_cpu(lib, make):
+    """Also if the user imports a library where tensors are made on another device."""
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        engine = make(
+            lib.patch("p", "m:f", probe=lambda: broken() if torch.ones(1).item() else fixed("zero"))
+        )
+        lib.load("m")
+    assert engine.status()["p"].state is State.APPLIED
+
+
 def test_probe_may_find_a_vanished_target_fixed(lib, make):
     engine = make(lib.patch("p", "m:gone", probe=lambda: fixed("gone")))
     lib.load("m")

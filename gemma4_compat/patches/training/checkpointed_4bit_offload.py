@@ -5,18 +5,18 @@ bitsandbytes keeps the packed weight for the backward as an attribute of the aut
 So the copy of each offloaded weight that the forward loaded stays until the backward, and
 offloading decoder layers saves no memory in training: 8 GiB for 33 layers of 31B.
 
-The fix saves the copy, and the maxima of its blocks, with ``save_for_backward``.  The recomputation
-of a checkpoint loads them again.  Weights that are not offloaded stay attributes, which is faster.
+The fix saves the copy, and the tensors of its quant state, with ``save_for_backward``.  They may be
+views of one block, so each of them would keep the others.  The recomputation of a checkpoint loads
+them again.  Weights that are not offloaded stay attributes, which is faster.
 """
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, fixed_if
 from ...engine.probing import code_at, mentions
-from ...model.quant_state import is_of_offloaded
+from ...model.quant_state import is_of_offloaded, tensors_of, with_tensors
 
 PATCH = Patch(
     name="checkpointed_4bit_offload",
@@ -48,9 +48,9 @@ def forward(original: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(ctx, *args, **kwargs)
     _, weight = getattr(ctx, "tensors", (None, None))
     if weight is not None and is_of_offloaded(ctx.state):
-        ctx.save_for_backward(weight, ctx.state.absmax)
-        ctx.tensors, ctx.state = None, copy(ctx.state)
-        ctx.state.absmax = None
+        tensors = tensors_of(ctx.state)
+        ctx.save_for_backward(weight, *tensors.values())
+        ctx.tensors, ctx.state = None, with_tensors(ctx.state, dict.fromkeys(tensors))
     return output
 
 
@@ -58,10 +58,10 @@ def forward(original: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
 def backward(original: Any, ctx: Any, grad_output: Any) -> Any:
     if getattr(ctx, "tensors", ()) is not None:
         return original(ctx, grad_output)
-    weight, maxima = ctx.saved_tensors
+    weight, *saved = ctx.saved_tensors
     state = ctx.state
-    ctx.tensors, ctx.state = (None, weight), copy(state)
-    ctx.state.absmax = maxima
+    ctx.tensors = None, weight
+    ctx.state = with_tensors(state, dict(zip(tensors_of(state), saved, strict=True)))
     try:
         return original(ctx, grad_output)
     finally:  # for another backward

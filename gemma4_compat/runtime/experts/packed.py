@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...model.quant_state import tensors_of, with_tensors
+
 #: The names of the fused parameters of a layer's experts.
 FUSED = ("gate_up_proj", "down_proj")
 
@@ -98,15 +100,15 @@ class Packed:
 
     def through(self, keep: Any, give: Any) -> Callable[[], Packed]:
         """A function that returns these experts, from tensors that passed through hooks."""
-        kept = [keep(each) for each in (self._data, self.state.absmax)]
+        tensors = tensors_of(self.state)
+        kept = [keep(each) for each in (self._data, *tensors.values())]
         copied = copy.copy(self)
-        copied.state, copied._data = copy.copy(self.state), None
-        copied.state.absmax = None
+        copied.state, copied._data = with_tensors(self.state, dict.fromkeys(tensors)), None
 
         def given() -> Packed:
             again = copy.copy(copied)
-            again.state = copy.copy(copied.state)
-            again._data, again.state.absmax = map(give, kept)
+            again._data, *given = map(give, kept)
+            again.state = with_tensors(copied.state, dict(zip(tensors, given, strict=True)))
             return again
 
         return given

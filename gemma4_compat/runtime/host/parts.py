@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from ...errors import reason
+from ...model.quant_state import tensors_of, with_tensors
 from ...objects import NotCopied
 from ..experts.packed import IN_HOST_MEMORY
 from ..memory import is_short_of_memory
@@ -82,7 +82,7 @@ class Part(NotCopied):
             tensors = {ITSELF: host}
             if type(parameter).__name__ == "Params4bit" and parameter.quant_state is not None:
                 states[name] = parameter.quant_state
-                tensors.update(_tensors(parameter.quant_state))
+                tensors.update(tensors_of(parameter.quant_state))
             elif type(parameter).__name__ == "Int8Params" and hasattr(self.module, "state"):
                 tensors[SCALES] = self.host_tensors.get(self.prefix + SCALES)
             elif type(parameter) is not torch.nn.Parameter:
@@ -136,7 +136,7 @@ class Part(NotCopied):
             if SCALES in tensors:
                 parameter.CB, parameter.SCB = parameter.data, tensors[SCALES]
             elif tensors:
-                parameter.quant_state = _state_with(content.states[name], tensors)
+                parameter.quant_state = with_tensors(content.states[name], tensors)
         self.placed = placed
         module._parameters.update(placed)
         return True
@@ -181,27 +181,6 @@ class Part(NotCopied):
             ):
                 own.update(content.meta)
             self.left_out = False
-
-
-def _tensors(quant_state: Any) -> dict[str, Any]:
-    """The tensors of a quant state, by name."""
-    tensors = {"absmax": quant_state.absmax, "code": quant_state.code}
-    if quant_state.nested:
-        tensors["offset"] = quant_state.offset
-        tensors["state2.absmax"] = quant_state.state2.absmax
-        tensors["state2.code"] = quant_state.state2.code
-    return tensors
-
-
-def _state_with(quant_state: Any, tensors: dict[str, Any]) -> Any:
-    """A copy of a quant state, with these tensors instead."""
-    state = copy.copy(quant_state)
-    if state.nested:
-        state.state2 = copy.copy(state.state2)
-    for name, tensor in tensors.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(state.state2 if path else state, attribute, tensor)
-    return state
 
 
 def _like(parameter: Any, data: Any) -> Any:
