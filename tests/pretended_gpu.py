@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gemma4_compat.runtime.capture import conditions
-from gemma4_compat.runtime.host import blocks, page_locked
+from gemma4_compat.runtime.host import blocks, page_locked, parts
 
 #: The modules for which there is a GPU.
 OURS = ("page_locked", "captured_decoding")
@@ -119,6 +119,7 @@ def pretend(patch, streamed=True, in_place=False):
     patch.setattr(page_locked, "_forget_the_error", lambda: None)
     patch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda") if streamed else ())
     recording = torch._C._len_torch_dispatch_stack
-    patch.setattr(blocks, "is_capturing", lambda device: recording() > 0)
+    for module in (blocks, parts):
+        patch.setattr(module, "is_capturing", lambda device: recording() > 0)
     patch.setattr(blocks, "on_gpu", lambda host, device: host if in_place else None)
     patch.setattr(conditions, "CAPTURED_ON", ("cpu",))

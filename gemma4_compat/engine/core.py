@@ -529,7 +529,7 @@ class Engine:
 @contextmanager
 def _apart() -> Iterator[None]:
     """A context for a probe: the random numbers and the default device are the user's."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "random"):  # not while it is imported
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             yield

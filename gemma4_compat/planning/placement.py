@@ -12,8 +12,9 @@ from ..model.sizes import TensorSize
 from .demand import Demand, Job
 from .gpus import Gpu
 
-#: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.
-#: Experts in 4 bits are not copied ahead, and in training nothing is.
+#: Offloaded layers are copied to the GPU while earlier ones compute: so many are on it at once.  In
+#: training, one is, and two whose keys and values a checkpoint keeps until the end of the backward.
+#: Experts in 4 bits are not copied ahead.
 _STREAMED_LAYERS = 3
 #: Several GPUs are filled so evenly, in bytes.
 _EVEN = 32 * 2**20
@@ -116,11 +117,11 @@ class Placement:
 
     def _streamed(self) -> int:
         """The GPU memory of offloaded weights during a forward: some layers, or one tensor."""
-        on_cpu, count = self.offloaded(), 1 if self.job.states else _STREAMED_LAYERS
+        on_cpu = self.offloaded()
         layers = sorted(unit.onloaded for unit in on_cpu if unit.layer is not None)
         others = [u.largest for u in on_cpu if u.layer is None and u.part != parts.PLE]
         experts = max((unit.experts for unit in on_cpu), default=0)
-        return max(sum(layers[-count:]) + experts, max(others, default=0))
+        return max(sum(layers[-_STREAMED_LAYERS:]) + experts, max(others, default=0))
 
 
 def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Placement:

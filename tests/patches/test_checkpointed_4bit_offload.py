@@ -73,7 +73,7 @@ def packed_weights():
 
 
 def copied_blocks():
-    """The number of copies of blocks with offloaded layers of which Python's objects hold a part."""
+    """The number of copies of offloaded layers' blocks of which Python's objects hold a part."""
     dispatches = blocks.dispatches.values()
     hosts = [each.host for of in dispatches for each in of.layers.values() if each.host is not None]
     assert hosts

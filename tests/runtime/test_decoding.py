@@ -196,10 +196,10 @@ def test_lent_memory_that_raises(model, monkeypatch):
 
 @pytest.mark.parametrize(
     ("why", "calls"),
-    [("OutOfMemoryError: CUDA out of memory", 2), ("ValueError: not in a graph", 1)],
+    [("OutOfMemoryError: CUDA out of memory", 4), ("ValueError: not in a graph", 1)],
 )
 def test_a_failed_capture(model, monkeypatch, why, calls):
-    """One attempt in each call if memory was short, else only in the first call."""
+    """Two attempts in each call if memory was short, else one in the first call."""
     tried, said = [], []
 
     def fail(*args):
@@ -213,7 +213,7 @@ def test_a_failed_capture(model, monkeypatch, why, calls):
     assert len(tried) == calls
     assert set(said) == {why}
     call(model)
-    assert Step.made == calls - 1
+    assert Step.made == (calls > 1)
 
 
 # -- other threads, and copies --------------------------------------------------------------------

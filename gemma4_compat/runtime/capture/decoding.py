@@ -300,13 +300,22 @@ class Decoder:
     ) -> Step:
         modules = modules_of_a_step(self.model).values()
 
-        def model(**kwargs: Any) -> Any:
-            send_ahead()
-            return self.model(**kwargs)
+        def captured() -> Step:
+            with in_capture(first_layers(modules)) as send_ahead:
 
-        # Another thread must not send layers meanwhile.
-        with lock_of(self.model), in_capture(first_layers(modules)) as send_ahead:
-            return Step(model, state.device, cache, memory, leaves, names)
+                def model(**kwargs: Any) -> Any:
+                    send_ahead()
+                    return self.model(**kwargs)
+
+                return Step(model, state.device, cache, memory, leaves, names)
+
+        with lock_of(self.model):  # another thread must not send layers meanwhile
+            try:
+                return captured()
+            except CaptureFailed as error:
+                if not is_short_of_memory(error):
+                    raise
+                return captured()  # after PyTorch's memory cache was emptied
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ...errors import reason
 from ...model.quant_state import tensors_of, with_tensors
 from ...objects import NotCopied
 from ..experts.packed import IN_HOST_MEMORY
+from ..kernels.streams import is_capturing
 from ..memory import is_short_of_memory
 from .int8_state import clear_state
 
@@ -119,6 +120,8 @@ class Part(NotCopied):
                 return False
             self.layer.enter()
         except Exception as error:  # single tensors may still fit
+            if is_capturing(self.layer.device):  # accelerate's copies cannot be captured
+                raise
             if not is_short_of_memory(error):
                 if " error: " in str(error):  # of CUDA or HIP; any earlier kernel may cause it
                     raise
