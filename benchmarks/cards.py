@@ -1,17 +1,20 @@
 """Measure what `plan` says of cards: true shapes, random weights, memory limited to the card's.
 
-``python -m benchmarks.cards CACHE OUT [--models 26b] [--cards 12GB] [--jobs QLoRA]`` appends a JSON
-line to OUT for each cell that it lacks: what was planned, and what was measured with the code that
-``plan`` prints.  PyTorch may reserve the card's memory less half a GiB, for the CUDA context.
-Cards with the same plan share a measurement.  What the cells log is beside OUT, in a ``.log`` file.
-``python -m benchmarks.cards --page OUT`` prints the tables of ``CARDS.md``.
+``python -m benchmarks.cards CACHE OUT [--models 26b] [--cards 12GB] [--jobs QLoRA]`` writes a JSON
+line to OUT for each cell: what is planned, and what was measured with the code that ``plan``
+prints.  It measures the cells that lack a measurement; with ``--plan`` none, which needs no GPU.
+PyTorch may reserve the card's memory less half a GiB, for the CUDA context.  Cards with the same
+plan share a measurement.  What the cells log is beside OUT, in a ``.log`` file.  ``tools/cards.py``
+makes the tables of ``CARDS.md`` and the README from ``benchmarks/cards.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -22,11 +25,13 @@ from typing import Any
 
 from . import checkpoint, decoding, measure, training
 
+Cell = tuple[str, str, str]  # model, card, job
 CARDS = ("6GB", "8GB", "12GB", "16GB", "24GB")
 MODELS = ("e2b", "e4b", "12b", "26b", "31b")
 #: the arguments of ``plan`` for each job
 JOBS: dict[str, dict[str, Any]] = {
     "generate": {"context": 32768},
+    "fast": {"context": 32768},  # after install("fast")
     "QLoRA": {"context": 2048, "train": True},
     "experts": {"context": 2048, "train": True},  # of 26B: LoRA on the experts, too
 }
@@ -36,37 +41,47 @@ STEPS, ANSWER = 32, 64
 ROUNDS = 5
 
 
-def planned(folder: Path, card: str, job: str) -> Any:
+def planned(folder: Path, cell: Cell) -> dict[str, Any]:
+    """What ``plan`` says of a cell; ``FOLDER`` stands for the folder in the code that it prints."""
     from gemma4_compat.planning import plan
 
-    adapter = {"adapter": str(folder / "experts")} if job == "experts" else {}
-    return plan(str(folder / "model"), card, **JOBS[job], **adapter)
+    shape, card, job = cell
+    checkpoint.describe(shape, folder)
+    adapter: Any = {"adapter": str(folder / "experts")} if job == "experts" else {}
+    own = plan(str(folder / "model"), card, **JOBS[job], **adapter)
+    return {
+        "cell": cell,
+        "fits": own.ok,
+        "context": own.longest_context,
+        "cpu": [name for name, device in own.device_map.items() if device == "cpu"],
+        "GPU": _gib(own, lambda row: sum(row.gpus)),
+        "CPU": _gib(own, lambda row: row.cpu),
+        "limit GiB": (own.gpus[0].free - own.gpus[0].outside) / measure.GIB,
+        "code": own.code.replace(str(folder), "FOLDER") if own.ok else "",
+        "parameters": checkpoint.parameters(shape),
+    }
 
 
-def cell(folder: Path, shape: str, card: str, job: str) -> dict[str, Any]:
+def _gib(own: Any, of: Callable[[Any], int]) -> dict[str, float]:
+    """GiB of the rows of a plan, by their kind; weights by their part."""
+    rows = ((row.name if row.kind == "weights" else row.kind, of(row)) for row in own.memory)
+    return {name: taken / measure.GIB for name, taken in rows if taken}
+
+
+def measured(folder: Path, line: dict[str, Any]) -> dict[str, Any]:
     """Load the model as planned, and run the job on a GPU with the card's memory."""
     import torch
 
-    import gemma4_compat
-
-    start = time.perf_counter()
-    own = planned(folder, card, job)
-    figures: dict[str, Any] = {"plan s": time.perf_counter() - start}
-    limit = own.gpus[0].free - own.gpus[0].outside
-    torch.cuda.set_per_process_memory_fraction(
-        limit / torch.cuda.get_device_properties(0).total_memory
-    )
-    if job == "generate":
-        gemma4_compat.install("fast")  # before loading: hooks keep the functions that they find
+    job = line["cell"][2]
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(line["limit GiB"] * measure.GIB / whole)
     start = time.perf_counter()
     names: dict[str, Any] = {}
-    exec(own.code, names)
+    exec(line["code"].replace("FOLDER", str(folder)), names)
     torch.cuda.synchronize()
-    figures["load s"] = time.perf_counter() - start
-    figures["load peak GiB"] = measure.peak()
-    model = names["model"]
-    run = _generate if job == "generate" else _train
-    figures |= run(model, JOBS[job]["context"])
+    figures = {"load s": time.perf_counter() - start, "load peak GiB": measure.peak()}
+    run = _train if "train" in JOBS[job] else _generate
+    figures |= run(names["model"], JOBS[job]["context"])
     figures["host GiB"] = measure.host_memory() / measure.GIB
     return figures
 
@@ -81,36 +96,21 @@ def _peaks() -> dict[str, float | None]:
 
 
 def _generate(model: Any, context: int) -> dict[str, Any]:
-    """Tokens a second at the end of a context, with the default kernels and with fast ones."""
-    from contextlib import nullcontext
-
-    import torch
-
-    import gemma4_compat
-
+    """Tokens a second at the end of a context."""
     text = measure.Text(model.config.get_text_config().vocab_size)
     prompt = text.tokens(1, context - ANSWER)
 
     def generate(count: int, **options: Any) -> Any:
         return decoding.call(model, prompt, count, "captured", prefill_chunk_size=2048, **options)
 
-    found: dict[str, Any] = {}
-    for name, context_of in (("exact", gemma4_compat.disabled("fast")), ("fast", nullcontext())):
-        torch.cuda.empty_cache()
-        measure.reset_peak()
-        with context_of:
-            start = time.perf_counter()
-            steps = measure.token_seconds(generate, STEPS)[4:]
-            found[name] = {
-                "tokens/s": 1 / statistics.median(steps),
-                "prompt s": time.perf_counter() - start - sum(steps),
-                **_peaks(),
-            }
-    return found
+    measure.reset_peak()
+    start = time.perf_counter()
+    steps = measure.token_seconds(generate, STEPS)[4:]
+    prompt_s = time.perf_counter() - start - sum(steps)
+    return {"tokens/s": 1 / statistics.median(steps), "prompt s": prompt_s, **_peaks()}
 
 
 def _train(model: Any, length: int) -> dict[str, Any]:
-
     step = training.MAKE["loop"](model.train(), 1, length)
     measure.reset_peak()
     first = [measure.seconds(step) for _ in range(2)]
@@ -124,153 +124,87 @@ def _train(model: Any, length: int) -> dict[str, Any]:
     }
 
 
-def cells(models: list[str], cards: list[str], jobs: list[str]) -> Iterator[tuple[str, str, str]]:
-    for shape in models:
-        for job in jobs:
-            if job != "experts" or shape == "26b":
-                yield from ((shape, card, job) for card in cards)
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    for shape, job in itertools.product(options.models, options.jobs):
+        if job != "experts" or shape == "26b":
+            yield from ((shape, card, job) for card in options.cards)
+
+
+def read(file: Path) -> dict[Cell, dict[str, Any]]:
+    """The lines of a file, by cell."""
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else []
+    return {tuple(line["cell"]): line for line in lines}
+
+
+def same_plan(line: dict[str, Any], lines: dict[Cell, dict[str, Any]]) -> dict[str, Any]:
+    """The first cell with the same model, job and map: the one that is measured."""
+    shape, _, job = line["cell"]
+    alike = (lines.get((shape, card, job), line) for card in CARDS)
+    return next(each for each in alike if each["fits"] and each["cpu"] == line["cpu"])
 
 
 def run(cache: Path, out: Path, options: argparse.Namespace) -> None:
-    """Measure the cells that ``out`` lacks, each in a process of its own, until time is up."""
+    """Plan and measure the cells that ``out`` lacks, each in its own process, until time is up."""
     end = time.monotonic() + options.seconds
-    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    done = {tuple(each["cell"]): each for each in found}
-    for shape, card, job in cells(options.models, options.cards, options.jobs):
-        if (shape, card, job) in done:
-            continue
-        checkpoint.build(shape, cache / shape)
-        own = planned(cache / shape, card, job)
-        line: dict[str, Any] = {
-            "cell": [shape, card, job],
-            "needed GiB": own.needed[0] / measure.GIB,
-            "context": own.longest_context,
-            "cpu": [name for name, device in own.device_map.items() if device == "cpu"],
-            "CPU GiB": own.cpu / measure.GIB,
-            "GPU": _gib(own, lambda row: sum(row.gpus)),
-            "CPU": _gib(own, lambda row: row.cpu),
-        }
-        alike = (
-            each["cell"][1]
-            for each in done.values()
-            if "load s" in each
-            and each["cell"][0::2] == [shape, job]
-            and each["cpu"] == line["cpu"]
-        )
-        if not own.ok:
-            line["fits"] = False
-        elif (other := next(alike, None)) is not None:
-            line["as"] = other
-        elif (left := end - time.monotonic()) < options.least:
-            break
-        else:
-            arguments = [str(cache), str(out), "--cell", shape, card, job]
-            command = [sys.executable, "-m", "benchmarks.cards", *arguments]
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
-            with out.with_suffix(".log").open("a") as log:
-                log.write(f"--- {shape} {card} {job}\n{ran.stderr}")
-            last = ran.stdout.splitlines()[-1:] or ["{}"]
-            line |= json.loads(last[0]) if ran.returncode == 0 else {"error": ran.stderr[-1500:]}
+    lines = read(out)
+
+    def write() -> None:
+        out.write_text("".join(f"{json.dumps(line)}\n" for line in lines.values()))
+
+    wanted = list(cells(options))
+    for cell in wanted:
+        if cell not in lines:
+            lines[cell] = line = planned(cache / cell[0], cell)
+            if line["fits"] and same_plan(line, lines) is not line:
+                del line["code"]
+            print(cell, lines[cell]["fits"], len(lines[cell]["cpu"]), flush=True)
+            write()
+    todo = [same_plan(lines[cell], lines) for cell in wanted if lines[cell]["fits"]]
+    for line in [] if options.plan else todo:
+        left = end - time.monotonic()
+        if "device" not in line and left > options.least:
+            shape, card, job = line["cell"]
+            checkpoint.build(shape, cache / shape)
+            line |= _in_a_process([cache, out, "--cell", shape, card, job], out, job, left)
             line |= checkpoint.machine(shape)
-        done[shape, card, job] = line
-        print(json.dumps(line)[:600], flush=True)
-        with out.open("a") as lines:
-            lines.write(json.dumps(line) + "\n")
+            del line["code"]
+            print(json.dumps({key: line[key] for key in line if key not in ("code", "cpu")}))
+            write()
 
 
-def _gib(own: Any, of: Callable[[Any], int]) -> dict[str, float]:
-    """GiB of the rows of a plan, by their kind; weights by their part."""
-    rows = ((row.name if row.kind == "weights" else row.kind, of(row)) for row in own.memory)
-    return {name: taken / measure.GIB for name, taken in rows if taken}
-
-
-def page(cells: list[dict[str, Any]]) -> str:
-    """The tables of CARDS.md."""
-    found = {tuple(each["cell"]): each for each in cells}
-    lines = []
-    for job, head in _HEADS.items():
-        lines += [f"## {_TITLES[job]}", "", head, "|---" * (head.count("|") - 1) + "|"]
-        for (shape, card, of), each in found.items():
-            if of == job:
-                known = found[shape, each["as"], of] if "as" in each else each
-                row = _ROWS[job](each, known)
-                lines.append(f"| {_NAMES[shape]} | {card.replace('GB', ' GB')} | {row} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-_NAMES = {"e2b": "E2B", "e4b": "E4B", "12b": "12B", "26b": "26B-A4B", "31b": "31B"}
-_TITLES = {
-    "generate": "Generate at 32,768 tokens, with a static cache",
-    "QLoRA": "QLoRA of 2,048 tokens",
-    "experts": "LoRA on the experts, too",
-}
-_TRAINED = (
-    "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | s a step "
-    "| loading, s | CPU memory GiB |"
-)
-_HEADS = {
-    "generate": "| model | card | layers on the CPU | planned GiB | peak GiB, reserved | tokens/s "
-    "| prompt s | tokens/s, fast | prompt s, fast | loading, s | CPU memory GiB |",
-    "QLoRA": _TRAINED,
-    "experts": _TRAINED,
-}
-
-
-def _generated(line: dict[str, Any], known: dict[str, Any]) -> str:
-    if "exact" not in known:
-        return _unmeasured(line, 9)
-    exact, fast = known["exact"], known["fast"]
-    peak = max(exact["reserved GiB"], fast["reserved GiB"])
-    speeds = (f"{way['tokens/s']:.0f} | {way['prompt s']:.0f}" for way in (exact, fast))
-    return f"{_planned(line)} | {peak:.2f} | {' | '.join(speeds)} | {_loaded(line, known)}"
-
-
-def _stepped(line: dict[str, Any], known: dict[str, Any]) -> str:
-    if "s a step" not in known:
-        return _unmeasured(line, 6)
-    step = f"{known['reserved GiB']:.2f} | {known['s a step']:.2f}"
-    return f"{_planned(line)} | {step} | {_loaded(line, known)}"
-
-
-_ROWS = {"generate": _generated, "QLoRA": _stepped, "experts": _stepped}
-
-
-def _planned(line: dict[str, Any]) -> str:
-    layers = sum(".layers." in name for name in line["cpu"])
-    return f"{layers} | {line['needed GiB'] - line['GPU']['outside']:.2f}"
-
-
-def _loaded(line: dict[str, Any], known: dict[str, Any]) -> str:
-    return f"{known['load s']:.0f} | {line['CPU GiB']:.1f}"
-
-
-def _unmeasured(line: dict[str, Any], columns: int) -> str:
-    """A cell that the plan or the measurement refuses."""
-    most = f"up to {line['context']:,} tokens" if line["context"] else "does not fit"
-    text = most if line.get("fits") is False else line.get("error", "not measured")[-60:]
-    return " | ".join([text, *[""] * (columns - 1)])
+def _in_a_process(arguments: list[Any], out: Path, job: str, left: float) -> dict[str, Any]:
+    """A measurement, or its error."""
+    command = [sys.executable, "-m", "benchmarks.cards", *map(str, arguments)]
+    # Hooks keep the functions that they find, so a process has one kind of kernels.
+    env = {**os.environ, "GEMMA4_COMPAT_FAST": "1" if job == "fast" else "0"}
+    ran = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=left, check=False
+    )
+    with out.with_suffix(".log").open("a") as log:
+        log.write(f"--- {arguments}\n{ran.stderr}")
+    if ran.returncode:
+        return {"error": ran.stderr[-1500:]}
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("cache", type=Path, nargs="?")
-    parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--page", type=Path, metavar="OUT")
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--cards", nargs="+", default=list(CARDS))
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--plan", action="store_true", help="measure nothing")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no cell after them")
     parser.add_argument("--least", type=float, default=60, help="seconds that a cell may need")
     parser.add_argument("--cell", nargs=3)
     options = parser.parse_args()
-    if options.page:
-        print(page([json.loads(line) for line in options.page.read_text().splitlines()]))
-    elif options.cell:
-        shape, card, job = options.cell
+    if options.cell:
         logging.basicConfig()
         logging.getLogger("gemma4_compat").setLevel(logging.DEBUG)
-        print(json.dumps(cell(options.cache / shape, shape, card, job)))
+        line = read(options.out)[tuple(options.cell)]
+        print(json.dumps(measured(options.cache / options.cell[0], line)))
     else:
         run(options.cache, options.out, options)
 

@@ -11,6 +11,7 @@ import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,27 @@ def _meta_model(shape: str) -> Any:
         return getattr(transformers, config.architectures[0])(config).to(torch.bfloat16)
 
 
+@cache
+def parameters(shape: str) -> dict[str, int]:
+    """Numbers of parameters: of the decoder layers, of those without experts, of those that one
+    token uses, and of the head; and the width of all heads of the full-attention layers.
+    """
+    text = config_of(shape).get_text_config()
+    named = _meta_model(shape).named_parameters()
+    layers = {name: each.numel() for name, each in named if ".language_model.layers." in name}
+    experts = sum(number for name, number in layers.items() if ".experts." in name)
+    dense = sum(layers.values()) - experts
+    used = experts * TEXT[shape].get("top_k_experts", 0) // TEXT[shape].get("num_experts", 1)
+    full = text.layer_types.count("full_attention")
+    return {
+        "layers": dense + experts,
+        "dense": dense,
+        "used": dense + used,
+        "head": text.vocab_size * text.hidden_size,
+        "attention": full * text.num_attention_heads * TEXT[shape].get("global_head_dim", 512),
+    }
+
+
 def _fill(name: str, shape: tuple[int, ...]) -> Any:
     """A bfloat16 tensor on the CPU that keeps activations finite, generated on a GPU if any."""
     import torch
@@ -189,6 +211,15 @@ def _fill(name: str, shape: tuple[int, ...]) -> Any:
     return tensor.cpu()
 
 
+def describe(shape: str, folder: Path) -> None:
+    """Write the config, and the adapters of ``plan``, unless they exist: no weights."""
+    if not (folder / "model" / "config.json").exists():
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        if getattr(config_of(shape).get_text_config(), "num_experts", None):
+            _build_adapter(_meta_model(shape), folder / "experts", str(folder / "model"), **EXPERTS)
+        config_of(shape).save_pretrained(folder / "model")
+
+
 def build(shape: str, folder: Path) -> None:
     """Write checkpoint and adapter into ``folder``, unless both are complete."""
     from safetensors.torch import save_file
@@ -197,6 +228,7 @@ def build(shape: str, folder: Path) -> None:
     done = folder / "complete"
     if done.exists():
         return
+    describe(shape, folder)
     model = _meta_model(shape)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     del shapes["lm_head.weight"]  # tied to embed_tokens
@@ -209,7 +241,6 @@ def build(shape: str, folder: Path) -> None:
             size = 2 * math.prod(dimensions)
         shards[-1].append(name)
 
-    (folder / "model").mkdir(parents=True, exist_ok=True)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
 
     def write(file: str, names: list[str]) -> None:
@@ -223,7 +254,6 @@ def build(shape: str, folder: Path) -> None:
         "weight_map": {n: file for file, names in zip(files, shards, strict=True) for n in names},
     }
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    model.config.save_pretrained(folder / "model")
     text = model.config.text_config
     GenerationConfig(
         bos_token_id=text.bos_token_id,
@@ -232,9 +262,6 @@ def build(shape: str, folder: Path) -> None:
         do_sample=False,
     ).save_pretrained(folder / "model")
     _build_adapter(model, folder / "adapter", str(folder / "model"))
-    if getattr(text, "num_experts", None):
-        model = _meta_model(shape)
-        _build_adapter(model, folder / "experts", str(folder / "model"), **EXPERTS)
     done.touch()
 
 

@@ -14,8 +14,7 @@ from gemma4_compat import versions
 from gemma4_compat.patches import LEGACY, load
 from gemma4_compat.planning import plan
 from tests.support import run_process
-from tools import gpu
-from tools.cards import CARDS, cell, row, with_table
+from tools import cards, gpu
 from tools.measured import DATA, Measured
 from tools.plot import drawing, figures
 
@@ -352,20 +351,16 @@ def test_how_much_faster_a_static_cache_is():
     assert re.findall(claim, readme) == [(*rounded, str(round(fast / exact)))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("card", CARDS)
-def test_the_table_of_cards(card, e2b_dir, e4b_dir):
-    pytest.importorskip("bitsandbytes")
-    assert row(card, {"E2B": e2b_dir, "E4B": e4b_dir}) in text_of("README.md").splitlines(), (
-        "run: python tools/cards.py README.md"
-    )
+@pytest.mark.parametrize(("page", "table"), [(cards.PAGE, cards.page), (cards.README, cards.short)])
+def test_the_tables_of_cards(page, table):
+    text = page.read_text(encoding="utf-8")
+    assert cards.with_table(text, table(cards.read(cards.DATA))) == text, "run: tools/cards.py"
 
 
-def test_a_cell_of_the_table(e4b_dir):
-    """The quickest sample of the table: E4B on 12 GB, without training."""
-    pytest.importorskip("bitsandbytes")
-    [line] = re.findall(r"^\| 12 GB \|.*$", text_of("README.md"), re.MULTILINE)
-    assert cell(plan(e4b_dir, "12GB")) == line.split("|")[4].strip()
+def test_what_the_readme_says_of_26b():
+    found = cards.read(cards.DATA)["26b", "12GB", "QLoRA"]
+    figures = f"took {found['reserved GiB']:.1f} GiB and {found['s a step']:.1f} s a step"
+    assert figures in " ".join(text_of("README.md").split())
 
 
 def measured_plans():
@@ -403,5 +398,5 @@ def test_the_gpu_that_ran_the_tests():
 
 
 def test_a_new_table_replaces_the_old_one():
-    found = with_table("a\n<!-- cards -->\nold\n<!-- /cards -->\nb\n", "new \\1")
+    found = cards.with_table("a\n<!-- cards -->\nold\n<!-- /cards -->\nb\n", "new \\1")
     assert found == "a\n<!-- cards -->\nnew \\1\n<!-- /cards -->\nb\n"

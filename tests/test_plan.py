@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.cards import planned, read
 from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
@@ -522,21 +523,39 @@ def test_offloaded_experts_on_the_gpu(tmp_path, quant):
 # -- what a GPU measured --------------------------------------------------------------------------
 
 
+CELLS = read(Path(__file__).parents[1] / "benchmarks" / "cards.jsonl")
+MEASURED = [cell for cell, line in CELLS.items() if "allocated GiB" in line]
+
+
+def test_a_card_of_the_table(tmp_path):
+    """The quickest sample: E4B on 6 GB, with five modules on the CPU."""
+    says_what_the_table_says(("e4b", "6GB", "fast"), tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row", json.loads((Path(__file__).parent / "cards.json").read_text()), ids=str
-)
-def test_the_peaks_of_cards(row, tmp_path):
-    """``python -m benchmarks.cards`` measured them, with the same map, on an H200.
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_cards(cell, tmp_path):
+    says_what_the_table_says(cell, tmp_path)
 
-    The sum without what PyTorch reserves in vain is within 8 %, and with it never below.
+
+def says_what_the_table_says(cell, folder):
+    found, known = planned(folder, cell), CELLS[cell]
+    assert [found[name] for name in ("fits", "context", "cpu")] == [
+        known[name] for name in ("fits", "context", "cpu")
+    ]
+    for place in ("GPU", "CPU"):
+        assert found[place] == pytest.approx(known[place])
+
+
+@pytest.mark.parametrize("cell", MEASURED, ids=" ".join)
+def test_the_peaks_of_cards(cell):
+    """A plan is never below what the GPU measured; without what PyTorch reserves, within 8 %.
+
+    A plan of 26B for generating has more: experts that are copied, and a dynamic cache.
     """
-    from benchmarks.cards import JOBS
-    from benchmarks.checkpoint import config_of
-
-    config_of(row["model"]).save_pretrained(tmp_path)
-    found = plan(tmp_path, row["card"], **JOBS[row["job"]])
-    assert on("cpu", found) == row["cpu"]
-    used = (found.needed[0] - found.bytes_of("outside")) / GIB
-    assert row["peak GiB"] <= used
-    assert used - found.bytes_of("unused") / GIB == pytest.approx(row["peak GiB"], rel=0.08)
+    known = CELLS[cell]
+    rows = {name: size for name, size in known["GPU"].items() if name != "outside"}
+    assert known["allocated GiB"] <= sum(rows.values())
+    used = sum(rows.values()) - rows["unused"]
+    excess = 0.11 if cell[0] == "26b" and cell[2] in ("generate", "fast") else 0.08
+    assert used == pytest.approx(known["allocated GiB"], rel=excess)
