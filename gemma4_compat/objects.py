@@ -108,7 +108,7 @@ def shadowed(instance: Any, **attributes: Any) -> Iterator[None]:
     threads may overlap: the attribute has the value of the last block that has not ended, and its
     old value after all of them.  A value that other code sets during a block stays.
     """
-    block = object()
+    block = _Block()
     try:
         for name, value in attributes.items():
             _replace(instance, name, block, value)
@@ -126,51 +126,45 @@ def hidden(instance: Any, *names: str) -> Any:
     return shadowed(instance, **{name: _ABSENT for name in names if name in vars(instance)})
 
 
+class _Block:
+    """A ``with`` block of this thread."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
 class _Replaced(NamedTuple):
     """An attribute of one instance that blocks have replaced."""
 
     instance: Any  # which keeps its id in use
     before: Any
-    values: dict[object, tuple[int, Any]]  # block -> its thread and its value
-
-    def without(self, block: object) -> _Replaced:
-        left = {other: each for other, each in self.values.items() if other is not block}
-        return self._replace(values=left)
-
-    def has(self, found: Any) -> bool:
-        """Whether a block has set this value."""
-        return any(found is value for _, value in self.values.values())
-
-    def latest(self) -> Any:
-        return [self.before, *(value for _, value in self.values.values())][-1]
+    values: dict[_Block, Any]
 
 
 _lock = ForkableLock()
 _replaced: dict[tuple[int, str], _Replaced] = {}
 
 
-def _replace(instance: Any, name: str, block: object, value: Any) -> None:
+def _replace(instance: Any, name: str, block: _Block, value: Any) -> None:
     with _lock.now:
-        entry = _replaced.get((id(instance), name))
-        if entry is None:
-            entry = _Replaced(instance, vars(instance).get(name, _ABSENT), {})
-        values = {**entry.values, block: (threading.get_ident(), value)}
-        _replaced[id(instance), name] = _Replaced(instance, entry.before, values)
+        new = _Replaced(instance, vars(instance).get(name, _ABSENT), {block: value})
+        _replaced.setdefault((id(instance), name), new).values[block] = value
         _set(instance, name, value)
 
 
-def _put_back(instance: Any, names: Iterable[str], block: object) -> None:
+def _put_back(instance: Any, names: Iterable[str], block: _Block) -> None:
     """End a block for these attributes; may be called again if it was interrupted."""
     for name in names:
         with _lock.now:
             entry = _replaced.get((id(instance), name))
             if entry is None or block not in entry.values:
                 continue
-            others = entry.without(block)
-            if entry.has(vars(instance).get(name, _ABSENT)):
-                _set(instance, name, others.latest())
-            if others.values:
-                _replaced[id(instance), name] = others
+            others = [value for other, value in entry.values.items() if other is not block]
+            found = vars(instance).get(name, _ABSENT)
+            if any(found is value for value in entry.values.values()):  # else other code has set it
+                _set(instance, name, [entry.before, *others][-1])
+            if others:
+                del entry.values[block]
             else:
                 del _replaced[id(instance), name]
 
@@ -186,8 +180,8 @@ def _end_blocks_of_other_threads() -> None:
     """In the child of a fork, the other threads do not exist."""
     own = threading.get_ident()
     for (_, name), entry in list(_replaced.items()):
-        for block, (thread, _) in list(entry.values.items()):
-            if thread != own:
+        for block in list(entry.values):
+            if block.thread != own:
                 _put_back(entry.instance, [name], block)
 
 

@@ -10,8 +10,10 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Generator, Tensor
+
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
     from transformers import Gemma4Config
 
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -59,9 +61,6 @@ def _config() -> Gemma4Config:
         "max_position_embeddings": 1024,
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
     }
     vision = {
         "hidden_size": _WIDTH,
@@ -84,35 +83,27 @@ def _config() -> Gemma4Config:
         "output_proj_dims": _WIDTH,
         "use_clipped_linears": True,
     }
-    names = (
-        "boi_token_id",
-        "image_token_id",
-        "eoi_token_id",
-        "boa_token_id",
-        "audio_token_id",
-        "eoa_token_index",
-        "video_token_id",
-    )
-    special = {name: _FIRST_SPECIAL_TOKEN + i for i, name in enumerate(names)}
     return Gemma4Config(
         text_config=text,
         vision_config=vision,
         audio_config=audio,
         tie_word_embeddings=True,
-        **special,
+        boi_token_id=_FIRST_SPECIAL_TOKEN,
+        image_token_id=501,
+        eoi_token_id=502,
+        boa_token_id=503,
+        audio_token_id=504,
+        eoa_token_index=505,
+        video_token_id=506,
     )
 
 
 def _generator(name: str, seed: int = 0) -> Generator:
-    import torch
-
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    return Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
 def _random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     """Random bfloat16 values for the tensor `name`, scaled to keep activations near 1."""
-    import torch
-
     generator = _generator(name)
     leaf = name.rpartition(".")[2]
 
@@ -143,21 +134,6 @@ def _random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     return value.to(torch.bfloat16)
 
 
-def _shared_kv_shapes() -> dict[str, tuple[int, ...]]:
-    """The key/value tensors of the KV-shared layers.
-
-    Checkpoints of Gemma 4 have them, but no model uses them: transformers skips them on loading.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for index in range(_FIRST_SHARED_LAYER, len(_LAYER_TYPES)):
-        head_dim = 64 if _LAYER_TYPES[index] == "sliding_attention" else 128
-        prefix = f"model.language_model.layers.{index}.self_attn."
-        shapes[prefix + "k_proj.weight"] = (head_dim, _WIDTH)
-        shapes[prefix + "v_proj.weight"] = (head_dim, _WIDTH)
-        shapes[prefix + "k_norm.weight"] = (head_dim,)
-    return shapes
-
-
 def build_checkpoint(path: Path) -> Path:
     """Write a random `Gemma4ForConditionalGeneration` checkpoint of a few MB to `path`.
 
@@ -166,14 +142,17 @@ def build_checkpoint(path: Path) -> Path:
     embeddings, two vision layers and two audio layers; the bounds of their clipped linears are
     finite and do clip. All tensors are bfloat16.
     """
-    import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
 
     with torch.random.fork_rng(devices=[]):
         model = Gemma4ForConditionalGeneration(_config()).to(torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     del shapes["lm_head.weight"]  # tied to embed_tokens
-    shapes |= _shared_kv_shapes()
+    # Checkpoints have keys and values of the KV-shared layers, too, but transformers skips them.
+    for leaf in ("k_proj", "v_proj", "k_norm"):
+        name = f"model.language_model.layers.{{}}.self_attn.{leaf}.weight"
+        for index in range(_KV_SHARED_LAYERS):  # the shared layers have the types of these layers
+            shapes[name.format(_FIRST_SHARED_LAYER + index)] = shapes[name.format(index)]
     state = {name: _random_tensor(name, shapes[name]) for name in sorted(shapes)}
 
     model.generation_config = GenerationConfig(
@@ -190,8 +169,6 @@ def _prompt(
 
     The tokens in ``middle``, except the first and the last, are soft tokens of this type.
     """
-    import torch
-
     generator = _generator("tokens", seed)
     ids = torch.randint(3, _FIRST_SPECIAL_TOKEN, (batch, words), generator=generator)
     bos = torch.full((batch, 1), config.text_config.bos_token_id)
@@ -221,8 +198,6 @@ def image_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     `pixel_values`, float32 in [0, 1) [batch, 36, 768]; `image_position_ids`, the (x, y) of each
     patch, int64 [batch, 36, 2].
     """
-    import torch
-
     vision = config.vision_config
     side = 2 * vision.pooling_kernel_size
     image = [config.image_token_id] * 4
@@ -243,8 +218,6 @@ def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     `input_ids`, `attention_mask` and `mm_token_type_ids` (3 at soft tokens), int64 [batch, 23];
     `input_features`, float32 [batch, 56, 32]; `input_features_mask`, bool [batch, 56].
     """
-    import torch
-
     # More soft tokens than one attention chunk (12), so that attention runs in chunks.
     audio = [config.audio_token_id] * (config.audio_config.attention_chunk_size + 2)
     frames = 4 * len(audio)
@@ -267,7 +240,6 @@ def build_adapter(
     By default they are `BROAD_TARGETS`, which name the wrappers of the towers' layers: such an
     adapter loads only if PEFT supports them.
     """
-    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForConditionalGeneration
 

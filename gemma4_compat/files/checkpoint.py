@@ -88,10 +88,9 @@ def located(location: Location, kind: str = "folder") -> Path | Repository:
 
 def with_repository(location: T) -> T | Repository:
     """The repository that a Hub id names; anything else, such as a path or a model, unchanged."""
-    found = None
     if isinstance(location, str) and not exists(Path(location)):
-        found = repository(location)
-    return location if found is None else found
+        return repository(location) or location
+    return location
 
 
 def file_in(folder: Path | Repository, name: str) -> Path | None:
@@ -264,10 +263,10 @@ def header_in(folder: Path | Repository, name: str) -> Header:
     Raises:
         InputError: as in `read_header`, or the repository cannot be read.
     """
-    local = folder.cached(name) if isinstance(folder, Repository) else folder / name
-    if local is not None:
+    if isinstance(folder, Path):
+        return read_header(folder / name)
+    if local := folder.cached(name):
         return read_header(local)
-    assert isinstance(folder, Repository)
     described = folder.safetensors(name).tensors
     return _entries({name: vars(each) for name, each in described.items()}, folder / name)
 
@@ -279,9 +278,12 @@ def weight_headers(model_dir: Location) -> tuple[Header, ...]:
         InputError: there are no safetensors weights, a shard is missing, or a file is damaged.
     """
     folder = located(model_dir)
+    sharded = False
     if isinstance(folder, Repository):
         folder.file(CONFIG)  # all files of the present commit: those of an older one may be cached
-    if _in_one_file(folder):
+        # The cache may hold an index without the note that there is no model.safetensors.
+        sharded = bool(folder.cached(INDEX)) and not folder.cached(WEIGHTS)
+    if not sharded and is_in(folder, WEIGHTS):
         return (header_in(folder, WEIGHTS),)
     index = file_in(folder, INDEX)
     if index is None:
@@ -312,13 +314,6 @@ def _shards(index: Path) -> list[str]:
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise InputError(f"{index}: no weight_map")
     return sorted(set(shards.values()))
-
-
-def _in_one_file(folder: Path | Repository) -> bool:
-    # The cache may hold an index without the note that the repository has no model.safetensors.
-    if isinstance(folder, Repository) and folder.cached(INDEX) and not folder.cached(WEIGHTS):
-        return False
-    return is_in(folder, WEIGHTS)
 
 
 def adapter_header(adapter_dir: Location) -> Header:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
-from . import arguments, models
-from .prompts import text_tokens
+from . import arguments
 from .result import MergeResult, Parity
 from .writing import appearing, copy_companions
 
@@ -73,15 +72,20 @@ def merge(
     tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
 
     with appearing(target, force) as partial, _quiet():
+        from . import models, prompts  # which import the libraries
+
         progress("checking base and adapter without their weights")
         models.rehearse(*folders)
-        tokens = text_tokens(tokenizers[0]) if tokenizers else {}
-        merged = models.merged_in_memory(*folders, tokens, device, progress)
-        result = MergeResult(str(base), str(adapter), target, merged.rows, merged.notes)
+        tokens = prompts.text_tokens(tokenizers[0]) if tokenizers else {}
+        model, outputs, rows, notes = models.merged_in_memory(*folders, tokens, device, progress)
+        result = MergeResult(str(base), str(adapter), target, tuple(rows), tuple(notes))
         if not result.ok:
             raise MergeError(result.verdict, result)
         progress(f"writing {target}")
-        models.write(merged, folders[0], partial, device, progress)
+        models.write(model, folders[0], partial)
+        del model
+        progress("reading it back")
+        models.read_back(partial, outputs, device)
         with failures_of(f"copying the tokenizer to {target.parent} failed", MergeError):
             copy_companions(*folders, partial)
     return result

@@ -21,7 +21,6 @@ from ..files.checkpoint import (
 from ..files.hub import Repository
 from ..results.text import size
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 # The files of a repository to download.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "adapter_model.bin")
 _FLOATS = ("F64", "F32", "F16", "BF16", "BOOL", "I64")

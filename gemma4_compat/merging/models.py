@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
 
 from ..errors import InputError, MergeError, failures_of
 from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_weights, exists
@@ -17,9 +22,8 @@ from . import parity
 from .prompts import all_inputs
 from .result import Parity
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+#: a model's prompts, and its logits for them
+Outputs = list[tuple[dict[str, Tensor], Tensor]]
 _LIMIT = 0.5  # the largest tolerance: a larger difference means another model
 _MARGIN = 2  # the tolerance, as a multiple of the change by one more rounding
 
@@ -30,9 +34,6 @@ def rehearse(base: Path, adapter: Path) -> None:
     Raises:
         InputError: base or adapter cannot be loaded, or the adapter does not fit or lacks tensors.
     """
-    import peft
-    import transformers
-
     with failures_of(f"{base}: transformers {transformers.__version__} cannot load it"):
         model, loaded = _from_pretrained(base, "meta")
     if missing := _used(loaded["missing_keys"], model):
@@ -59,25 +60,16 @@ def rehearse(base: Path, adapter: Path) -> None:
                 raise
 
 
-@dataclass
-class Merged:
-    """The merged model, its inputs and logits by prompt, and the comparison."""
-
-    model: Any
-    inputs: Mapping[str, dict[str, Tensor]]
-    logits: Mapping[str, Tensor]
-    rows: tuple[Parity, ...]
-    notes: tuple[str, ...]
-
-
 def merged_in_memory(
     base: Path,
     adapter: Path,
     tokens: Mapping[str, Tensor],
     device: str,
     progress: Callable[[str], None],
-) -> Merged:
+) -> tuple[Any, Outputs, list[Parity], list[str]]:
     """Load base and adapter, merge, and compare.
+
+    Returns the merged model, its outputs, the comparison, and notes for the user.
 
     Raises:
         MergeError: base or adapter cannot be loaded, merging failed, or the logits with the
@@ -105,12 +97,13 @@ def merged_in_memory(
         _untie(model)
 
     tolerance = min(_MARGIN * rounding, _LIMIT)
-    rows, merged = [], {}
+    rows, outputs = [], []
     for name in _each(inputs, "outputs merged", progress):
-        merged[name] = parity.logits(model, inputs[name])
-        rows.append(parity.compare(name, merged[name], *expected.pop(name), tolerance))
+        logits = parity.logits(model, inputs[name])
+        outputs.append((inputs[name], logits))
+        rows.append(parity.compare(name, logits, *expected.pop(name), tolerance))
     notes += _on_effects([row.effect for row in rows], tolerance)
-    return Merged(model, inputs, merged, tuple(rows), tuple(notes))
+    return model, outputs, rows, notes
 
 
 def _with_adapter(model: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, float, float]:
@@ -137,41 +130,40 @@ def _on_effects(effects: list[float], tolerance: float) -> list[str]:
     return []
 
 
-def write(
-    merged: Merged, base: Path, folder: Path, device: str, progress: Callable[[str], None]
-) -> None:
-    """Write the merged model, free it, load the written files, and compare their logits.
+def write(model: Any, base: Path, folder: Path) -> None:
+    """Write the merged model.
 
     The base's weights for keys and values of layers that share them are written, too: no release
     of transformers uses them, and vLLM before September 2026 refuses a checkpoint without them.
 
     Raises:
-        MergeError: writing failed, or the logits of the written model differ.
+        MergeError: writing failed.
     """
-    import torch
-
-    size = sum(p.numel() * p.element_size() for p in merged.model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     shard = max(size // 8, 2**26)  # writing a shard copies it in memory
     with failures_of(f"writing to {folder.parent} failed", MergeError):
-        state = merged.model.state_dict()
-        state |= _unused(base, state, merged.model)
-        merged.model.save_pretrained(folder, state_dict=state, max_shard_size=shard)
-    del state
-    merged.model = None
+        state = model.state_dict()
+        state |= _unused(base, state, model)
+        model.save_pretrained(folder, state_dict=state, max_shard_size=shard)
+
+
+def read_back(folder: Path, outputs: Outputs, device: str) -> None:
+    """Load the written model, after the merged one is deleted, and compare their logits.
+
+    Raises:
+        MergeError: the logits differ.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    progress("reading it back")
     written = _load_base(folder, device)
-    for name, prompt in merged.inputs.items():
-        if not torch.equal(parity.logits(written, prompt), merged.logits[name]):
+    for prompt, logits in outputs:
+        if not torch.equal(parity.logits(written, prompt), logits):
             raise MergeError("the written checkpoint does not give the merged model's logits")
 
 
 def _unused(base: Path, state: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
     """The weights in the base's files that layers with shared keys and values do not have."""
-    from safetensors import safe_open
-
     shared, found = shared_layers(model.config), {}
     for name, entry in check_weights(base).items():
         if name not in state and is_shared_kv(name, shared):
@@ -194,9 +186,6 @@ def _load_base(folder: Path, device: str) -> Any:
 
 def _from_pretrained(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
     """The model in eval mode, and transformers' loading info."""
-    import torch
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):  # check_base found no quantized weights
         del config.quantization_config
@@ -205,20 +194,14 @@ def _from_pretrained(folder: Path, device: str) -> tuple[Any, dict[str, Any]]:
     # No device map for the CPU: PEFT would treat the model as offloaded.
     placed = {} if device == "cpu" else {"device_map": {"": device}}
     model, loaded = architecture.from_pretrained(
-        folder,
-        config=config,
-        dtype=torch.bfloat16,
-        output_loading_info=True,
-        **placed,
+        folder, config=config, dtype=torch.bfloat16, output_loading_info=True, **placed
     )
     return model.eval(), loaded
 
 
 def _adapted(model: Any, adapter: Path, device: str, **options: Any) -> Any:
     """The model with the adapter loaded, in eval mode."""
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
+    model = peft.PeftModel.from_pretrained(model, adapter, torch_device=device, **options).eval()
     loaded = model.load_adapter(adapter, "default", torch_device=device)  # for its result
     if unexpected := _used(loaded.unexpected_keys, model):
         raise ValueError(
@@ -231,5 +214,5 @@ def _untie(model: Any) -> None:
     """Set ``tie_word_embeddings`` to False if the adapter has untied the embeddings."""
     output = model.get_output_embeddings()
     if output is not None and output.weight is not model.get_input_embeddings().weight:
-        for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False

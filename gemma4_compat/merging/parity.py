@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .result import Parity
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_NEW_TOKENS = 8
 
 
 @contextlib.contextmanager
@@ -23,8 +21,6 @@ def rounded_once_more(model: Any) -> Iterator[None]:
     that changes the logits depends on the model, so it is measured, with relative changes of up to
     half the epsilon of bfloat16.
     """
-    import torch
-
     size = torch.finfo(torch.bfloat16).eps
     generator = torch.Generator(model.device).manual_seed(0)
 
@@ -69,8 +65,6 @@ def worst(actual: Tensor, expected: Tensor) -> float:
 
 def logits(model: Any, prompt: dict[str, Tensor]) -> Tensor:
     """The logits of a prompt: float32 [positions, vocabulary], on the CPU."""
-    import torch
-
     with torch.inference_mode():
         output: Tensor = model(**prompt).logits[0]
     return output.float().cpu()
@@ -78,10 +72,8 @@ def logits(model: Any, prompt: dict[str, Tensor]) -> Tensor:
 
 def continued(model: Any, prompt: dict[str, Tensor]) -> dict[str, Tensor]:
     """The prompt followed by the model's greedy answer, to compare the answer's logits, too."""
-    import torch
-
     with torch.inference_mode():
-        tokens = model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
+        tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     new = tokens[:, prompt["input_ids"].shape[1] :]
     added = {"input_ids": new, "attention_mask": torch.ones_like(new)}
     added["mm_token_type_ids"] = torch.zeros_like(new)

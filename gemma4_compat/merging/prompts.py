@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
 
 from ..errors import failures_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ..tiny import audio_inputs, image_inputs
 
 PROMPTS = (
     "The capital of France is",
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
     "def fibonacci(n):\n    ",
 )
-_RANDOM_TOKENS = 16
 
 
 def text_tokens(tokenizer: Path) -> dict[str, Tensor]:
@@ -25,8 +26,6 @@ def text_tokens(tokenizer: Path) -> dict[str, Tensor]:
     Raises:
         InputError: the tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     with failures_of(f"{tokenizer}: its tokenizer does not work"):
         loaded = AutoTokenizer.from_pretrained(tokenizer)
         return {text: loaded(text, return_tensors="pt")["input_ids"] for text in PROMPTS}
@@ -36,14 +35,12 @@ def all_inputs(
     model: Any, tokens: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """The prompts by name, each a batch of one on the model's device; and notes for the user."""
-    import torch
-
     notes = []
     prompts = {text: {"input_ids": ids} for text, ids in tokens.items()}
     if not prompts:
         notes.append("no tokenizer in the base: prompts are random tokens, from a fixed seed")
         for seed in range(3):
-            ids = _random_tokens(model.config, _RANDOM_TOKENS, seed)
+            ids = _random_tokens(model.config, 16, seed)
             prompts[f"random tokens {seed + 1}"] = {"input_ids": ids[None]}
     prompts.update(_synthetic(model, notes))
     for prompt in prompts.values():
@@ -54,8 +51,6 @@ def all_inputs(
 
 def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
     """An image and a sound of noise, between random tokens, for the towers that the model has."""
-    from ..tiny import audio_inputs, image_inputs
-
     config = model.config
     towers = {"vision": ("image", image_inputs), "audio": ("sound", audio_inputs)}
     present = [t for t in towers if getattr(config, f"{t}_config", None) is not None]
@@ -75,8 +70,6 @@ def _synthetic(model: Any, notes: list[str]) -> dict[str, dict[str, Tensor]]:
 
 def _random_tokens(config: Any, count: int, seed: int) -> Tensor:
     """Random tokens without special ones: int64 [count]."""
-    import torch
-
     vocabulary = torch.arange(config.get_text_config().vocab_size)
     ordinary = vocabulary[~_is_special(config, vocabulary)]
     generator = torch.Generator().manual_seed(seed)
@@ -84,8 +77,6 @@ def _random_tokens(config: Any, count: int, seed: int) -> Tensor:
 
 
 def _is_special(config: Any, tokens: Tensor) -> Tensor:
-    import torch
-
     values = (*vars(config).items(), *vars(config.get_text_config()).items())
     special = [v for k, v in values if "_token_" in k and isinstance(v, int)]
     return torch.isin(tokens, torch.tensor(special))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
 from ..files.checkpoint import GENERATION_CONFIG, exists, read_json
-from .arguments import TOKENIZER_CONFIG, check_out
+from .arguments import check_out
 
 _TEMPLATE = "chat_template.jinja"
 # Files to copy beside the weights, first from BASE and then from ADAPTER.
@@ -70,7 +70,7 @@ def copy_companions(base: Path, adapter: Path, out: Path) -> None:
             else:
                 shutil.copyfile(source, out / source.name)
     # The base's file would override a template in the adapter's tokenizer_config.json.
-    settings = adapter / TOKENIZER_CONFIG
+    settings = adapter / "tokenizer_config.json"
     if exists(settings) and not exists(adapter / _TEMPLATE):
         if read_json(settings).get("chat_template"):
             (out / _TEMPLATE).unlink(missing_ok=True)

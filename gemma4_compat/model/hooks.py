@@ -50,15 +50,15 @@ def offload_hook(module: Any) -> Any | None:
 
 def execution_device(module: Any) -> torch.device | None:
     """The execution device of an offloaded module; ``None`` if it is not offloaded."""
-    hook = offload_hook(module)
-    device = None if hook is None else hook.execution_device
-    return None if device is None else _as_device(device)
+    import torch
+
+    device = getattr(offload_hook(module), "execution_device", None)
+    return None if device is None else torch.device(device)
 
 
 def offload_hooks(modules: Iterable[Any]) -> Iterator[Any]:
     """The hooks that onload and offload the weights of these modules."""
-    hooks = (offload_hook(module) for module in modules)
-    return (hook for hook in hooks if hook is not None)
+    return filter(None, map(offload_hook, modules))
 
 
 def host_tensors(weights_map: Any) -> dict[str, Any] | None:
@@ -127,19 +127,22 @@ def input_device(model: Any) -> torch.device:
         >>> inputs = tokenizer("Hello", return_tensors="pt").to(gemma4_compat.input_device(model))
         >>> output = model.generate(**inputs, max_new_tokens=1)
     """
+    import torch
+
     embedding = _token_embedding(model)
-    for module in _outwards(model, embedding):
-        for hook in hooks_of(module):
+    path = next((name for name, each in model.named_modules() if each is embedding), "")
+    for name in (path, *above(path)):  # the modules that contain it have hooks, too
+        for hook in hooks_of(model.get_submodule(name)):
             device = getattr(hook, "execution_device", None)
             if device is not None:
-                return _as_device(device)
+                return torch.device(device)
     device = _weight_of(embedding).device
     if device.type == "meta":
         raise ValueError(
             f"the token embeddings of this {type(model).__name__} are on the meta device, and no "
             f"accelerate hook loads them: the model has no weights loaded"
         )
-    return _as_device(device)
+    return torch.device(device)
 
 
 def _token_embedding(model: Any) -> Any:
@@ -166,16 +169,3 @@ def _weight_of(embedding: Any) -> Any:
     """The weight.  In a QAT checkpoint ``weight`` is a property, which dequantizes all rows."""
     packed = getattr(embedding, "embedding_quantized", None)
     return getattr(embedding, "weight", None) if packed is None else packed
-
-
-def _outwards(model: Any, module: Any) -> Iterator[Any]:
-    """The module, and the modules that contain it, up to the model."""
-    path = next((name for name, each in model.named_modules() if each is module), "")
-    yield module
-    yield from (model.get_submodule(name) for name in above(path))
-
-
-def _as_device(device: Any) -> torch.device:
-    import torch
-
-    return torch.device(device)

@@ -13,18 +13,14 @@ LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST = (
 #: in the order in which tables list them
 PARTS = (LAYERS, PLE, EMBEDDINGS, VISION, AUDIO, REST)
 TOWERS = ("language", "vision", "audio", "other")
-_WRAPPER = "ClippableLinear"
 #: the beginnings of the modules with the classes of Gemma 4, its variants and Gemma 3n
 MODELS = ("transformers.models.gemma3n", "transformers.models.gemma4")
-
-#: the beginnings of their ``config.model_type``
-_TYPES = ("gemma3n", "gemma4")
 
 
 def is_ours(model: Any) -> bool:
     """Whether this is a model of transformers of Gemma 4, its variants or Gemma 3n."""
     model_type = getattr(getattr(model, "config", None), "model_type", "")
-    return str(model_type).startswith(_TYPES)
+    return str(model_type).startswith(("gemma3n", "gemma4"))
 
 
 def base_of(model: Any) -> Any:
@@ -106,7 +102,7 @@ def is_clippable(module: Any) -> bool:
     Its copies in related models, and subclasses of either, count too.
     """
     return "linear" in module._modules and any(
-        cls.__name__.endswith(_WRAPPER) for cls in type(module).__mro__
+        cls.__name__.endswith("ClippableLinear") for cls in type(module).__mro__
     )
 
 

@@ -6,7 +6,7 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,11 +137,7 @@ def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
     from transformers import DynamicCache
 
     cache = DynamicCache(config=with_all_layers(model.config.get_text_config(decoder=True)))
-    shapes = kv_shapes(model)
-    for tokens in steps:
-        for index, (heads, width) in shapes.items():
-            cache.update(*_keys_and_values(heads, tokens, width), index)
-    return {index: _stored(cache.layers[index]) for index in shapes}
+    return _stored(cache, kv_shapes(model), steps)
 
 
 def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
@@ -150,19 +146,24 @@ def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
 
     config = model.config.get_text_config(decoder=True)
     cache = StaticCache(config=config, max_cache_len=length)
-    shapes = kv_shapes(model)
-    for index, (heads, width) in shapes.items():
-        cache.layers[index].lazy_initialization(*_keys_and_values(heads, 1, width))
-    return {index: _stored(cache.layers[index]) for index in shapes}
+    return _stored(cache, kv_shapes(model), [1])
 
 
-def _keys_and_values(heads: int, tokens: int, width: int) -> Any:
+def _stored(
+    cache: Any, shapes: Mapping[int, tuple[int, int]], steps: Iterable[int]
+) -> dict[int, int]:
+    """By layer index: the bytes of the keys and values in a cache after these steps."""
+    fill_cache(cache, shapes, steps)
+    tensors = {index: (cache.layers[index].keys, cache.layers[index].values) for index in shapes}
+    return {i: sum(each.untyped_storage().nbytes() for each in two) for i, two in tensors.items()}
+
+
+def fill_cache(cache: Any, shapes: Mapping[int, tuple[int, int]], steps: Iterable[int]) -> None:
+    """Update a cache with meta tensors of these numbers of tokens."""
     import torch
 
-    return torch.empty((2, 1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
-
-
-def _stored(layer: Any) -> int:
-    """The bytes of a layer's keys and values, which may share a storage."""
-    storages = (tensor.untyped_storage() for tensor in (layer.keys, layer.values))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    for tokens in steps:
+        for index, (heads, width) in shapes.items():
+            key = torch.empty((1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
+            cache.update(key, torch.empty_like(key), index)
+            del key  # else the memory that a plan measures has it during the next update

@@ -9,16 +9,17 @@ from typing import Any
 
 from ..files import hub
 from ..model import parts
-from ..model.meta import bnb_options, checkpointing
+from ..model.meta import COMPRESSED, bnb_options, checkpointing
 from .demand import EXCLUDED, TARGETS
 
 
 @dataclass(frozen=True)
 class Load:
-    """How to load a model.  ``quant`` is ``None`` if the checkpoint is quantized already.
+    """How to load a model.
 
-    ``dequantize`` is for compressed-tensors.  Products in 4 bits are computed in the dtype
-    ``compute``, all else in bfloat16.
+    ``quant`` is one of `QUANTS`, or `COMPRESSED` for such a checkpoint, which is dequantized, or
+    ``None`` if the checkpoint is quantized already and stays so.  Products in 4 bits are computed
+    in the dtype ``compute``, all else in bfloat16.
     """
 
     model: str
@@ -29,7 +30,6 @@ class Load:
     adapter_dir: str | None
     train: bool
     rank: int
-    dequantize: bool = False
 
     @property
     def offloaded(self) -> list[str]:
@@ -47,15 +47,17 @@ class Load:
 
     def options(self) -> dict[str, Any]:
         """The arguments of the quantization config; empty without one."""
-        if self.dequantize:
+        if self.quant == COMPRESSED:
             return {"dequantize": True}
-        if self.quant is None or self.quant == "bf16":
+        if self.quant in (None, "bf16"):
             return {}
         options = bnb_options(self.quant, offload=bool(self.offloaded) and not self.dispatches)
         if "bnb_4bit_compute_dtype" in options:
             options["bnb_4bit_compute_dtype"] = self.compute
         if self.dispatches:
-            options["llm_int8_skip_modules"] = unquantized(self.offloaded)
+            packed = (parts.LAYERS, parts.PLE)
+            others = [name for name in self.offloaded if parts.part_of(name) not in packed]
+            options["llm_int8_skip_modules"] = ["lm_head", *others]
         return options
 
     def lines(self) -> Iterable[str]:
@@ -69,7 +71,7 @@ class Load:
             yield "from peft import LoraConfig, get_peft_model"
         elif self.adapter_dir is not None:
             yield "from peft import PeftModel"
-        config = "CompressedTensorsConfig" if self.dequantize else "BitsAndBytesConfig"
+        config = "CompressedTensorsConfig" if self.quant == COMPRESSED else "BitsAndBytesConfig"
         names = f"{config}, {self.architecture}" if options else self.architecture
         yield f"from transformers import {names}"
         yield ""
@@ -117,12 +119,6 @@ class Load:
                 yield "# Train with fp16=False and bf16=False: products in float16 overflow."
         elif self.quant != "int8":
             yield '# model.generate(..., cache_implementation="static") is several times as fast'
-
-
-def unquantized(offloaded: Iterable[str]) -> list[str]:
-    """The modules that are not in 4 bits in a model that is dispatched after loading."""
-    others = (parts.LAYERS, parts.PLE)
-    return ["lm_head", *(name for name in offloaded if parts.part_of(name) not in others)]
 
 
 def _pretrained(location: str) -> str:

@@ -61,22 +61,19 @@ def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) 
     """One sequence, whose prompt is read in chunks."""
     from . import peak
 
-    forward_peak = partial(peak.forward_peak, fused=fused)
-
-    vocabulary = model.config.get_text_config().vocab_size
+    forward_peak = partial(peak.forward_peak, model, fused=fused)
     cache = partial(kv_cache, model)
+    logits = _LOGITS_COPIES * int(model.config.get_text_config().vocab_size)
 
     def activations(context: int) -> int:
-        logits = _LOGITS_COPIES * int(vocabulary)
         if context > PREFILL:
             # A number of keys that is not round needs a copy of the mask.
-            return forward_peak(model, PREFILL, context - PREFILL - 1) + logits
+            return forward_peak(PREFILL, context - PREFILL - 1) + logits
         # A static cache needs a mask, and takes less memory itself.
-        spared = sum(cache(context).values()) - sum(
-            sizes.static_cache_bytes(model, context).values()
-        )
-        static = forward_peak(model, context, 0, static=True) - spared
-        return max(forward_peak(model, context, 0), static) + logits
+        taken = sizes.static_cache_bytes(model, context)
+        spared = sum(cache(context).values()) - sum(taken.values())
+        static = forward_peak(context, 0, static=True) - spared
+        return max(forward_peak(context, 0), static) + logits
 
     return Job(adapter, 0, cache, activations)
 

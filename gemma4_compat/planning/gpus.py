@@ -16,7 +16,6 @@ _GIB = 2**30
 _FEWEST_BYTES = 2**27
 #: the first compute capability with bfloat16
 _BFLOAT16 = 8
-_MOST_GIB = 1024
 #: The cards by the memory that CUDA reports on Linux, in GiB.  It is less than what the box says:
 #: the driver, and error correction, take a part.  Windows reports up to 0.4 GiB more.
 _CARDS: Mapping[float, str] = {
@@ -84,7 +83,7 @@ def parse_size(text: str | int) -> int:
     unit, binary = match[2] or "G", match[3] or not match[2]
     power = 1 + "KMGT".index(unit.upper())
     nbytes = int(float(match[1]) * (1024 if binary else 1000) ** power)
-    if nbytes > _MOST_GIB * _GIB and not match[2]:
+    if nbytes > 1024 * _GIB and not match[2]:
         raise InputError(f"{text!r} would be GiB: write {text.strip()}MiB")
     return nbytes
 

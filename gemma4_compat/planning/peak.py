@@ -10,7 +10,7 @@ counts them share one mode of PyTorch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ..model.caches import cache_name, with_all_layers
 from ..model.meta import checkpointing
 from ..model.parts import decoder_layers, shared_layers
-from ..model.sizes import kv_shapes, on_cuda
+from ..model.sizes import fill_cache, kv_shapes, on_cuda
 
 #: the largest head size of FlashAttention
 _FLASH_HEAD = 256
@@ -292,32 +292,18 @@ def forward_peak(
     from transformers import DynamicCache, StaticCache
 
     config = with_all_layers(model.config.get_text_config(decoder=True))
-    length = past + tokens + 1
-    cache = (
-        StaticCache(config=config, max_cache_len=length) if static else DynamicCache(config=config)
-    )
+    cache = DynamicCache(config=config)
+    if static:
+        cache = StaticCache(config=config, max_cache_len=past + tokens + 1)
     shapes = kv_shapes(model)
     with torch.no_grad(), _measuring(model, fused) as (memory, _):
-        _fill_cache(cache, shapes, past, tokens)
+        # A sliding layer keeps a view of its last update: that is as long as a chunk, too.
+        steps = (past - tokens, tokens) if past > tokens else (past,)
+        fill_cache(cache, shapes, steps if past else ())
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         memory.peak = memory.allocated
-        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
-        del output
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
     return memory.peak - memory.allocated
-
-
-def _fill_cache(cache: Any, shapes: Mapping[int, tuple[int, int]], past: int, chunk: int) -> None:
-    """Update the cache with ``past`` tokens.
-
-    A sliding layer keeps a view of its last update.  So that is as long as a chunk.
-    """
-    if not past:
-        return
-    for tokens in (past - chunk, chunk) if past > chunk else (past,):
-        for index, (heads, width) in shapes.items():
-            key = torch.empty((1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
-            cache.update(key, torch.empty_like(key), index)
-            del key  # else the next update counts it as well
 
 
 def training_peak(model: Any, tokens: int, fused: bool = True) -> int:
@@ -334,16 +320,16 @@ def training_peak(model: Any, tokens: int, fused: bool = True) -> int:
     model.enable_input_require_grads()  # else the first layer that runs keeps less than others
     ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
     inputs = dict.fromkeys(("input_ids", "attention_mask", "labels", "mm_token_type_ids"), ids)
+    kept: list[int] = []  # the input of a layer; a checkpoint runs the layer again in the backward
     with _measuring(model, fused) as (memory, kinds):
-        kept = [_kept_by(_decoder(model)[index]) for index in kinds]
-        loss = model(**inputs, use_cache=False).loss
-        loss.backward()
+        hook = _decoder(model)[min(kinds)].register_forward_pre_hook(
+            lambda _, inputs: kept.append(on_cuda(inputs[0].nbytes))
+        )
+        model(**inputs, use_cache=False).loss.backward()
+    hook.remove()
     for parameter in model.parameters():
         parameter.grad = None
-    others = [
-        (layers - 1) * counted() for layers, counted in zip(kinds.values(), kept, strict=True)
-    ]
-    return memory.peak + sum(others)
+    return memory.peak + (sum(kinds.values()) - len(kinds)) * kept[0]
 
 
 @contextmanager
@@ -354,17 +340,3 @@ def _measuring(model: Any, fused: bool = True) -> Iterator[tuple[PeakMemory, dic
     every_element = assumptions.patch(meta_nonzero_assume_all_nonzero=True)
     with one_layer_of_each_kind(model) as kinds, every_element, _attention(fused), memory:
         yield memory, kinds
-
-
-def _kept_by(layer: Any) -> Callable[[], int]:
-    """A function that returns what a checkpoint of a layer keeps: the layer's input."""
-    taken: list[int] = []  # a checkpoint runs the layer again in the backward
-    hook = layer.register_forward_pre_hook(
-        lambda _, inputs: taken.append(on_cuda(inputs[0].nbytes))
-    )
-
-    def counted() -> int:
-        hook.remove()
-        return taken[0]
-
-    return counted

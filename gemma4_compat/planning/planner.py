@@ -14,7 +14,7 @@ from ..model.device_maps import covering
 from ..model.meta import COMPRESSED, QAT, QUANTS, bnb_config, checkpoint_model, meta_model
 from ..model.sizes import TensorSize
 from ..results.text import command_line
-from .code import Load, unquantized
+from .code import Load
 from .demand import (
     CONTEXT,
     TRAINED_CONTEXT,
@@ -29,9 +29,7 @@ from .gpus import Gpu, gpus_of, parse_size
 from .placement import Placement, Unit, place, units_of
 from .result import COSTS, Memory, Offload, Plan
 
-#: the names of checkpoints that are quantized already, by other methods than bitsandbytes
 _QAT = "QAT checkpoint"
-_COMPRESSED = f"bf16, dequantized from {COMPRESSED}"
 
 
 def plan(
@@ -131,7 +129,6 @@ def plan(
         adapter_dir=None if adapter is None else str(adapter),
         train=train,
         rank=rank,
-        dequantize=label == _COMPRESSED,
     )
     memory = tuple(_memory(placement, demand, _placed_sizes(whole, load, model_dir)))
     return Plan(
@@ -170,10 +167,9 @@ def _check_adapter(adapter: Location, model_dir: Location) -> None:
     from ..inspection.adapter import inspect_adapter
 
     found = inspect_adapter(adapter, model_dir)
-    if found.loads and not any(group.kind == "refused" for group in found.groups):
-        return
-    command = command_line("gemma4-compat", "adapter", str(adapter), "--model", str(model_dir))
-    raise InputError(f"{adapter}: {found.verdict}. To see why, run {command}")
+    if not found.loads or any(group.kind == "refused" for group in found.groups):
+        command = command_line("gemma4-compat", "adapter", str(adapter), "--model", str(model_dir))
+        raise InputError(f"{adapter}: {found.verdict}. To see why, run {command}")
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def _model(folder: Location, quant: str | None, compute: str) -> tuple[Any, str 
         if not hasattr(quantizers.CompressedTensorsHfQuantizer, "get_load_operations"):
             version = transformers.__version__
             raise InputError(f"{folder}: transformers {version} cannot offload {method}: update it")
-        return model, "bf16", _COMPRESSED
+        return model, COMPRESSED, f"bf16, dequantized from {COMPRESSED}"
     if method != "bitsandbytes":
         known = f"bitsandbytes, {COMPRESSED} and {QAT} (QAT)"
         raise InputError(f"{folder}: quantized by {method}: only {known} are supported")
@@ -214,14 +210,14 @@ def _placed_sizes(
 ) -> tuple[TensorSize, ...]:
     """The tensors of the loaded model: offloaded modules are not all quantized."""
     kept = [name for name in load.offloaded if parts.part_of(name) != parts.PLE]
-    if load.quant in (None, "bf16") or not kept:
+    if load.quant in (None, "bf16", COMPRESSED) or not kept:
         return whole
-    if load.dispatches:
-        config = bnb_config("nf4", llm_int8_skip_modules=unquantized(load.offloaded))
-        return sizes.tensor_sizes(meta_model(model_dir, config))
-    # transformers leaves offloaded modules unquantized
-    config = bnb_config(load.quant, offload=True)
-    return sizes.tensor_sizes(meta_model(model_dir, config, load.device_map))
+    from transformers import BitsAndBytesConfig
+
+    # transformers leaves the modules that it puts on the CPU unquantized
+    device_map = None if load.dispatches else load.device_map
+    config = BitsAndBytesConfig(**load.options())
+    return sizes.tensor_sizes(meta_model(model_dir, config, device_map))
 
 
 # -- the rows -------------------------------------------------------------------------------------
@@ -260,9 +256,8 @@ def _memory(
     activations = each(lambda number: placement.activations(demand, number))
     yield Memory("activations", f"activations ({of})", activations)
     used = [bool(placement.on(number)) for number in numbers]
-    yield Memory(
-        "unused", "reserved, unused (estimate)", each(lambda n: placement.unused * used[n])
-    )
+    unused = each(lambda number: placement.unused * used[number])
+    yield Memory("unused", "reserved, unused (estimate)", unused)
     outside = each(lambda number: placement.gpus[number].outside * used[number])
     yield Memory("outside", "outside PyTorch (estimate)", outside)
 

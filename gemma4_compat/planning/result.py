@@ -113,9 +113,6 @@ class Plan(Result):
     def _ram_excess(self) -> int:
         return 0 if self.ram is None else self.cpu - self.ram
 
-    def _cost(self, offload: Offload) -> str:
-        return offload.costs.replace("each token", "each step") if self.train else offload.costs
-
     @property
     def verdict(self) -> str:
         sizes = " and ".join(size(gpu.free) for gpu in self.gpus)
@@ -136,10 +133,10 @@ class Plan(Result):
         title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
         paragraphs = [
             wrap(title),
-            "\n".join([_rows_of_modules(self), wrap(self.verdict), *_advice(self)]),
+            "\n".join([_rows_of_modules(self), *map(wrap, (self.verdict, *_advice(self)))]),
         ]
         if self.ok:
-            rest = [(_label(more), size(more.saves), self._cost(more)) for more in self.further]
+            rest = [_cells(offload, self.train) for offload in self.further]
             head = ("can also be offloaded", "saves", "costs")
             paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
         return "\n\n".join(paragraphs)
@@ -171,29 +168,26 @@ def _advice(plan: Plan) -> Iterator[str]:
     """What else there is to know, one paragraph each."""
     if plan.longest_context:
         # Another map, with more on the CPU, may have room for more.
-        longest = f"{plan.longest_context} tokens"
-        yield wrap(f"longest context that fits with this device map: {longest}")
+        yield f"longest context that fits with this device map: {plan.longest_context} tokens"
     if plan._excess() > 0:
         none = "No --context fits: take a larger --gpu or a smaller model."
         advice = f"--context {plan.longest_context} fits." if plan.longest_context else none
         may_help = " --quant nf4 may help." if plan.quant in ("int8", "bf16") else ""
-        yield wrap(f"Everything that can be offloaded is offloaded. {advice}{may_help}")
+        yield f"Everything that can be offloaded is offloaded. {advice}{may_help}"
     if not plan.train and plan.context > PREFILL and plan.longest_context:
-        yield wrap(
-            f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
-        )
+        yield f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
     if not plan.architecture.startswith(("Gemma4", "Gemma3n")):
-        yield wrap(
-            f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
-        )
+        yield f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
     if plan.compute != "bfloat16":
-        yield wrap(
+        yield (
             "This GPU does not compute in bfloat16: PyTorch emulates it, which is slow. Float16 "
             "overflows. So the code has products in 4 bits in float32, and all else in bfloat16."
         )
 
 
-def _label(offload: Offload) -> str:
-    if len(offload.modules) > 1 and offload.part == parts.LAYERS:
-        return f"each of {len(offload.modules)} {offload.part}, up to"
-    return offload.part
+def _cells(offload: Offload, train: bool) -> tuple[str, str, str]:
+    name, number = offload.part, len(offload.modules)
+    if number > 1 and name == parts.LAYERS:
+        name = f"each of {number} {name}, up to"
+    costs = offload.costs.replace("each token", "each step") if train else offload.costs
+    return name, size(offload.saves), costs
