@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import itertools
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..engine.gate import installed_version, too_old, upgrade
+from ..engine.gate import evaluate, too_old, upgrade
 from ..errors import InputError, MergeError, PatchError
 from ..results.result import Result
 from ..results.text import words
@@ -36,17 +35,16 @@ class Command:
 
     The first line of ``description`` is shown in the list of commands.  ``arguments`` adds its
     arguments to a parser.  ``run`` returns the result to print; a command without it overrides
-    `execute`.  ``needs`` returns the names of the libraries that it imports.  ``stopped`` is added
-    to the message after Ctrl-C.
+    `execute`.  ``needs`` holds the libraries that it imports, or returns them for its options.
+    ``stopped`` is added to the message after Ctrl-C.
     """
 
     name: str
     description: str | None
     arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Result] | None = None
-    needs: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
+    needs: Sequence[str] | Callable[[argparse.Namespace], Sequence[str]] = ()
     usage: str | None = None
-    json: bool = True
     stopped: str = ""
 
     def add_to(self, commands: argparse._SubParsersAction[Any]) -> None:
@@ -58,14 +56,14 @@ class Command:
             formatter_class=Help,
         )
         self.arguments(parser)
-        if self.json:
+        if self.run is not None:
             parser.add_argument("--json", action="store_true", help="print JSON")
         parser.set_defaults(execute=self.execute)
 
     def execute(self, options: argparse.Namespace) -> int:
         """Run the command and print what it returns; returns the exit code."""
         try:
-            needs = self.needs(options)
+            needs = self.needs(options) if callable(self.needs) else self.needs
             _check_versions(needs)
             assert self.run is not None
             with _says_what_it_does(self.name, needs), _quiet_libraries():
@@ -102,12 +100,7 @@ def _is_interrupted(error: BaseException | None) -> bool:
 
 def _check_versions(libraries: Sequence[str]) -> None:
     """Raise `InputError` if one of the libraries is missing or too old."""
-    missing = []
-    for name in libraries:
-        try:
-            installed_version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+    missing = [name for name in libraries if name not in evaluate(libraries).versions]
     floors = {"torch": OLDEST_TORCH, **FLOORS}
     old = too_old({name: floors[name] for name in libraries if name in floors})
     what = [*old.values(), *([f"needs {', '.join(missing)}"] if missing else [])]
@@ -118,12 +111,9 @@ def _check_versions(libraries: Sequence[str]) -> None:
 
 def _check_imports() -> None:
     """Raise `InputError` if an installed library cannot be imported."""
-    for name in WITH_TORCH:
+    for name in evaluate(WITH_TORCH).versions:
         try:
-            installed_version(name)
             importlib.import_module(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
         except Exception as error:
             text = f"cannot import {name}: {type(error).__name__}: {error}"
             raise InputError(text) from error

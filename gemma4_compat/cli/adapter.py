@@ -24,16 +24,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "--model")
 
 
+def _needs(options: argparse.Namespace) -> tuple[str, ...]:
+    return () if options.model is None else PEFT
+
+
 def _run(options: argparse.Namespace) -> Result:
     from ..inspection.adapter import inspect_adapter
 
     return inspect_adapter(options.adapter, options.model)
 
 
-COMMAND = Command(
-    name="adapter",
-    description=__doc__,
-    arguments=_arguments,
-    needs=lambda options: () if options.model is None else PEFT,
-    run=_run,
-)
+COMMAND = Command("adapter", __doc__, _arguments, _run, needs=_needs)

@@ -17,9 +17,8 @@ from ._command import Command
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--keep", metavar="DIR", type=Path, help="keep checkpoint, adapters and logs in DIR"
-    )
+    help = "keep checkpoint, adapters and logs in DIR"
+    parser.add_argument("--keep", metavar="DIR", type=Path, help=help)
 
 
 def _run(options: argparse.Namespace) -> Result:
@@ -29,10 +28,4 @@ def _run(options: argparse.Namespace) -> Result:
     return demo(STORIES, keep=options.keep)
 
 
-COMMAND = Command(
-    name="demo",
-    description=__doc__,
-    arguments=_arguments,
-    needs=lambda options: WITH_TORCH,
-    run=_run,
-)
+COMMAND = Command("demo", __doc__, _arguments, _run, needs=WITH_TORCH)

@@ -33,10 +33,4 @@ def _run(options: argparse.Namespace) -> Result:
     return check_device_map(options.model_dir, dict(options.map))
 
 
-COMMAND = Command(
-    name="map",
-    description=__doc__,
-    arguments=_arguments,
-    needs=lambda options: ("torch", "transformers"),
-    run=_run,
-)
+COMMAND = Command("map", __doc__, _arguments, _run, needs=("torch", "transformers"))

@@ -50,11 +50,4 @@ def _show(step: str) -> None:
     print(step if step.endswith(".") else f"{step} ...", file=sys.stderr, flush=True)
 
 
-COMMAND = Command(
-    name="merge",
-    description=__doc__,
-    arguments=_arguments,
-    needs=lambda options: PEFT,
-    run=_run,
-    stopped="; nothing was written",
-)
+COMMAND = Command("merge", __doc__, _arguments, _run, needs=PEFT, stopped="; nothing was written")

@@ -39,12 +39,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="memory such as 12GiB or 12GB (decimal), or a card such as 'RTX 4070'; once for each "
         "GPU (default: the GPUs of this machine, with the memory that is free now)",
     )
+    size = argument(parse_size)
     help = "memory of the first GPU to leave to other programs, such as the desktop"
-    parser.add_argument(
-        "--reserve", type=argument(parse_size), default=0, metavar="SIZE", help=help
-    )
+    parser.add_argument("--reserve", type=size, default=0, metavar="SIZE", help=help)
     help = "CPU memory that the model may use (default: what is free, without --gpu)"
-    parser.add_argument("--ram", type=argument(parse_size), metavar="SIZE", help=help)
+    parser.add_argument("--ram", type=size, metavar="SIZE", help=help)
     help = "the default is nf4, with double quantization"
     parser.add_argument("--quant", choices=QUANTS, help=help)
     help = "prompt and answer together (default: 32768), or a sequence to train on (2048)"
@@ -82,10 +81,4 @@ def _run(options: argparse.Namespace) -> Result:
     )
 
 
-COMMAND = Command(
-    name="plan",
-    description=__doc__,
-    arguments=_arguments,
-    needs=_needs,
-    run=_run,
-)
+COMMAND = Command("plan", __doc__, _arguments, _run, needs=_needs)

@@ -34,9 +34,4 @@ def _run(options: argparse.Namespace) -> Result:
     return build_report(options.model, options.adapter, device_map)
 
 
-COMMAND = Command(
-    name="report",
-    description=__doc__,
-    arguments=_arguments,
-    run=_run,
-)
+COMMAND = Command("report", __doc__, _arguments, _run)

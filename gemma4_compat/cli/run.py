@@ -38,11 +38,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND = _Run(
-    name="run",
-    description=__doc__,
-    arguments=_arguments,
+    "run",
+    __doc__,
+    _arguments,
     usage="gemma4-compat run [-h] [--fast]\n       {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
-    json=False,
 )
 
 

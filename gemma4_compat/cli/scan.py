@@ -43,10 +43,4 @@ def _run(options: argparse.Namespace) -> Result:
     return scan_targets(options.model_dir, options.targets, rank=options.rank)
 
 
-COMMAND = Command(
-    name="scan",
-    description=__doc__,
-    arguments=_arguments,
-    needs=lambda options: PEFT,
-    run=_run,
-)
+COMMAND = Command("scan", __doc__, _arguments, _run, needs=PEFT)

@@ -14,6 +14,7 @@ count.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,14 @@ class One(Result):
     def as_dict(self) -> dict[str, Any]:
         return self.patch.as_dict()
 
-    def __str__(self) -> str:
-        patch = self.patch
-        lines = [f"{patch.name}: {self.verdict}", "", wrap(patch.symptom, " " * 9, "symptom: ")]
-        if patch.reason:
-            lines.append(wrap(patch.reason, " " * 9, "reason:  "))
-        if patch.replaces:
-            lines += ["", "replaces", *(f"  {name}" for name in patch.replaces)]
-        return "\n".join(lines)
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.patch.name}: {self.verdict}"
+        yield ""
+        yield wrap(self.patch.symptom, " " * 9, "symptom: ")
+        if self.patch.reason:
+            yield wrap(self.patch.reason, " " * 9, "reason:  ")
+        if self.patch.replaces:
+            yield from ("", "replaces", *(f"  {name}" for name in self.patch.replaces))
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +75,4 @@ def _run(options: argparse.Namespace) -> Result:
     return patches
 
 
-COMMAND = Command(
-    name="status",
-    description=__doc__,
-    arguments=_arguments,
-    run=_run,
-)
+COMMAND = Command("status", __doc__, _arguments, _run)

@@ -30,7 +30,6 @@ _NOT_ASKED_FOR = (
     f"{ADAPTER_CONFIG} does not ask for them (see target_modules): use that of the training"
 )
 _SHAPES = f"PEFT creates other shapes for this model with this {ADAPTER_CONFIG}"
-_ZERO = "PEFT multiplies them by 0, which is lora_alpha or in alpha_pattern"
 _UNTRAINED = "all values of lora_B are 0, as before training: the outputs are those of the model"
 _KEY_ERROR = "PEFT does not find them in the file, and raises KeyError"
 _NEW = "the file lacks them: PEFT begins with new ones, which are not trained"
@@ -44,10 +43,9 @@ _DEQUANTIZED = (
 class Group:
     """Tensors with the same outcome for the same reason.
 
-    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (it multiplies them by 0, or
-    all ``lora_B`` are 0), "refused" (loading raises) or "missing" (with this
-    ``adapter_config.json`` PEFT saves tensors that the file lacks).  A ``harmless`` group does not
-    change the model's output.
+    ``kind`` is "ignored" (PEFT does not load the tensors), "no effect" (all ``lora_B`` are 0),
+    "refused" (loading raises) or "missing" (with this ``adapter_config.json`` PEFT saves tensors
+    that the file lacks).  A ``harmless`` group does not change the model's output.
     """
 
     kind: str
@@ -102,8 +100,6 @@ class AdapterInspection(Result):
             return f"fits{targets.with_patches(self.needs)}{condition}{unchecked}"
         if any(group.kind == "refused" for group in self.groups):
             return "does NOT fit: loading it fails; use the model and the files of the training"
-        if self.loads == sum(group.count for group in self.groups if group.kind == "no effect") > 0:
-            return "loads, but has NO effect"
         return "fits only in PART" if self.loads else "does NOT fit: none of its tensors would load"
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,9 +162,8 @@ def inspect_adapter(path: Location, model: Any = None) -> AdapterInspection:
     entries = header.values()
     ranks = Counter(e.shape[0] for e in entries if re.search(r"\.lora_(embedding_)?A\b", e.name))
     tensors = Counter(map(tower_of, header))
-    layers = Counter(
-        map(tower_of, {layer_of(name) for name in header if ADAPTER_PART.search(name)})
-    )
+    adapted = {layer_of(name) for name in header if ADAPTER_PART.search(name)}
+    layers = Counter(map(tower_of, adapted))
     names = config.get("target_modules")
     found = AdapterInspection(
         file=file,
@@ -205,10 +200,6 @@ class _Created(NamedTuple):
 
     shape: tuple[int, ...] | None
     kind: str  # of the group if the file lacks it; empty if PEFT does not save it
-    idle: bool  # PEFT multiplies it by 0
-
-
-_Tensors = dict[str, _Created]
 
 
 def _with_fit(
@@ -217,7 +208,7 @@ def _with_fit(
     """Compare the file's tensors with those that PEFT creates."""
     targeted = targets.matching(base, config) if config.get("target_modules") else []
     keys = {name: base.peft_name(name) for name in header}
-    created: _Tensors = {}
+    created: dict[str, _Created] = {}
     groups: list[Group] = []
     unchecked = "" if config else f"there is no {ADAPTER_CONFIG}"
     try:
@@ -232,14 +223,13 @@ def _with_fit(
     if not groups:
         problems = (_problem(header[name], key, created, base) for name, key in keys.items())
         groups = [problem for problem in problems if problem is not None]
-    loads = len(header) - sum(group.kind != "no effect" for group in groups)
+    loads = len(header) - len(groups)
     groups += _missing({*keys.values()}, created, base)
     if not groups and _is_zero(found.file, header):
         groups = [Group("no effect", _UNTRAINED, name, harmless=True) for name in header]
-    merged: dict[tuple[str, str], Group] = {}
-    for group in groups:
-        first = merged.setdefault((group.kind, group.reason), replace(group, count=0))
-        merged[group.kind, group.reason] = replace(first, count=first.count + 1)
+    counts = Counter((group.kind, group.reason) for group in groups)
+    firsts = {(group.kind, group.reason): group for group in reversed(groups)}
+    merged = [replace(firsts[key], count=count) for key, count in counts.items()]
     needs = {patch for name, key in keys.items() for patch in _patches(name, key)}
     if any(base.inner(name) != name for name in targeted):
         needs.add("clippable_linear")
@@ -249,7 +239,7 @@ def _with_fit(
         architecture=type(base.model).__name__,
         loads=loads,
         needs=tuple(filter(targets.needs_patch, sorted(needs))),
-        groups=tuple(sorted(merged.values(), key=lambda g: (g.kind == "ignored", -g.count))),
+        groups=tuple(sorted(merged, key=lambda g: (g.kind == "ignored", -g.count))),
         unchecked=unchecked,
         condition=_DEQUANTIZED if base.method == COMPRESSED and targeted else "",
     )
@@ -263,7 +253,7 @@ def _patches(name: str, key: str) -> Iterator[str]:
         yield "text_model_adapter"
 
 
-def _created(config: Mapping[str, Any], base: BaseModel) -> _Tensors:
+def _created(config: Mapping[str, Any], base: BaseModel) -> dict[str, _Created]:
     """The tensors of a copy of the model, without weights, on which PEFT creates the adapter."""
     from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 
@@ -282,29 +272,21 @@ def _created(config: Mapping[str, Any], base: BaseModel) -> _Tensors:
         saved = get_peft_model_state_dict(model, save_embedding_layers=False)
     shapes = {n: tuple(each.shape) for n, each in (model.state_dict() | saved).items()}
     kinds = dict.fromkeys(shapes, "") | dict.fromkeys(saved, "missing")
-    idle = set()
     for name, module in model.named_modules():
         if hasattr(module, "adapter_state_dict_load_map"):
             needed = module.adapter_state_dict_load_map("default")
             kinds |= {f"{name}.{own}": "refused" for own in needed}
-        scaling = getattr(module, "scaling", None)
-        # The magnitudes of DoRA change the output without an update, too.
-        if isinstance(scaling, dict) and not any(scaling.values()) and not config.get("use_dora"):
-            idle.add(name)
         for tokens in getattr(module, "token_indices", {}).values():
             if base.method == QAT:
                 raise ValueError("no tokens of a QAT checkpoint can be trained")
             rows = len(module.get_base_layer().weight)
             if not all(-rows <= token < rows for token in tokens):
                 raise IndexError(f"trainable_token_indices: the model has {rows} tokens")
-    return {
-        name: _Created(shapes.get(name), kind, ADAPTER_PART.split(name)[0] in idle)
-        for name, kind in kinds.items()
-    }
+    return {name: _Created(shapes.get(name), kind) for name, kind in kinds.items()}
 
 
-def _problem(entry: Entry, key: str, created: _Tensors, base: BaseModel) -> Group | None:
-    """Why a tensor of the file does not load, or has no effect."""
+def _problem(entry: Entry, key: str, created: dict[str, _Created], base: BaseModel) -> Group | None:
+    """Why a tensor of the file does not load."""
     name, made = entry.name, created.get(key)
     is_in_model = layer_of(key) in base.modules
     if not is_in_model and made is None:
@@ -322,10 +304,12 @@ def _problem(entry: Entry, key: str, created: _Tensors, base: BaseModel) -> Grou
         return Group(ignored, _NOT_ASKED_FOR, name) if created else None
     if made.shape not in (None, entry.shape):
         return Group("refused", _SHAPES, f"{name}: shape {entry.shape}, not {made.shape}")
-    return Group("no effect", _ZERO, name) if made.idle else None
+    return None
 
 
-def _missing(held: Collection[str], created: _Tensors, base: BaseModel) -> Iterator[Group]:
+def _missing(
+    held: Collection[str], created: dict[str, _Created], base: BaseModel
+) -> Iterator[Group]:
     """The tensors that the file lacks, in towers of which it has some layers of this model."""
     saved = {key for key, made in created.items() if made.kind}
     adapted = {key for key in held if ADAPTER_PART.search(key) and layer_of(key) in base.modules}

@@ -10,10 +10,9 @@ from typing import Any
 from ..model.device_maps import above
 from ..model.hooks import host_tensor, offload_hook
 from ..model.parts import PARTS, fused_experts, part_of
+from ..model.quant_state import tensors_of
 from ..results.text import plural
 from .mapped import OFFLOAD_FLAG
-
-DISK = "disk"
 
 
 @dataclass(frozen=True)
@@ -81,37 +80,30 @@ class Loaded:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or _identity(tensor) in seen:
                     continue
-                placed, stored = self._placed(path, name, tensor)
-                if not {_identity(tensor), _identity(stored)} & seen:
-                    yield placed
-                seen |= {_identity(tensor), _identity(stored)}
+                full = f"{path}.{name}" if path else name
+                device, adapter = device_text(tensor.device), self.adapter_of.get(id(tensor))
+                hooked = self._offloaded(full) if device == "meta" else None
+                rests_on, computes_on, stored = hooked or (device, device, tensor)
+                same = {_identity(each) for each in (tensor, stored) if each is not None}
+                if not same & seen:
+                    yield _Tensor(full, path, tensor, adapter, rests_on, computes_on, bool(hooked))
+                seen |= same
 
-    def _placed(self, path: str, name: str, tensor: Any) -> tuple[_Tensor, Any]:
-        """The placement of a tensor, and the tensor in memory that holds its values."""
-        full = f"{path}.{name}" if path else name
-        adapter, device = self.adapter_of.get(id(tensor)), device_text(tensor.device)
-        if device == "meta":
-            place, computes_on, stored = self._offloaded(path, name)
-            if place is not None:
-                placed = _Tensor(full, path, tensor, adapter, place, computes_on, True)
-                return placed, tensor if stored is None else stored
-        return _Tensor(full, path, tensor, adapter, device, device, False), tensor
-
-    def _offloaded(self, path: str, name: str) -> tuple[str | None, str, Any]:
+    def _offloaded(self, full: str) -> tuple[str, str, Any] | None:
         """Where a hook stores a tensor and computes with it, and the tensor if it is in memory.
 
         The hook is the module's own, or that of an outer module that places its submodules.
         """
-        full = f"{path}.{name}" if path else name
+        path = full.rpartition(".")[0]
         for outer in above(full):
             hook = offload_hook(self.modules[outer])
             if hook is not None and (outer == path or getattr(hook, "place_submodules", False)):
                 name = full.removeprefix(f"{outer}." if outer else "")
                 stored = host_tensor(hook.weights_map, name)
                 if stored is not None or _is_on_disk(hook.weights_map, name):
-                    place = DISK if stored is None else device_text(stored.device)
+                    place = "disk" if stored is None else device_text(stored.device)
                     return place, device_text(hook.execution_device), stored
-        return None, "", None
+        return None
 
     # -- the parts of an inspection
 
@@ -127,21 +119,19 @@ class Loaded:
             linear = Counter(self.linear[path] for path in paths)
             computing = {each.computes_on for each in tensors} - {"meta"}
             if tensors:
-                yield Part(
-                    name=name,
-                    linear=dict(sorted(linear.items())),
-                    weights=weights,
-                    computes_on=tuple(sorted(computing)),
-                )
+                yield Part(name, dict(sorted(linear.items())), weights, tuple(sorted(computing)))
 
     def _quant_state(self, each: _Tensor) -> Iterator[tuple[Any, str]]:
         """The tensors that bitsandbytes keeps for a weight, each with the device that stores it."""
-        is_8bit = getattr(each.tensor, "quant_state", None) is None
-        for tensor in _quant_tensors(self.modules[each.module], each.tensor):
-            place = device_text(tensor.device)
-            if place == "meta" and is_8bit:  # offloaded with the weight
-                place = self._offloaded(each.module, "SCB")[0] or place
-            yield tensor, place
+        state, scales = (getattr(each.tensor, name, None) for name in ("quant_state", "SCB"))
+        for tensor in () if state is None else tensors_of(state).values():
+            yield tensor, device_text(tensor.device)
+        if scales is None and type(each.tensor).__name__ == "Int8Params":
+            scales = getattr(getattr(self.modules[each.module], "state", None), "SCB", None)
+        if scales is not None:
+            # On meta, they are offloaded with the weight.
+            hooked = self._offloaded(f"{each.module}.SCB") if scales.is_meta else None
+            yield scales, hooked[0] if hooked else device_text(scales.device)
 
     def offloaded(self) -> dict[str, int]:
         ways = {
@@ -153,10 +143,9 @@ class Loaded:
 
     def adapters(self) -> dict[str, dict[str, dict[str, int]]]:
         adapters: dict[str, dict[str, dict[str, int]]] = {}
-        for part in PARTS:
-            for each in (each for each in self.adapted if part_of(each.name) == part):
-                parts = adapters.setdefault(str(each.adapter), {})
-                _add(parts.setdefault(part, {}), each.rests_on, each.tensor)
+        for each in sorted(self.adapted, key=lambda each: PARTS.index(part_of(each.name))):
+            parts = adapters.setdefault(str(each.adapter), {})
+            _add(parts.setdefault(part_of(each.name), {}), each.rests_on, each.tensor)
         return adapters
 
     def active(self) -> tuple[str, ...]:
@@ -229,20 +218,6 @@ def _is_on_disk(weights: Any, name: str) -> bool:
     # The weights map is not indexed: that would read the weight.
     name = getattr(weights, "prefix", "") + name
     return name in getattr(getattr(weights, "dataset", weights), "index", {})
-
-
-def _quant_tensors(module: Any, weight: Any) -> list[Any]:
-    """The tensors of a weight's quant state (4-bit), or its scales (8-bit)."""
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        inner = getattr(state, "state2", None)
-        tensors = [state.absmax, state.code, state.offset]
-        tensors += [] if inner is None else [inner.absmax, inner.code]
-    else:
-        tensors = [getattr(weight, "SCB", None)]
-        if tensors == [None] and type(weight).__name__ == "Int8Params":
-            tensors = [getattr(getattr(module, "state", None), "SCB", None)]
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _linear_kind(module: Any) -> str | None:

@@ -85,8 +85,7 @@ class Mapped:
         return self.main if device in self.offloads else device
 
     def is_offloaded(self, name: str) -> bool:
-        entry = self.entry(name)
-        return entry is not None and self.map[entry] in self.offloads
+        return self.entry(name) is not None and self.rests_on(name) in self.offloads
 
     def holds(self, tensor: TensorSize) -> int | str:
         """The device of a tensor after loading; accelerate does not offload buffers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -57,11 +58,10 @@ class ModelInspection(Result):
         """The size of the whole model by device: weights, quant states and adapters."""
         of_parts = (part.weights for part in self.parts)
         of_adapters = (numbers for parts in self.adapters.values() for numbers in parts.values())
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for numbers in (*of_parts, *of_adapters):
-            for device, number in numbers.items():
-                total[device] = total.get(device, 0) + number
-        return {device: total[device] for device in sorted(total)}
+            total.update(numbers)
+        return dict(sorted(total.items()))
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "bytes": self.bytes, "ok": self.ok}
@@ -149,10 +149,10 @@ def _quantization(config: Any) -> str | None:
     if config is None:
         return None
     options = config if isinstance(config, dict) else config.to_dict()
-    if options.get("load_in_4bit") or options.get("_load_in_4bit"):
+    if options.get("load_in_4bit"):
         nested = ", double quantization" if options.get("bnb_4bit_use_double_quant") else ""
         return f"4-bit ({options.get('bnb_4bit_quant_type')}{nested})"
-    if options.get("load_in_8bit") or options.get("_load_in_8bit"):
+    if options.get("load_in_8bit"):
         return "8-bit"
     method = options.get("quant_method")
     return str(getattr(method, "value", method))

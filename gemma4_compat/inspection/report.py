@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import importlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..engine.gate import installed_version
+from ..engine.gate import evaluate
 from ..engine.status import State
 from ..errors import InputError
 from ..files.checkpoint import (
@@ -131,7 +129,8 @@ def build_report(
 
     def inspected(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         try:
-            return _as_data(clean(function(*arguments)))
+            result = clean(function(*arguments))
+            return {**result.as_dict(), "text": str(result)}
         except Exception as error:
             if patches.ok and not isinstance(error, ImportError):
                 raise
@@ -154,10 +153,6 @@ def build_report(
     )
 
 
-def _as_data(result: Any) -> dict[str, Any]:
-    return {**result.as_dict(), "text": str(result)}
-
-
 # -- private data ---------------------------------------------------------------------------------
 
 
@@ -172,10 +167,8 @@ class _Private:
             for form in {str(path), str(path.absolute()), os.path.realpath(path)}:
                 if os.path.basename(form) != form:  # "." would match everywhere
                     exact[form] = path.absolute().name
-        for home in _homes():
-            exact[home] = "~"
-        secrets = {value for name, value in os.environ.items() if _SECRET.search(name)}
-        secrets = {secret for secret in secrets if len(secret) >= 8}
+        exact |= dict.fromkeys(_homes(), "~")
+        secrets = {v for name, v in os.environ.items() if _SECRET.search(name) and len(v) >= 8}
         #: patterns, and what replaces them, in this order
         self.steps: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
             (r"file://", ""),
@@ -250,21 +243,20 @@ def _system() -> dict[str, str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "CPU": f"{platform.machine()}, {plural(os.cpu_count() or 0, 'core')}",
     }
-    torch: Any = None
-    with contextlib.suppress(Exception):  # it is missing or broken
-        torch = importlib.import_module("torch")
-    if torch is not None:
+    gpus = {}
+    with contextlib.suppress(Exception):  # PyTorch is missing or broken
+        import torch
+
         facts["CPU"] += f", {torch.backends.cpu.get_cpu_capability()}"
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            capability = f"capability {gpu.major}.{gpu.minor}"
+            gpus[f"GPU {index}"] = f"{gpu.name}, {size(gpu.total_memory)}, {capability}"
     with contextlib.suppress(ImportError):  # accelerate is not installed
         facts["memory"] = size(machine_memory())
     if (driver := _driver()) is not None:
         facts["NVIDIA driver"] = driver
-    has_gpu = torch is not None and torch.cuda.is_available()
-    for index in range(torch.cuda.device_count() if has_gpu else 0):
-        gpu = torch.cuda.get_device_properties(index)
-        capability = f"capability {gpu.major}.{gpu.minor}"
-        facts[f"GPU {index}"] = f"{gpu.name}, {size(gpu.total_memory)}, {capability}"
-    return facts if has_gpu else {**facts, "GPU": "none that PyTorch sees"}
+    return {**facts, **(gpus or {"GPU": "none that PyTorch sees"})}
 
 
 def _driver() -> str | None:
@@ -279,14 +271,12 @@ def _driver() -> str | None:
 
 
 def _libraries() -> dict[str, str]:
-    versions = {"gemma4_compat": __version__, **dict.fromkeys(REPORTED, "not installed")}
-    for name in REPORTED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = installed_version(name) or "unknown version"
+    found = evaluate(REPORTED).versions
+    versions = {name: found.get(name, "not installed") or "unknown version" for name in REPORTED}
     torch = sys.modules.get("torch")
     if torch is not None:  # with the build, as in 2.13.0+cu130
         versions["torch"] = str(torch.__version__)
-    return versions
+    return {"gemma4_compat": __version__, **versions}
 
 
 # -- the model ------------------------------------------------------------------------------------

@@ -163,21 +163,20 @@ def scan_targets(
     for name in matched:
         inner = base.inner(name)
         number = lora_parameters(base.modules[inner], rank)
-        takes = _PATCHED if inner != name and needs_patch("clippable_linear") else _SUPPORTED
-        if number is None:
-            takes = _REFUSED
-        else:
+        takes = _REFUSED
+        if number is not None:
+            takes = _PATCHED if inner != name and needs_patch("clippable_linear") else _SUPPORTED
             layers[inner] = number
         counted[tower_of(name), type(base.modules[name]).__name__, takes] += 1
-    order = sorted(counted, key=lambda key: (TOWERS.index(key[0]), key[1]))
-    matches = tuple(Matches(t, name, counted[t, name, takes], takes) for t, name, takes in order)
+    matches = (Matches(tower, name, n, takes) for (tower, name, takes), n in counted.items())
+    ordered = sorted(matches, key=lambda each: (TOWERS.index(each.tower), each.name))
     return TargetScan(
         model=base.name,
         architecture=type(base.model).__name__,
         targets=targets,
-        matches=matches,
+        matches=tuple(ordered),
         layers=tuple(layers),
-        needs=("clippable_linear",) if any(m.takes == _PATCHED for m in matches) else (),
+        needs=("clippable_linear",) if any(m.takes == _PATCHED for m in ordered) else (),
         rank=rank,
         parameters=sum(layers.values()),
         notes=tuple(_notes(base, matched, targets)),
@@ -288,11 +287,7 @@ def matching(base: BaseModel, settings: Mapping[str, Any]) -> list[str]:
 
 
 def check_expression(targets: str) -> None:
-    """Check that targets are a regular expression.
-
-    Raises:
-        InputError: they are not.
-    """
+    """Raise `InputError` if targets are not a regular expression."""
     try:
         re.compile(targets)
     except re.error as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..model import parts
 from ..model.device_maps import OFFLOADED, device_label, left_out
 from ..model.meta import COMPRESSED, QAT
+from ..model.sizes import TensorSize
 from ..results.text import plural, size, some
 from .mapped import OFFLOAD_FLAG, Mapped
 
@@ -46,7 +47,7 @@ def compressed_tensors(mapped: Mapped) -> str | None:
 def quantized_already(mapped: Mapped) -> str | None:
     if mapped.quantization is None or mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
-    method = mapped.quantization.get("quant_method", "unknown")
+    method = mapped.method or "unknown"
     return (
         f"the checkpoint is already quantized ({method}) and is loaded as it is; "
         "the sizes above are for the unquantized checkpoint, quantized while loading"
@@ -139,11 +140,11 @@ def not_quantized_by_name(mapped: Mapped) -> str | None:
     for quant, names in mapped.kept.items():
         modules = [name for name in names if mapped.rests_on(name) not in OFFLOADED]
         if modules:
-            kept, quantized = _bytes(mapped, quant, modules)
+            more = _bytes(mapped.tensors[quant], modules) - _bytes(mapped.whole[quant], modules)
             return (
                 f"{quant}: {_grouped(modules)} also stay in bfloat16, though they are not "
                 "offloaded: transformers treats the map's names as patterns. They take "
-                f"{size(kept - quantized)} more"
+                f"{size(more)} more"
             )
     return None
 
@@ -152,9 +153,9 @@ def not_quantized(mapped: Mapped) -> str | None:
     most, instead = 0, []
     for quant, names in mapped.kept.items():
         modules = [name for name in names if mapped.rests_on(name) in OFFLOADED]
-        kept, quantized = _bytes(mapped, quant, modules)
-        most = max(most, kept)
-        instead += [f"{size(quantized)} ({quant})"] if modules else []
+        most = max(most, _bytes(mapped.tensors[quant], modules))
+        if modules:
+            instead.append(f"{size(_bytes(mapped.whole[quant], modules))} ({quant})")
     if not instead:
         return None
     return (
@@ -181,13 +182,8 @@ TRAPS: dict[Callable[[Mapped], str | None], str] = {
 }
 
 
-def _bytes(mapped: Mapped, quant: str, modules: list[str]) -> tuple[int, int]:
-    """The bytes of these modules under the map, and those without it."""
-    kept, quantized = (
-        sum(t.bytes for t in tensors[quant] if parts.is_under(t.name, modules))
-        for tensors in (mapped.tensors, mapped.whole)
-    )
-    return kept, quantized
+def _bytes(tensors: Iterable[TensorSize], modules: list[str]) -> int:
+    return sum(tensor.bytes for tensor in tensors if parts.is_under(tensor.name, modules))
 
 
 def _grouped(names: Iterable[str]) -> str:

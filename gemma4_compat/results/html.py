@@ -30,15 +30,15 @@ def page(result: Any) -> str:
     finally:
         recorded.reset(token)
     blocks = [(table[0], _table_in_html(table)) for table in tables]
-    code = getattr(result, "code", "")
-    blocks.append((code, f"{_CODE}{escape(code)}</pre>"))
+    if code := getattr(result, "code", ""):
+        blocks.append((code, f"{_CODE}{escape(code)}</pre>"))
     lines = []
     if result.verdict:
         color = _GREEN if result.ok else _RED if result.exit_code else _YELLOW
         lines.append(f'<p><b style="color: {color}">{escape(result.verdict)}</b></p>')
         text = re.sub(f"^{words(result.verdict)}$\n?", "", text, count=1, flags=re.MULTILINE)
     for printed, block in sorted(blocks, key=lambda each: text.find(each[0])):
-        before, found, after = text.partition(printed) if printed else ("", "", "")
+        before, found, after = text.partition(printed)
         if found:
             lines += (_prose(before), block)
             text = after

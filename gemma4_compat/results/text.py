@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
+from itertools import zip_longest
 
 #: a table: its text, its rows, its head, and the columns that are aligned to the right
 Table = tuple[str, Sequence[Sequence[object]], Sequence[str], Collection[int]]
@@ -50,7 +51,7 @@ def table(
     right: Sequence[int] = (),
     indent: str = "",
 ) -> str:
-    """Rows in columns, two spaces apart.
+    """Rows in two or more columns, two spaces apart.
 
     If a row is too wide, its last cell is wrapped, and its first cell, too, if that is not enough.
     Words are not broken: names can be copied.  If that is not enough either, the last cell is
@@ -58,13 +59,9 @@ def table(
     is printed as a space.  ``right`` are the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
-    if not lines:
-        return ""
     most = _columns()
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     others = len(indent) + sum(widths[1:-1]) + 2 * (len(widths) - 1)
-    if len(widths) == 1:
-        return "\n".join(f"{indent}{line[0]}" for line in lines)
     widths[-1] = min(widths[-1], max(most - others - widths[0], 24))
     longest = max(len(word) for line in lines for word in line[0].split() or [""])
     room = max(most - others - widths[-1], 16)
@@ -72,19 +69,15 @@ def table(
     below = others + widths[0] + widths[-1] > most and len(widths) - 1 not in right
     printed = []
     for line in lines:
-        first, last = (
-            textwrap.wrap(cell, width, break_long_words=False) or [""]
-            for cell, width in ((line[0], widths[0]), (line[-1], max(widths[-1], 1)))
-        )
-        if below:
-            last = [""]
-        for number in range(max(len(first), len(last))):
-            cells = [first[number] if number < len(first) else ""]
-            cells += line[1:-1] if number == 0 else [""] * (len(line) - 2)
-            cells.append(last[number] if number < len(last) else "")
+        first = textwrap.wrap(line[0], widths[0], break_long_words=False)
+        last = textwrap.wrap(line[-1], max(widths[-1], 1), break_long_words=False)
+        both = zip_longest(first or [""], [] if below else last, fillvalue="")
+        for number, (start, end) in enumerate(both):
+            middle = line[1:-1] if number == 0 else [""] * (len(line) - 2)
+            cells = zip([start, *middle, end], widths, strict=True)
             aligned = (
                 f"{cell:>{width}}" if column in right else f"{cell:<{width}}"
-                for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+                for column, (cell, width) in enumerate(cells)
             )
             printed.append(indent + "  ".join(aligned))
         if below and line[-1]:

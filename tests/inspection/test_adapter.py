@@ -469,21 +469,6 @@ def test_excluded_layers_in_wrappers(adapter_dir, model_dir, tmp_path):
     assert fit.verdict == "fits only in PART"
 
 
-@pytest.mark.parametrize("entry", [{"lora_alpha": 0}, {"alpha_pattern": {".*": 0}}])
-def test_scaling_of_zero(language_adapter_dir, model_dir, tmp_path, entry):
-    folder = changed(language_adapter_dir, tmp_path, **entry)
-    fit = inspect_adapter(folder, model_dir)
-    assert (fit.loads, 0) == peft_loads(new_model(model_dir), folder)
-    assert counts(fit, "no effect") == fit.loads
-    assert fit.verdict == "loads, but has NO effect"
-    assert not fit.ok
-    tokens = torch.arange(3, 9)[None]
-    model = new_model(model_dir).eval()
-    with torch.no_grad():
-        before = model(tokens).logits
-        assert torch.equal(peft.PeftModel.from_pretrained(model, folder)(tokens).logits, before)
-
-
 @pytest.mark.parametrize("zeros", ["lora_B", "layers.0.", "lora_A"])
 def test_before_training(language_adapter_dir, model_dir, tmp_path, zeros):
     """It fits; the note is there if every ``lora_B`` is 0."""

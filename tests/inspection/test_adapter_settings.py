@@ -8,7 +8,6 @@ from safetensors.torch import load
 
 from gemma4_compat.errors import InputError
 from gemma4_compat.inspection import inspect_adapter
-from gemma4_compat.tiny import image_inputs
 from tests.inspection.test_adapter import WEIGHTS, changed, counts, reasons
 from tests.support import load_model
 
@@ -76,11 +75,7 @@ CASES = {
     "rank of one tensor": ({}, {}, rank(2, "layers.1.self_attn.q_proj.lora_A")),
     "alpha_pattern": ({"alpha_pattern": {"q_proj": 2}}, {}, same),
     "alpha_pattern of 0": ({}, {"alpha_pattern": {r".*layers.0.*": 0}}, same),
-    "alpha_pattern of 0, by name": ({}, {"alpha_pattern": {"q_proj": 0}}, same),
-    "alpha_pattern of 0, of no layer": ({}, {"alpha_pattern": {"layers.0": 0}}, same),
-    "alpha_pattern, but for 0": ({}, {"lora_alpha": 0, "alpha_pattern": {"o_proj": 4}}, same),
     "use_rslora": ({"use_rslora": True}, {}, same),
-    "use_rslora, 0": ({"use_rslora": True}, {"lora_alpha": 0}, same),
     "trainable tokens": ({"trainable_token_indices": [3, 5]}, {}, same),
     "trainable tokens, by name": ({"trainable_token_indices": {"embed_tokens": [3, 5]}}, {}, same),
     "trainable tokens, too large": (
@@ -134,41 +129,17 @@ CASES = {
 }  # fmt: skip
 
 
-def layer_of(name):
-    return name.partition(".lora_")[0]
-
-
 def peft_does(model_dir, folder):
-    """ "raises", or how many tensors PEFT loads, ignores, misses and multiplies by 0."""
+    """ "raises", or how many tensors PEFT loads, ignores and misses."""
     names = list(load((folder / WEIGHTS).read_bytes()))
     try:
-        model = peft.PeftModel.from_pretrained(load_model(model_dir), folder).eval()
+        model = peft.PeftModel.from_pretrained(load_model(model_dir), folder)
         result = model.load_adapter(folder, "again")
     except Exception as error:
         return f"raises {type(error).__name__}"
     missing = [name for name in result.missing_keys if ".again" in name]
-    ignored = {name.replace(".again", "") for name in result.unexpected_keys}
-    layers = {layer_of(n) for n in names if ".lora_" in n and n not in ignored}
-    idle = {layer for layer in layers if has_no_effect(model, layer)}
-    no_effect = sum(layer_of(name) in idle for name in names if name not in ignored)
-    return len(names) - len(ignored), len(ignored), len(missing), no_effect
-
-
-def has_no_effect(model, layer):
-    """Whether the outputs stay the same, bit for bit, with other values in this layer's adapter."""
-    module = model.get_submodule(layer)
-    tensors = [t for name, t in module.named_parameters() if ".default" in name]
-    before = [t.detach().clone() for t in tensors]
-    outputs = []
-    with torch.no_grad(), torch.random.fork_rng():
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            for t in tensors:
-                t.normal_()
-            outputs.append(model(**image_inputs(model.config)).logits)
-        for t, was in zip(tensors, before, strict=True):
-            t.copy_(was)
-    return torch.equal(*outputs)
+    ignored = set(result.unexpected_keys)
+    return len(names) - len(ignored), len(ignored), len(missing)
 
 
 def made(model_dir, to, name):
@@ -194,9 +165,9 @@ def test_verdict_is_what_peft_does(model_dir, tmp_path, name):
     if isinstance(does, str):
         assert refused, f"PEFT {does}: {fit.verdict} {reasons(fit)}"
         return
-    found = (fit.loads, counts(fit, "ignored"), counts(fit, "missing"), counts(fit, "no effect"))
+    found = (fit.loads, counts(fit, "ignored"), counts(fit, "missing"))
     assert (found, refused) == (does, 0), f"{fit.verdict} {reasons(fit)}"
-    assert fit.ok == (does[1:] == (0, 0, 0))
+    assert fit.ok == (does[1:] == (0, 0))
 
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -205,8 +176,6 @@ EXPERTS = {
     "as trained": ({"rank_pattern": {PARAMETERS[0]: 3}}, {}),
     "rank_pattern, lost": ({"rank_pattern": {PARAMETERS[0]: 3}}, {"rank_pattern": {}}),
     "rank_pattern, new": ({}, {"rank_pattern": {PARAMETERS[1]: 3}}),
-    "alpha_pattern of 0, outer": ({}, {"alpha_pattern": {PARAMETERS[0]: 0}}),
-    "alpha_pattern of 0, inner": ({}, {"alpha_pattern": {PARAMETERS[1]: 0}}),
     "target_parameters, fewer": ({}, {"target_parameters": PARAMETERS[:1]}),
     "layer_replication": ({}, {"layer_replication": [[0, 2], [1, 3]]}),
 }
@@ -225,11 +194,8 @@ def test_verdict_for_experts_is_what_peft_does(moe_dir, tmp_path, name):
     fit = inspect_adapter(folder, moe_dir)
     model = Gemma4ForCausalLM.from_pretrained(moe_dir)
     try:
-        model = peft.PeftModel.from_pretrained(model, folder)
+        peft.PeftModel.from_pretrained(model, folder)
     except (RuntimeError, ValueError):
         assert counts(fit, "refused"), reasons(fit)
         return
-    wrappers = [m for m in model.modules() if hasattr(m, "lora_A")]
-    idle = 2 * sum(m.scaling["default"] == 0 for m in wrappers)
-    assert (counts(fit, "refused"), counts(fit, "no effect")) == (0, idle), reasons(fit)
-    assert fit.ok == (idle == 0)
+    assert fit.ok, reasons(fit)

@@ -12,7 +12,6 @@ import torch
 
 import gemma4_compat
 from gemma4_compat.inspection import inspect_model
-from gemma4_compat.inspection.loaded import DISK
 from gemma4_compat.model import meta, parts
 from gemma4_compat.model.hooks import offload_hook
 from gemma4_compat.tiny import TOWERS
@@ -126,11 +125,11 @@ def test_a_split_model(model_dir, tmp_path, kind):
     assert snapshot(model) == before
     assert found.ok
     on_disk = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_meta)
-    assert found.bytes[DISK] == on_disk
+    assert found.bytes["disk"] == on_disk
     modules = {name.rpartition(".")[0] for name in offloaded(model)}
-    assert found.offloaded == {f"{DISK} to cpu": len(modules)}
+    assert found.offloaded == {"disk to cpu": len(modules)}
     for tower in (parts.VISION, parts.AUDIO):
-        assert part(found, tower).weights[DISK]
+        assert part(found, tower).weights["disk"]
         assert part(found, tower).computes_on == ("cpu",)
     assert set(part(found, parts.LAYERS).weights) == {"cpu"}
 
@@ -328,7 +327,7 @@ def test_shown_in_a_terminal(model_dir, adapter_dir, tmp_path):
     text = str(found)
     assert repr(found) == text
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("per-layer embeddings", "double quantization", "inputs go to cpu", DISK):
+    for word in ("per-layer embeddings", "double quantization", "inputs go to cpu", "disk"):
         assert word in text
 
 
