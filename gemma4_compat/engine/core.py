@@ -350,7 +350,7 @@ class Engine:
         for record in filter(self._can_be_applied, armed):
             places = [
                 each
-                for each in record.layer.replacements
+                for each in record.layer.to_put
                 if record.is_late or not self._imports.watches(each.module)
             ]
             start = len(functions)

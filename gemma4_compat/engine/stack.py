@@ -39,6 +39,13 @@ class Layer:
         return [r for r in each if r.when is None or gate.holds(r.when)]
 
     @property
+    def to_put(self) -> list[Replacement]:
+        """Its replacements, without those of the whole patch that another part has in place."""
+        has_first = any(layer.is_first for layer in self.siblings)
+        whole = self.patch.replacements if has_first else ()
+        return [each for each in self.replacements if each not in whole]
+
+    @property
     def names(self) -> list[str]:
         """The names that its replacements read, without those of other parts' modules."""
         others = {r.module for part in self.patch.parts for r in part.replacements}
@@ -87,11 +94,8 @@ class Stack:
             TypeError: a factory did not return a plain function.
         """
         order, is_first = self.layers.index(layer), not any(s.is_first for s in layer.siblings)
-        places = layer.replacements
-        if not is_first:
-            places = [place for place in places if place not in layer.patch.replacements]
         try:
-            for place in places:
+            for place in layer.to_put:
                 self._add(layer, place, order)
         except BaseException:
             self._remove([layer])

@@ -956,6 +956,16 @@ def test_each_part_waits_for_its_own_modules(lib, make):
     assert (a.a(), b.b(), m.f()) == ("part>a", "part>b", "family>f")
 
 
+def test_a_second_part_finds_no_older_references(lib, make):
+    """The module with what is common was imported before; its replacement is no original."""
+    m = lib.load("m")
+    engine = make(parted(lib))
+    lib.load("a")
+    lib.load("b")
+    assert m.f() == "family>f"
+    assert engine.status()["family"].held == 0
+
+
 def test_a_part_that_drifted_leaves_the_others(lib, make):
     patch = parted(lib)
     lib.write("b", "")
