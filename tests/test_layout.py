@@ -444,7 +444,7 @@ CAUGHT = {
     "KernelError", "NotCaptured", "CaptureFailed", "NotImplementedError", "AttributeError",
     "KeyError", "AssertionError", "error",
 }  # fmt: skip
-TOLD = {"DeadlockError", "InputError", "ModelError", "RefusedError", "RefusedAdapter"}
+TOLD = {"DeadlockError", "InputError", "ModelError", "RefusedError"}
 
 
 def raised(tree):

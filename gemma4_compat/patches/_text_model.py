@@ -7,12 +7,17 @@ Both have the same text modules: ``model.layers.0`` of ``Gemma4ForCausalLM`` is
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+
+from ..errors import RefusedError
 
 _TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 _MULTIMODAL = "model.language_model."
 _TEXT = "model."
+#: how names in the files of PEFT begin
+PEFT = "base_model.model."
 
 
 def is_text_model(model: Any) -> bool:
@@ -31,22 +36,35 @@ def is_gemma4(model: Any) -> bool:
     return inner is not None if is_text_model(model) else hasattr(inner, "language_model")
 
 
-def name_here(model: Any, name: str) -> str:
-    """Convert a name from the other of the two models to the name in ``model``.
+def renaming(model: Any) -> tuple[str, str]:
+    """How names in the other of the two models begin, as a pattern, and how in ``model``."""
+    if is_text_model(model):
+        return r"^(?:model\.)?language_model\.", _TEXT if hasattr(model, "model") else ""
+    inside = model.model.language_model
+    parts = [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
+    return rf"^model\.(?=(?:{'|'.join(parts)})\.)", _MULTIMODAL
 
-    Returns ``name`` unchanged if it is already a name of ``model``, or if ``model`` has no such
-    module.
+
+def other_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Tensor names of the other model -> names in ``model``, also those of a PEFT adapter.
+
+    Raises:
+        RefusedError: there is a tensor under both names.
     """
-    inner = getattr(model, "model", None)
-    text = inner if is_text_model(model) else getattr(inner, "language_model", None)
-    if text is None:
-        return name
-    own, other = (_MULTIMODAL, _TEXT) if text is not inner else (_TEXT, _MULTIMODAL)
-    rest = name.removeprefix(other)
-    part = rest.partition(".")[0]
-    if rest == name or not hasattr(text, part) or (text is not inner and hasattr(inner, part)):
-        return name
-    return f"{own}{rest}"
+    pattern, beginning = renaming(model)
+    names, found = set(names), {}
+    for name in names:
+        start = PEFT if name.startswith(PEFT) else ""
+        here = start + re.sub(pattern, beginning, name.removeprefix(start))
+        if here == name:
+            continue
+        if here in names:
+            raise RefusedError(
+                f"the file has tensors under two names, such as {name} and {here}: it is unclear "
+                f"which to load.  Remove the tensors with one of the two names from the file"
+            )
+        found[name] = here
+    return found
 
 
 def name_there(model: Any, name: str) -> str:
@@ -58,20 +76,6 @@ def name_there(model: Any, name: str) -> str:
 def with_renaming(load_config: Any, *renamings: Any) -> Any:
     """A copy of transformers' ``LoadStateDictConfig`` with more renamings."""
     return replace(load_config, weight_mapping=[*(load_config.weight_mapping or ()), *renamings])
-
-
-def multimodal_renaming(model: Any) -> Any:
-    """transformers' renaming of the text model's names for the multimodal ``model``."""
-    from transformers.core_model_loading import WeightRenaming
-
-    parts = "|".join(map(re.escape, text_parts(model)))
-    return WeightRenaming(rf"^model\.(?=(?:{parts})\.)", _MULTIMODAL)
-
-
-def text_parts(model: Any) -> list[str]:
-    """The names of the text model's modules that the multimodal ``model`` lacks beside it."""
-    inside = model.model.language_model
-    return [name for name, _ in inside.named_children() if not hasattr(model.model, name)]
 
 
 def tensor_shapes(state_dict: Any, checkpoint_files: Any) -> dict[str, tuple[int, ...]]:

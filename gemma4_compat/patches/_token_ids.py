@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -89,7 +89,7 @@ def _search(model: Any, embeds: Any, embed: Callable[[Any], Any]) -> Any:
     """The ids of the tokens that ``embed`` turns into these embeddings; -1 if there is none."""
     import torch
 
-    size = model.embed_tokens.weight.shape[0]
+    size, width = model.embed_tokens.weight.shape[0], embeds.shape[1]
     dtype = torch.promote_types(embeds.dtype, model.embed_tokens.weight.dtype)
     embeds = embeds.to(dtype)
 
@@ -97,28 +97,19 @@ def _search(model: Any, embeds: Any, embed: Callable[[Any], Any]) -> Any:
         return embed(ids).to(embeds.device, dtype)
 
     hashes, inverse = torch.unique(_hash(embeds), return_inverse=True)
-    hits = list(_hits(hashes, rows, torch.arange(size, device=embeds.device), embeds.shape[1]))
-    tokens, indices = (torch.cat(parts) for parts in zip(*hits, strict=True))
-    first = torch.full_like(hashes, size).scatter_reduce(0, indices, tokens, "amin")
-    again = tokens != first[indices]
-    if again.any():
-        _check_alike(model, tokens[again], first[indices[again]])
+    first = torch.full_like(hashes, size)
+    for tokens in torch.arange(size, device=embeds.device).split(max(_ELEMENTS // width, 1)):
+        own = _hash(rows(tokens))
+        indices = torch.searchsorted(hashes, own).clamp(max=len(hashes) - 1)
+        found = hashes[indices] == own
+        tokens, indices = tokens[found], indices[found]
+        first.scatter_reduce_(0, indices, tokens, "amin")
+        again = tokens != first[indices]
+        if again.any():
+            _check_alike(model, tokens[again], first[indices[again]])
     ids = first[inverse]
     is_equal = (rows(ids.clamp(max=size - 1)) == embeds).all(-1) & (ids < size)
     return torch.where(is_equal, ids, -1)
-
-
-def _hits(
-    hashes: Any, rows: Callable[[Any], Any], tokens: Any, width: int
-) -> Iterator[tuple[Any, Any]]:
-    """Yield the tokens whose row has one of these hashes, and the indices of these hashes."""
-    import torch
-
-    for part in tokens.split(max(_ELEMENTS // width, 1)):
-        own = _hash(rows(part))
-        indices = torch.searchsorted(hashes, own).clamp(max=len(hashes) - 1)
-        hit = hashes[indices] == own
-        yield part[hit], indices[hit]
 
 
 def _check_alike(model: Any, tokens: Any, others: Any) -> None:

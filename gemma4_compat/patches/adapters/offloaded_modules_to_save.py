@@ -19,8 +19,7 @@ even if another one is active; on a whole model it raises an error.  The fix kee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
@@ -62,14 +61,15 @@ def modules_to_save_wrapper_update(
     original: Any, self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
     modules = dict(self.original_module.named_modules())
-    offloaded = [name for name, module in modules.items() if offload_hook(module) is not None]
-    known = set(self.modules_to_save)
-    if not offloaded:
+    offloaded = [module for module in modules.values() if offload_hook(module) is not None]
+    if not offloaded or adapter_name in self.modules_to_save:
         return original(self, adapter_name, *args, **kwargs)
-    with onloaded(*(modules[name] for name in offloaded)), _without_hooks(modules.values()):
+    with ExitStack() as stack:
+        stack.enter_context(onloaded(*offloaded))
+        for module in filter(hooks_of, modules.values()):
+            stack.enter_context(hidden(module, "_hf_hook", "_old_forward", "forward"))
         result = original(self, adapter_name, *args, **kwargs)
-    for new in set(self.modules_to_save) - known:
-        _hook_copy(self.modules_to_save[new], modules)
+    _hook_copy(self.modules_to_save[adapter_name], modules)
     return result
 
 
@@ -105,16 +105,6 @@ def trainable_tokens_inject_adapter(
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, layer)
     return result
-
-
-@contextmanager
-def _without_hooks(modules: Any) -> Iterator[None]:
-    """Remove the attributes that accelerate's hooks set on modules, for the length of the block."""
-    with ExitStack() as stack:
-        for module in modules:
-            if hooks_of(module):
-                stack.enter_context(hidden(module, "_hf_hook", "_old_forward", "forward"))
-        yield
 
 
 def _hook_copy(copy: Any, originals: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from ...engine import Finding, Patch, fixed_if
 from ...engine.probing import code_at
 from ...model.hooks import offload_hook, offloaded_value
 from ...objects import shadowed
-from ...runtime.host.onloading import executing_map, has_changed, is_dispatched, onloaded
+from ...runtime.host.onloading import executing_map, has_changed, onloaded
 from ._adapter_layer import base_layer, onload_in_forward, unmerge
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,9 @@ def load_adapter_dispatches() -> Finding:
 
 
 @PATCH.around("peft.peft_model", "PeftModel.from_pretrained")
-def from_pretrained(
-    original: Any, cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
-) -> Any:
-    if not is_dispatched(model):
-        return original(cls, model, model_id, *args, **kwargs)
-    kwargs = _without_placement("from_pretrained", kwargs)
+def from_pretrained(original: Any, cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     with executing_map(model):
-        return original(cls, model, model_id, *args, **kwargs)
+        return original(cls, model, *args, **kwargs)
 
 
 @PATCH.around("peft.peft_model", "PeftModel.load_adapter")
@@ -88,15 +83,17 @@ def peft_load_adapter(original: Any, self: Any, model_id: Any, *args: Any, **kwa
 
     if not isinstance(self, PeftModel):  # a PeftMixedModel: PEFT has removed its hooks by now
         return original(self, model_id, *args, **kwargs)
-    if not is_dispatched(self):
-        _warn_of_placement(
-            "load_adapter", kwargs,
-            "PEFT places a model only if it already has a device map.",
-        )  # fmt: skip
-        return original(self, model_id, *args, **kwargs)
+    given = [name for name in _PLACEMENT if kwargs.pop(name, None) is not None]
+    if given:
+        logger.warning(
+            "PEFT's load_adapter ignores %s: the base model stays where it is, and the adapter "
+            "goes to the execution devices of its layers.  To place the model differently, pass "
+            "device_map (and max_memory, offload_folder) to the base model's from_pretrained; run "
+            "gemma4-compat map MODEL --map MAP to see the result.",
+            ", ".join(given),
+        )
     with executing_map(self) as devices:
-        kwargs = _without_placement("load_adapter", kwargs)
-        if len(args) < 3 and kwargs.get("torch_device") is None:
+        if devices and len(args) < 3 and kwargs.get("torch_device") is None:
             kwargs["torch_device"] = _main_device(devices)
         return original(self, model_id, *args, **kwargs)
 
@@ -157,19 +154,16 @@ def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
 def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
     """FRoD decomposes the weights of all target layers in host memory before injection."""
-    import torch
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
     prepared = _maybe_include_all_linear_layers(prepared, self.model)
     with ExitStack() as stack:
         for name, module in self.model.named_modules():
-            weight = module._parameters.get("weight")
-            if type(weight) is torch.nn.Parameter and weight.is_meta:
-                if self._check_target_module_exists(prepared, name):
-                    value = offloaded_value(module, "weight")
-                    if value is not None:
-                        stack.enter_context(shadowed(module, weight=value))
+            if self._check_target_module_exists(prepared, name):
+                value = offloaded_value(module, "weight")
+                if value is not None:
+                    stack.enter_context(shadowed(module, weight=value))
         return original(self, config, adapter_name)
 
 
@@ -191,29 +185,9 @@ def _takes_share(config: Any) -> bool:
     return isinstance(method, str) and method.lower() not in ("gaussian", "eva")
 
 
-def _without_placement(caller: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    _warn_of_placement(
-        caller, kwargs,
-        "the base model already has a device map and stays where it is, and the adapter goes to "
-        "the execution devices of its layers.",
-    )  # fmt: skip
-    return {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
-
-
-def _warn_of_placement(caller: str, kwargs: dict[str, Any], why: str) -> None:
-    given = [name for name in _PLACEMENT if kwargs.get(name) is not None]
-    if given:
-        logger.warning(
-            "PEFT's %s ignores %s: %s  To place the model differently, pass device_map (and "
-            "max_memory, offload_folder) to the base model's from_pretrained; run "
-            "gemma4-compat map MODEL --map MAP to see the result.",
-            caller, ", ".join(given), why,
-        )  # fmt: skip
-
-
 def _main_device(devices: dict[str, Any]) -> str:
     """A device that the model uses, a GPU if possible, to load the adapter file to."""
     import torch
 
-    used = [torch.device(device) for device in devices.values()]
-    return str(next((device for device in used if device.type != "cpu"), torch.device("cpu")))
+    used = map(torch.device, devices.values())
+    return str(next((device for device in used if device.type != "cpu"), "cpu"))

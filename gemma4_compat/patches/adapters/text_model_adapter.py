@@ -26,11 +26,11 @@ from ...model.device_maps import above
 from ...model.parts import base_of
 from ...objects import shadowed
 from .._text_model import (
+    PEFT,
     is_gemma4,
-    is_text_model,
-    multimodal_renaming,
-    name_here,
     name_there,
+    other_names,
+    renaming,
     tensor_shapes,
     with_renaming,
 )
@@ -53,12 +53,6 @@ PATCH = Patch(
     unreported="Reported only in another project (vllm #38844).",
 )
 
-_PEFT = "base_model.model."
-
-
-class RefusedAdapter(RefusedError):
-    """The adapter was made for the other class, and fits this one only in part."""
-
 
 @PATCH.probe
 def names_are_taken_as_they_are() -> Finding:
@@ -79,7 +73,7 @@ def set_peft_model_state_dict(
     **kwargs: Any,
 ) -> Any:
     base = base_of(model)
-    names = _other_names(base, peft_model_state_dict)
+    names = other_names(base, peft_model_state_dict) if is_gemma4(base) else {}
     if not names:
         return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
     _refuse_other_values(base, model.peft_config[adapter_name])
@@ -88,7 +82,7 @@ def set_peft_model_state_dict(
     result = original(model, state, adapter_name, *args, **kwargs)
     try:
         _tell_left_out(base, result.unexpected_keys)
-    except RefusedAdapter:
+    except RefusedError:
         for parameter, value in before:
             parameter.data.copy_(value)
         raise
@@ -114,14 +108,16 @@ def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
 
     @wraps(load)
     def load_pretrained_model(
-        *args: Any, state_dict: Any, checkpoint_files: Any, **kwargs: Any
+        *args: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **kwargs: Any
     ) -> Any:
-        names = _other_names(model, tensor_shapes(state_dict, checkpoint_files))
+        from transformers.core_model_loading import WeightRenaming
+
         kwargs |= {"state_dict": state_dict, "checkpoint_files": checkpoint_files}
-        if not names:
-            return load(*args, **kwargs)
+        if not other_names(model, tensor_shapes(state_dict, checkpoint_files)):
+            return load(*args, load_config=load_config, **kwargs)
         _refuse_other_values(model, model.peft_config[adapter_name])
-        config = with_renaming(kwargs.pop("load_config"), _renaming(model))
+        # transformers has removed "base_model.model." before it applies this.
+        config = with_renaming(load_config, WeightRenaming(*renaming(model)))
         result = load(*args, load_config=config, **kwargs)
         _tell_left_out(model, result[0].unexpected_keys)
         return result
@@ -131,36 +127,6 @@ def load_adapter(model: Any, adapter_name: str) -> Iterator[None]:
         shadowed(model, _load_pretrained_model=load_pretrained_model),
     ):
         yield
-
-
-def _other_names(base: Any, names: Iterable[str]) -> dict[str, str]:
-    """Tensor name of the other model -> name in ``base``, for the names that differ.
-
-    Raises:
-        RefusedAdapter: the adapter has a tensor under both names.
-    """
-    if not is_gemma4(base):
-        return {}
-    names, found = set(names), {}
-    for name in names:
-        prefix = _PEFT if name.startswith(_PEFT) else ""
-        here = f"{prefix}{name_here(base, name.removeprefix(prefix))}"
-        if here in names and here != name:
-            raise RefusedAdapter(
-                f"the adapter has both {name} and {here}, which name the same tensor"
-            )
-        if here != name:
-            found[name] = here
-    return found
-
-
-def _renaming(model: Any) -> Any:
-    """The renaming of ``_other_names`` for transformers, which first removes "base_model."."""
-    from transformers.core_model_loading import WeightRenaming
-
-    if is_text_model(model):
-        return WeightRenaming(r"^model\.language_model\.", "model.")
-    return multimodal_renaming(model)
 
 
 def _refuse_other_values(base: Any, config: Any) -> None:
@@ -177,7 +143,7 @@ def _refuse_other_values(base: Any, config: Any) -> None:
                 for each in (name, name_there(base, name))
             )
             if here != there:
-                raise RefusedAdapter(
+                raise RefusedError(
                     f"the adapter was made for another class than {type(base).__name__}, and its "
                     f"{pattern} names layers as that class does, so {name} would get {here} "
                     f"instead of {there}.  Load the adapter into the class that it was made for, "
@@ -192,7 +158,7 @@ def _removed_if_refused(model: Any, adapter_name: str) -> Iterator[None]:
     before = dict(model.named_modules()) if is_new else {}
     try:
         yield
-    except RefusedAdapter:
+    except RefusedError:
         if is_new:
             model.delete_adapter(adapter_name)
             for name, module in before.items():
@@ -215,7 +181,7 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
     """Warn about tensors for modules that this model lacks; refuse other unloaded tensors.
 
     Raises:
-        RefusedAdapter: the model has the layer of an unloaded tensor.
+        RefusedError: the model has the layer of an unloaded tensor.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -223,15 +189,15 @@ def _tell_left_out(base: Any, unexpected: Iterable[str]) -> None:
     modules = dict(base.named_modules())
     absent = []
     for name in sorted(unexpected):
-        outwards = above(name.removeprefix(_PEFT))
+        outwards = above(name.removeprefix(PEFT))
         found = [each for each in outwards if each and each in modules][::-1]
         if not found:  # a tensor that all layers share
             continue
         # The layer has no children, or other adapters.
         adapted = (BaseTunerLayer, AuxiliaryTrainingWrapper)
         layer = next((each for each in found if isinstance(modules[each], adapted)), found[-1])
-        if isinstance(modules[layer], adapted) or not any(True for _ in modules[layer].children()):
-            raise RefusedAdapter(
+        if isinstance(modules[layer], adapted) or not modules[layer]._modules:
+            raise RefusedError(
                 f"the adapter was made for another class than {type(base).__name__}: its "
                 f"target_modules do not match {layer}, for which its file has tensors.  Load the "
                 "adapter into the class that it was made for, or change target_modules in its "

@@ -17,8 +17,7 @@ The fix asks the hooks in all these cases.  It still reads the weights one shard
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -96,7 +95,11 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if call.arguments.get("state_dict") is not None:
         given = dict(call.arguments["state_dict"])
         call.arguments["state_dict"] = _only_parameters_on_meta(self, given)
-    with _row_statistics(offloaded):
+    with ExitStack() as stack:
+        for module in offloaded:
+            statistics = _row_statistics(module)
+            if statistics is not None:
+                stack.enter_context(shadowed(module.weight, SCB=statistics))
         return original(*call.args, **call.kwargs)
 
 
@@ -128,17 +131,10 @@ def _only_parameters_on_meta(model: Any, state_dict: Any) -> Any:
     return state_dict
 
 
-@contextmanager
-def _row_statistics(modules: list[Any]) -> Iterator[None]:
-    """Give offloaded 8-bit layers their statistics, one number per row, during the block."""
-    with ExitStack() as stack:
-        for module in modules:
-            hook = offload_hook(module)
-            if hook is not None and type(module).__name__ == "Linear8bitLt":
-                weights = hook.weights_map
-                statistics = weights.get("SCB")
-                if statistics is None:
-                    statistics = getattr(weights["weight"], "SCB", None)
-                if statistics is not None:
-                    stack.enter_context(shadowed(module.weight, SCB=statistics))
-        yield
+def _row_statistics(module: Any) -> Any | None:
+    """The statistics of an offloaded 8-bit layer, one number per row; ``None`` for others."""
+    hook = offload_hook(module)
+    if hook is None or type(module).__name__ != "Linear8bitLt":
+        return None
+    beside = hook.weights_map.get("SCB")
+    return getattr(hook.weights_map["weight"], "SCB", None) if beside is None else beside

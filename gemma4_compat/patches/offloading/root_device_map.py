@@ -76,13 +76,15 @@ def attach_align_device_hook_on_blocks(original: Any, *args: Any, **kwargs: Any)
     given = call.arguments
     devices, offload = given["execution_device"], given["offload"]
     if isinstance(devices, Mapping) and isinstance(offload, Mapping):
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
         placement = {n: (devices[n], off) for n, off in offload.items() if n in devices}
         placement, containers = _split_up(given["module"], placement)
-        _place(containers, given["skip_keys"], given["tied_params_map"])
-        given["execution_device"] = {
-            **devices,
-            **{name: device for name, (device, _) in placement.items()},
-        }
+        options = {name: given[name] for name in ("skip_keys", "tied_params_map")}
+        for module, device in containers:
+            add_hook_to_module(module, AlignDevicesHook(device, **options))
+        moved = {name: device for name, (device, _) in placement.items()}
+        given["execution_device"] = {**devices, **moved}
         given["offload"] = {name: off for name, (_, off) in placement.items()}
     return original(*call.args, **call.kwargs)
 
@@ -112,11 +114,3 @@ def _split_up(root: Any, placement: Placement) -> tuple[Placement, list[tuple[An
     if split:
         visit(root, "", None)
     return result, containers
-
-
-def _place(containers: list[tuple[Any, Any]], skip_keys: Any, tied_params_map: Any) -> None:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    for module, device in containers:
-        hook = AlignDevicesHook(device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)

@@ -19,7 +19,7 @@ config, unless the caller passes one; if the text model has other sizes, the fix
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ...engine import Finding, Patch, broken, fixed
@@ -28,9 +28,9 @@ from ...errors import RefusedError
 from .._text_model import (
     is_gemma4,
     is_text_model,
-    multimodal_renaming,
+    other_names,
+    renaming,
     tensor_shapes,
-    text_parts,
     with_renaming,
 )
 
@@ -51,7 +51,6 @@ PATCH = Patch(
     links=("https://github.com/huggingface/transformers/pull/45953",),
 )
 
-_INSIDE = r"^(?:model\.)?language_model\."
 #: The endings of tensors that bitsandbytes saves with each 4-bit and each 8-bit weight.
 _OF_QUANTIZED = (".weight.absmax", ".SCB")
 
@@ -81,34 +80,28 @@ def load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     # expected_keys is passed only if an adapter is loaded.
-    given = (model, state_dict, checkpoint_files, load_config)
     if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
-        return original(*given, *args, **kwargs)
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from transformers.core_model_loading import WeightRenaming
 
-    names = tensor_shapes(state_dict, checkpoint_files)
+    shapes = tensor_shapes(state_dict, checkpoint_files)
+    others = other_names(model, shapes)
     if is_text_model(model):
-        own = "model." if hasattr(model, "model") else ""
-        _refuse_both(own, names)
-        _refuse_unknown_quantization(load_config.hf_quantizer, names)
-        renaming = WeightRenaming(_INSIDE, own)
+        _refuse_unknown_quantization(load_config.hf_quantizer, others)
+    elif others:
+        _refuse_other_sizes(model, others, shapes)
     else:
-        parts = tuple(f"model.{name}." for name in text_parts(model))
-        text = [name for name in names if name.startswith(parts)]
-        if not text or any("language_model." in name for name in names):
-            return original(*given)
-        _refuse_other_sizes(model, text, names)
-        renaming = multimodal_renaming(model)
-    load_config = with_renaming(load_config, renaming)
-    result = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        return original(model, state_dict, checkpoint_files, load_config)
+    rule = WeightRenaming(*renaming(model))
+    result = original(model, state_dict, checkpoint_files, with_renaming(load_config, rule))
     # ``save_pretrained`` would reverse every conversion that stays in this list.
     kept = vars(model).get("_weight_conversions")
     if kept is not None:
-        model._weight_conversions = [rule for rule in kept if rule is not renaming]
+        model._weight_conversions = [each for each in kept if each is not rule]
     return result
 
 
-def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[int, ...]]) -> None:
+def _refuse_other_sizes(model: Any, names: Iterable[str], shapes: dict[str, Any]) -> None:
     """Raise ``RefusedError`` if the model's text part is not the text model of the checkpoint."""
     config = model.config.get_text_config()
     layers = {name.split(".")[2] for name in names if name.startswith("model.layers.")}
@@ -124,25 +117,11 @@ def _refuse_other_sizes(model: Any, names: list[str], shapes: dict[str, tuple[in
         )
 
 
-def _refuse_both(own: str, names: Collection[str]) -> None:
-    """Raise ``RefusedError`` if the checkpoint has two tensors for the same weight."""
-    inside = (name.partition("model.language_model.") for name in names)
-    both = sorted(f"{own}{rest}" for start, _, rest in inside if rest and not start)
-    both = [name for name in both if name in names]
-    if both:
-        raise RefusedError(
-            f"the checkpoint has {len(both)} weights of the text model under two names, such as "
-            f"{both[0]} and model.language_model.{both[0].removeprefix(own)}: it is unclear which "
-            "to load.  Remove the tensors with one of the two names from the checkpoint"
-        )
-
-
 def _refuse_unknown_quantization(quantizer: Any, names: Iterable[str]) -> None:
     """Raise ``RefusedError`` if quantized weights would be loaded as unquantized ones."""
     if getattr(quantizer, "pre_quantized", False):
         return
-    quantized = [n for n in names if "language_model." in n and n.endswith(_OF_QUANTIZED)]
-    if quantized:
+    if any(name.endswith(_OF_QUANTIZED) for name in names):
         raise RefusedError(
             "the checkpoint is quantized by bitsandbytes, but the text model's config has no "
             "quantization_config: config.json has it outside text_config.  Add it to the text "

@@ -104,18 +104,16 @@ def _on_one_device(accelerator: Any, model: Any) -> Iterator[list[str]]:
     if isinstance(model, torch.nn.Module) and _leaves_out(accelerator):
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         offloaded = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if any(tensors[name].requires_grad for name in offloaded):
+        with executing_map(model) as executing:
+            devices = {_number(torch.device(device)) for device in executing.values()}
+        trained = any(tensors[name].requires_grad for name in offloaded)
+        if trained or devices != {_number(accelerator.device)}:
             offloaded = []
-    if not offloaded:
+    if offloaded:
+        with shadowed(placed_model(model), hf_device_map={"": accelerator.device}):
+            yield offloaded
+    else:
         yield []
-        return
-    with executing_map(model) as executing:
-        devices = {_number(torch.device(device)) for device in executing.values()}
-    if devices != {_number(accelerator.device)}:
-        yield []
-        return
-    with shadowed(placed_model(model), hf_device_map={"": accelerator.device}):
-        yield offloaded
 
 
 def _leaves_out(accelerator: Any) -> bool:

@@ -27,7 +27,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
-from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -83,13 +82,6 @@ class _Step:
     batches: list[tuple[Any, Any]]  # the labels of each micro batch, and their count of tokens
     has_begun: bool = False  # whether a loss of this step was weighted
 
-    def count_of(self, labels: Any) -> Any:
-        """The count of a micro batch with these labels; ``None`` if it is none of the step's."""
-        return next((count for own, count in self.batches if own is labels), None)
-
-    def mean_count(self) -> Any:
-        return sum(count for _, count in self.batches) / len(self.batches)
-
 
 _steps: WeakKeyDictionary[Any, _Step | None] = WeakKeyDictionary()  # the current one by trainer
 #: trainers with a loss that is not weighted
@@ -113,7 +105,7 @@ def trainer_asks_the_model() -> Finding:
 @PATCH.around(_TRAINER, "Trainer.get_batch_samples")
 def get_batch_samples(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     batches, number = original(self, *args, **kwargs)
-    if self.args.n_gpu > 1 and self not in _left_alone and _known_class(self) is not None:
+    if self.args.n_gpu > 1 and self not in _left_alone and _is_known(self):
         _left_alone.add(self)
         logger.warning(_SPLIT, self.args.n_gpu)
     _steps[self] = None if self in _left_alone else _step_of(self, batches, number)
@@ -125,12 +117,14 @@ def training_step(
     original: Any, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     step = _steps.get(self)
+    if step is None:
+        return original(self, model, inputs, *args, **kwargs)
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    count = None if step is None else step.count_of(labels)
-    if step is not None and count is None:
+    count = next((each for own, each in step.batches if own is labels), None)
+    if count is None:
         _leave_alone(self, step, _CHANGED)
-        count = step.mean_count()
-    if step is None or (self in _left_alone and not step.has_begun):
+        count = sum(each for _, each in step.batches) / len(step.batches)
+    if self in _left_alone and not step.has_begun:
         return original(self, model, inputs, *args, **kwargs)
     with shadowed(self, compute_loss=_weighting(self, count, step)):
         return original(self, model, inputs, *args, **kwargs)
@@ -138,6 +132,8 @@ def training_step(
 
 def _weighting(trainer: Any, count: Any, step: _Step) -> Any:
     """The trainer's ``compute_loss``, weighted by the count if it returns a mean of tokens."""
+    import torch
+
     compute_loss = trainer.compute_loss
 
     @wraps(compute_loss)
@@ -167,7 +163,9 @@ def _weighting(trainer: Any, count: Any, step: _Step) -> Any:
         if trainer in _left_alone and not step.has_begun:
             return result
         step.has_begun = True
-        loss = _multiplied(loss, (count * step.weight.to(count.device)).to(loss.device))
+        weight = (count * step.weight.to(count.device)).to(loss.device)
+        # 0, not NaN, if no token counts
+        loss = torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     return weighted
@@ -214,44 +212,38 @@ def _step_of(trainer: Any, batches: list[Any], number: Any) -> _Step | None:
 
     The weights of the micro batches are 1 on average.
     """
-    known = _known_class(trainer)
-    if known is None or trainer.compute_loss_func is not None or _shards_sequences(trainer):
+    if not _is_known(trainer) or _shards_sequences(trainer):
         return None
-    if getattr(trainer, "loss_is_scaled_for_ga", None):
+    if trainer.compute_loss_func is not None or getattr(trainer, "loss_is_scaled_for_ga", None):
         return None
     across = trainer.args.average_tokens_across_devices and trainer.args.world_size > 1
     if len(batches) == 1 and not across:
         return None
-    counts = [_targets(batch, known) for batch in batches]
+    counts = [_targets(batch) for batch in batches]
     if any(count is None for count in counts):
         counts = [0] * len(counts)
     total: Any = sum(counts)
-    processes = 1
     if across:  # all processes must take part, whatever their batches hold
         import torch
 
         total = torch.as_tensor(total, device=trainer.args.device)
         total = trainer.accelerator.gather(total).sum()
-        processes = trainer.accelerator.num_processes
     if not any(hasattr(count, "ndim") for count in counts):
         return None
-    divisor = 1  # what Trainer divides the loss by after compute_loss
+    factor = 1
+    # Without the number, Trainer divides the loss by these; it is a mean over the processes, too.
     if number is None or not trainer.model_accepts_loss_kwargs:
-        divisor = len(batches)
-    else:
-        processes = 1  # Trainer.compute_loss multiplies by their number
+        factor = len(batches) * (trainer.accelerator.num_processes if across else 1)
     labels = [batch["labels"] for batch in batches]
-    weight = divisor * processes / total.clamp(min=1)
-    return _Step(weight, list(zip(labels, counts, strict=True)))
+    return _Step(factor / total.clamp(min=1), list(zip(labels, counts, strict=True)))
 
 
-def _known_class(trainer: Any) -> Any:
-    """The class in ``_MODELS`` that a trainer's model inherits from, or ``None``."""
+def _is_known(trainer: Any) -> bool:
+    """Whether a trainer's model inherits from a class in ``_MODELS``."""
     from transformers.trainer import unwrap_peft_model
 
     model = unwrap_peft_model(trainer.accelerator.unwrap_model(trainer.model))
-    names = ((cls, f"{cls.__module__}.{cls.__qualname__}") for cls in type(model).__mro__)
-    return next((cls for cls, name in names if name in _MODELS), None)
+    return any(f"{cls.__module__}.{cls.__qualname__}" in _MODELS for cls in type(model).__mro__)
 
 
 def _shards_sequences(trainer: Any) -> bool:
@@ -261,7 +253,7 @@ def _shards_sequences(trainer: Any) -> bool:
     return parallel is not None and any(getattr(parallel, flag, False) for flag in flags)
 
 
-def _targets(batch: Any, known: Any) -> Any:
+def _targets(batch: Any) -> Any:
     """The number of labels that the loss of a model counts, as a tensor; ``None`` without labels.
 
     The first label of each row has no token before it that could predict it.
@@ -269,13 +261,8 @@ def _targets(batch: Any, known: Any) -> Any:
     labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
     if not hasattr(labels, "ndim"):
         return None
-    if getattr(unwrap(known.forward), "__code__", None) is None:  # the user's own forward
-        return None
-    if batch.get("shift_labels") is not None:
-        labels = batch["shift_labels"]
-    else:
-        labels = labels[..., 1:]
-    return labels.ne(_IGNORED).sum()
+    shifted = batch.get("shift_labels")
+    return (labels[..., 1:] if shifted is None else shifted).ne(_IGNORED).sum()
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -291,7 +278,7 @@ def _tokens(loss: Any, scaled: Any) -> Any:
 
     ``scaled``: the mean was multiplied once.
     """
-    computed: Any = getattr(loss, "grad_fn", None)
+    computed = _made_by(loss)
     if scaled and type(computed).__name__ == "MulBackward0":
         computed = computed.next_functions[0][0]
     while type(computed).__name__ == "_DDPSinkBackward":  # DDP hands outputs through
@@ -310,13 +297,6 @@ def _is_from_trl(compute_loss: Any) -> bool:
     code = getattr(getattr(compute_loss, "__func__", None), "__code__", None)
     path = getattr(code, "co_filename", "").replace("\\", "/")
     return path.endswith("/trl/trainer/sft_trainer.py")
-
-
-def _multiplied(loss: Any, weight: Any) -> Any:
-    """The loss times its weight; 0, not NaN, if no token counts."""
-    import torch
-
-    return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
 
 
 def _leave_alone(trainer: Any, step: _Step, why: str | None) -> None:

@@ -162,9 +162,7 @@ def _inputs_of_experts(module: Any, args: Any) -> Any:
     """Cast the experts' inputs to the dtype of their weights, unless autocast does that."""
     import torch
 
-    if not args:  # a user's own experts, called by keyword
+    # A user's own experts may be called by keyword.
+    if not args or torch.is_autocast_enabled(args[0].device.type):
         return args
-    states, *rest = args
-    if torch.is_autocast_enabled(states.device.type):
-        return args
-    return (states.to(module.gate_up_proj.dtype), *rest)
+    return (args[0].to(module.gate_up_proj.dtype), *args[1:])
