@@ -10,10 +10,8 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Generator, Tensor
-
 if TYPE_CHECKING:
+    from torch import Generator, Tensor
     from transformers import Gemma4Config
 
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -99,11 +97,15 @@ def _config() -> Gemma4Config:
 
 
 def _generator(name: str, seed: int = 0) -> Generator:
-    return Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    import torch
+
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
 def _random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
     """Random bfloat16 values for the tensor `name`, scaled to keep activations near 1."""
+    import torch
+
     generator = _generator(name)
     leaf = name.rpartition(".")[2]
 
@@ -142,6 +144,7 @@ def build_checkpoint(path: Path) -> Path:
     embeddings, two vision layers and two audio layers; the bounds of their clipped linears are
     finite and do clip. All tensors are bfloat16.
     """
+    import torch
     from transformers import Gemma4ForConditionalGeneration, GenerationConfig
 
     with torch.random.fork_rng(devices=[]):
@@ -169,6 +172,8 @@ def _prompt(
 
     The tokens in ``middle``, except the first and the last, are soft tokens of this type.
     """
+    import torch
+
     generator = _generator("tokens", seed)
     ids = torch.randint(3, _FIRST_SPECIAL_TOKEN, (batch, words), generator=generator)
     bos = torch.full((batch, 1), config.text_config.bos_token_id)
@@ -198,6 +203,8 @@ def image_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     `pixel_values`, float32 in [0, 1) [batch, 36, 768]; `image_position_ids`, the (x, y) of each
     patch, int64 [batch, 36, 2].
     """
+    import torch
+
     vision = config.vision_config
     side = 2 * vision.pooling_kernel_size
     image = [config.image_token_id] * 4
@@ -218,6 +225,8 @@ def audio_inputs(config: Gemma4Config, *, batch: int = 1) -> dict[str, Tensor]:
     `input_ids`, `attention_mask` and `mm_token_type_ids` (3 at soft tokens), int64 [batch, 23];
     `input_features`, float32 [batch, 56, 32]; `input_features_mask`, bool [batch, 56].
     """
+    import torch
+
     # More soft tokens than one attention chunk (12), so that attention runs in chunks.
     audio = [config.audio_token_id] * (config.audio_config.attention_chunk_size + 2)
     frames = 4 * len(audio)
@@ -240,6 +249,7 @@ def build_adapter(
     By default they are `BROAD_TARGETS`, which name the wrappers of the towers' layers: such an
     adapter loads only if PEFT supports them.
     """
+    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForConditionalGeneration
 

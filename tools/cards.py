@@ -99,7 +99,8 @@ def layers(line: dict[str, Any]) -> int:
 
 def planned(line: dict[str, Any]) -> float:
     """The planned GiB, without what is outside PyTorch."""
-    return sum(size for name, size in line["GPU"].items() if name != "outside")
+    sizes: dict[str, float] = line["GPU"]
+    return sum(sizes.values()) - sizes["outside"]
 
 
 def measurement(lines: Lines, cell: Cell) -> dict[str, Any]:

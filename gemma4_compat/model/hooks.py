@@ -131,8 +131,9 @@ def input_device(model: Any) -> torch.device:
 
     embedding = _token_embedding(model)
     path = next((name for name, each in model.named_modules() if each is embedding), "")
-    for name in (path, *above(path)):  # the modules that contain it have hooks, too
-        for hook in hooks_of(model.get_submodule(name)):
+    # The modules that contain it have hooks, too.
+    for module in (embedding, *map(model.get_submodule, above(path))):
+        for hook in hooks_of(module):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return torch.device(device)

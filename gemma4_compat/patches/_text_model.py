@@ -53,7 +53,7 @@ def other_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """
     pattern, beginning = renaming(model)
     names, found = set(names), {}
-    for name in names:
+    for name in sorted(names):
         start = PEFT if name.startswith(PEFT) else ""
         here = start + re.sub(pattern, beginning, name.removeprefix(start))
         if here == name:

@@ -287,6 +287,15 @@ def test_both_names_are_refused(model_dir, text_adapter, tmp_path):
         peft.PeftModel.from_pretrained(load_base(model_dir), tmp_path)
 
 
+def test_a_mixed_model_is_as_without_the_patch(text_dir, whole_adapter):
+    """It has no check of what is left out, so it loads nothing of the other class."""
+    folder, _ = whole_adapter
+    model = peft.PeftMixedModel.from_pretrained(load_base(text_dir), folder)
+    loaded = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert loaded
+    assert not any(p.any() for p in loaded)
+
+
 IN_PART = rf".*language_model.*q_proj|{LAYER}mlp\.down_proj"
 NOTHING = r".*language_model.*q_proj"
 

@@ -185,6 +185,7 @@ def test_both_names_are_refused(model_dir, tmp_path):
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     with pytest.raises(ValueError, match=r"tensors under two names, such as .*model\.norm"):
         load_text(tmp_path)
+    assert_same_weights(load_model(tmp_path).state_dict(), load_model(model_dir).state_dict())
 
 
 def test_the_multimodal_model_is_as_before(model_dir, tmp_path):

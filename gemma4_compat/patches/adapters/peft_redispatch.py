@@ -154,16 +154,19 @@ def place_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("peft.tuners.frod.model", "FrodModel._init_frod_projections", when="peft>=0.20")
 def frod_init_projections(original: Any, self: Any, config: Any, adapter_name: str) -> Any:
     """FRoD decomposes the weights of all target layers in host memory before injection."""
+    import torch
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     prepared = self._prepare_adapter_config(config, self.get_model_config(self.model))
     prepared = _maybe_include_all_linear_layers(prepared, self.model)
     with ExitStack() as stack:
         for name, module in self.model.named_modules():
-            if self._check_target_module_exists(prepared, name):
-                value = offloaded_value(module, "weight")
-                if value is not None:
-                    stack.enter_context(shadowed(module, weight=value))
+            weight = module._parameters.get("weight")
+            if type(weight) is torch.nn.Parameter and weight.is_meta:  # not quantized
+                if self._check_target_module_exists(prepared, name):
+                    value = offloaded_value(module, "weight")
+                    if value is not None:
+                        stack.enter_context(shadowed(module, weight=value))
         return original(self, config, adapter_name)
 
 

@@ -72,8 +72,11 @@ def set_peft_model_state_dict(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    base = base_of(model)
-    names = other_names(base, peft_model_state_dict) if is_gemma4(base) else {}
+    from transformers import PreTrainedModel
+
+    base = base_of(model)  # a PeftMixedModel stays as it is
+    is_one = isinstance(base, PreTrainedModel) and is_gemma4(base)
+    names = other_names(base, peft_model_state_dict) if is_one else {}
     if not names:
         return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
     _refuse_other_values(base, model.peft_config[adapter_name])

@@ -85,8 +85,10 @@ def load_pretrained_model(
     from transformers.core_model_loading import WeightRenaming
 
     shapes = tensor_shapes(state_dict, checkpoint_files)
-    others = other_names(model, shapes)
-    if is_text_model(model):
+    is_text = is_text_model(model)
+    is_own = not is_text and any("language_model." in name for name in shapes)
+    others = {} if is_own else other_names(model, shapes)
+    if is_text:
         _refuse_unknown_quantization(load_config.hf_quantizer, others)
     elif others:
         _refuse_other_sizes(model, others, shapes)

@@ -315,7 +315,8 @@ class Decoder:
             except CaptureFailed as error:
                 if not is_short_of_memory(error):
                     raise
-                return captured()  # after PyTorch's memory cache was emptied
+            # With an empty memory cache.  In the handler, the error would hold tensors.
+            return captured()
 
 
 @contextmanager
