@@ -100,7 +100,8 @@ def _is_interrupted(error: BaseException | None) -> bool:
 
 def _check_versions(libraries: Sequence[str]) -> None:
     """Raise `InputError` if one of the libraries is missing or too old."""
-    missing = [name for name in libraries if name not in evaluate(libraries).versions]
+    installed = evaluate(libraries).versions
+    missing = [name for name in libraries if name not in installed]
     floors = {"torch": OLDEST_TORCH, **FLOORS}
     old = too_old({name: floors[name] for name in libraries if name in floors})
     what = [*old.values(), *([f"needs {', '.join(missing)}"] if missing else [])]

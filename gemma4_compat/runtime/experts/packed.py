@@ -107,8 +107,8 @@ class Packed:
 
         def given() -> Packed:
             again = copy.copy(copied)
-            again._data, *given = map(give, kept)
-            again.state = with_tensors(copied.state, dict(zip(tensors, given, strict=True)))
+            again._data, *values = map(give, kept)
+            again.state = with_tensors(copied.state, dict(zip(tensors, values, strict=True)))
             return again
 
         return given
