@@ -39,10 +39,14 @@ class Layer:
         return [r for r in each if r.when is None or gate.holds(r.when)]
 
     @property
+    def has_first(self) -> bool:
+        """Whether a part of the patch has the replacements of the whole patch in place."""
+        return any(layer.is_first for layer in self.siblings)
+
+    @property
     def to_put(self) -> list[Replacement]:
         """Its replacements, without those of the whole patch that another part has in place."""
-        has_first = any(layer.is_first for layer in self.siblings)
-        whole = self.patch.replacements if has_first else ()
+        whole = self.patch.replacements if self.has_first else ()
         return [each for each in self.replacements if each not in whole]
 
     @property
@@ -93,7 +97,7 @@ class Stack:
                 would refuse.
             TypeError: a factory did not return a plain function.
         """
-        order, is_first = self.layers.index(layer), not any(s.is_first for s in layer.siblings)
+        order, is_first = self.layers.index(layer), not layer.has_first
         try:
             for place in layer.to_put:
                 self._add(layer, place, order)

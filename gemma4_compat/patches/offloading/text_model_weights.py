@@ -80,12 +80,12 @@ def load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     # expected_keys is passed only if an adapter is loaded.
-    if args or kwargs or not (is_text_model(model) or is_gemma4(model)):
+    is_text = is_text_model(model)
+    if args or kwargs or not (is_text or is_gemma4(model)):
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from transformers.core_model_loading import WeightRenaming
 
     shapes = tensor_shapes(state_dict, checkpoint_files)
-    is_text = is_text_model(model)
     is_own = not is_text and any("language_model." in name for name in shapes)
     others = {} if is_own else other_names(model, shapes)
     if is_text:
