@@ -96,7 +96,7 @@ def _peaks() -> dict[str, float | None]:
 
 
 def _generate(model: Any, context: int) -> dict[str, Any]:
-    """Tokens a second at the end of a context; the peaks with a dynamic and a static cache."""
+    """Tokens a second at the end of a context."""
     text = measure.Text(model.config.get_text_config().vocab_size)
     prompt = text.tokens(1, context - ANSWER)
 
@@ -104,7 +104,6 @@ def _generate(model: Any, context: int) -> dict[str, Any]:
         return decoding.call(model, prompt, count, "captured", prefill_chunk_size=2048, **options)
 
     measure.reset_peak()
-    decoding.call(model, prompt, 2, "dynamic", prefill_chunk_size=2048)
     start = time.perf_counter()
     steps = measure.token_seconds(generate, STEPS)[4:]
     prompt_s = time.perf_counter() - start - sum(steps)

@@ -104,12 +104,12 @@ def test_arguments_that_the_users_gave_to_peft(model_dir, adapter_dir, kind, tmp
     )
 
 
+@pytest.mark.whole_gpu
 @KINDS
 def test_on_a_full_gpu(model_dir, adapter_dir, kind):
     """With little free memory, PEFT's inferred device map would offload more modules."""
     free, _ = torch.cuda.mem_get_info(0)
-    # If other tests fill the GPU at the same time, there may be less.
-    ballast = torch.empty(max(0, free - 2**30), dtype=torch.uint8, device=0)
+    ballast = torch.empty(free - 2**30, dtype=torch.uint8, device=0)
     split = load_model(model_dir, kind, SPLIT, **OFFLOADED)
     check(split, model_dir, adapter_dir, kind)
     del ballast

@@ -17,7 +17,7 @@ from gemma4_compat.cli import main
 from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
 from gemma4_compat.planning import Gpu, Plan, gpus, parse_gpu, parse_size, plan
-from gemma4_compat.planning.demand import Demand, Job, generating, kv_cache, onloaded_bytes
+from gemma4_compat.planning.demand import Demand, Job, generating, onloaded_bytes
 from gemma4_compat.planning.placement import Placement, units_of
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
@@ -70,7 +70,7 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     """With one step of offloading less, the model would not fit."""
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
-    fixed = sum(kv_cache(model, 8192).values())
+    fixed = sum(sizes.static_cache_bytes(model, 8192).values())
     fixed += generating(model, ()).activations(8192) + 2**29 + 2**28
     weights = {n: 2 * p.numel() for n, p in meta.meta_model(e2b_dir).named_parameters()}
     weights = {n: size for n, size in weights.items() if parts.part_of(n) != parts.LAYERS}
@@ -551,11 +551,13 @@ def says_what_the_table_says(cell, folder):
 def test_the_peaks_of_cards(cell):
     """A plan is never below what the GPU measured; without what PyTorch reserves, within 8 %.
 
-    A plan of 26B for generating has more: experts that are copied, and a dynamic cache.
+    More is planned for experts on the CPU, which are copied if their memory is not page-locked, and
+    for layers of E4B on the CPU: its peak is in the head, where no layer is copied.
     """
     known = CELLS[cell]
     rows = {name: size for name, size in known["GPU"].items() if name != "outside"}
     assert known["allocated GiB"] <= sum(rows.values())
     used = sum(rows.values()) - rows["unused"]
-    excess = 0.11 if cell[0] == "26b" and cell[2] in ("generate", "fast") else 0.08
+    copied = {("e4b", "6GB", "QLoRA"): 0.09, ("26b", "8GB", "QLoRA"): 0.14}
+    excess = copied.get(cell, 0.08)
     assert used == pytest.approx(known["allocated GiB"], rel=excess)

@@ -10,8 +10,9 @@ layers.
   gemma4-compat plan gemma-4-E4B-it --gpu "RTX 4070" --train
   gemma4-compat plan gemma-4-31B-it --gpu "RTX 3090" --gpu 12GiB
 
-Activations are an estimate, for text, and for a prompt that is read 2048 tokens
-at a time: generate(prefill_chunk_size=2048).
+Activations are an estimate, for text.  The plan is for a static cache, and for a
+prompt that is read 2048 tokens at a time:
+generate(cache_implementation="static", prefill_chunk_size=2048).
 
 Exit code: 0 it fits; 1 it cannot fit; 2 invalid argument or file.
 """

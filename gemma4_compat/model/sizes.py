@@ -6,12 +6,11 @@ parameters, buffers, and the statistics that bitsandbytes stores beside a quanti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Location, adapter_header
-from .caches import with_all_layers
 from .parts import decoder_layers, part_of, shared_layers
 
 #: PyTorch's CUDA allocator rounds each allocation up to a multiple of this, in bytes
@@ -127,43 +126,21 @@ def kv_shapes(model: Any) -> dict[int, tuple[int, int]]:
     return shapes
 
 
-def kv_cache_bytes(model: Any, steps: Iterable[int]) -> dict[int, int]:
-    """By layer index: the bytes of the ``DynamicCache`` of ``generate`` after these steps.
-
-    ``steps`` holds the number of tokens of each forward.  Storages are counted, not views: after a
-    long prompt in one step, the keys and values of a sliding layer are views of the whole prompt's,
-    which stay in memory until the next step.  The dtype has two bytes.
-    """
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=with_all_layers(model.config.get_text_config(decoder=True)))
-    return _stored(cache, kv_shapes(model), steps)
-
-
 def static_cache_bytes(model: Any, length: int) -> dict[int, int]:
     """By layer index: the bytes of transformers' own ``StaticCache`` for ``length`` tokens."""
     from transformers import StaticCache
 
     config = model.config.get_text_config(decoder=True)
-    cache = StaticCache(config=config, max_cache_len=length)
-    return _stored(cache, kv_shapes(model), [1])
-
-
-def _stored(
-    cache: Any, shapes: Mapping[int, tuple[int, int]], steps: Iterable[int]
-) -> dict[int, int]:
-    """By layer index: the bytes of the keys and values in a cache after these steps."""
-    fill_cache(cache, shapes, steps)
+    cache, shapes = StaticCache(config=config, max_cache_len=length), kv_shapes(model)
+    fill_cache(cache, shapes, 1)
     tensors = {index: (cache.layers[index].keys, cache.layers[index].values) for index in shapes}
     return {i: sum(each.untyped_storage().nbytes() for each in two) for i, two in tensors.items()}
 
 
-def fill_cache(cache: Any, shapes: Mapping[int, tuple[int, int]], steps: Iterable[int]) -> None:
-    """Update a cache with meta tensors of these numbers of tokens."""
+def fill_cache(cache: Any, shapes: Mapping[int, tuple[int, int]], tokens: int) -> None:
+    """Update a cache with meta tensors of so many tokens."""
     import torch
 
-    for tokens in steps:
-        for index, (heads, width) in shapes.items():
-            key = torch.empty((1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
-            cache.update(key, torch.empty_like(key), index)
-            del key  # else the memory that a plan measures has it during the next update
+    for index, (heads, width) in shapes.items():
+        key = torch.empty((1, heads, tokens, width), dtype=torch.bfloat16, device="meta")
+        cache.update(key, torch.empty_like(key), index)

@@ -10,7 +10,7 @@ from typing import Any
 from ..files import hub
 from ..model import parts
 from ..model.meta import COMPRESSED, bnb_options, checkpointing
-from .demand import EXCLUDED, TARGETS
+from .demand import EXCLUDED, PREFILL, TARGETS
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ class Load:
             yield "model.enable_input_require_grads()"
             if self.compute != "bfloat16":
                 yield "# Train with fp16=False and bf16=False: products in float16 overflow."
-        elif self.quant != "int8":
-            yield '# model.generate(..., cache_implementation="static") is several times as fast'
+        else:
+            chunks = f"prefill_chunk_size={PREFILL}"
+            yield f'# model.generate(..., cache_implementation="static", {chunks})'
 
 
 def _pretrained(location: str) -> str:

@@ -58,23 +58,16 @@ class Job:
 
 
 def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) -> Job:
-    """One sequence, whose prompt is read in chunks."""
-    from . import peak
+    """One sequence with a static cache, whose prompt is read in chunks."""
+    from .peak import forward_peak
 
-    forward_peak = partial(peak.forward_peak, model, fused=fused)
-    cache = partial(kv_cache, model)
     logits = _LOGITS_COPIES * int(model.config.get_text_config().vocab_size)
 
     def activations(context: int) -> int:
-        if context > PREFILL:
-            # A number of keys that is not round needs a copy of the mask.
-            return forward_peak(PREFILL, context - PREFILL - 1) + logits
-        # A static cache needs a mask, and takes less memory itself.
-        taken = sizes.static_cache_bytes(model, context)
-        spared = sum(cache(context).values()) - sum(taken.values())
-        static = forward_peak(context, 0, static=True) - spared
-        return max(forward_peak(context, 0), static) + logits
+        past = max(context - PREFILL, 0)
+        return forward_peak(model, context - past, past, fused=fused) + logits
 
+    cache = partial(sizes.static_cache_bytes, model)
     return Job(adapter, 0, cache, activations)
 
 
@@ -109,23 +102,6 @@ def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:
     model.is_loaded_in_4bit = "Linear4bit" in kinds
     model.is_loaded_in_8bit = "Linear8bitLt" in kinds
     return get_peft_model(model, config)
-
-
-def kv_cache(model: Any, context: int) -> dict[int, int]:
-    """The bytes of each layer's cache: the larger of a dynamic and a static one.
-
-    The dynamic cache is that after the prompt, or after one more token.
-    """
-    # A sliding layer forgets all but the last tokens: the steps before do not matter.
-    rest = context % PREFILL
-    steps = [context - rest - PREFILL, PREFILL] if context - rest > PREFILL else [context - rest]
-    prompt = [tokens for tokens in (*steps, rest) if tokens]
-    caches = (
-        sizes.kv_cache_bytes(model, prompt),
-        sizes.kv_cache_bytes(model, [*prompt, 1]),
-        sizes.static_cache_bytes(model, context),
-    )
-    return {index: max(cache[index] for cache in caches) for index in caches[0]}
 
 
 def longest_context(job: Job, known: Demand, limit: int, fits: Callable[[Demand], bool]) -> int:

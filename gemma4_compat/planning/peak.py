@@ -279,31 +279,25 @@ def _decoder(model: nn.Module) -> Any:
 # -- forward and backward -------------------------------------------------------------------------
 
 
-def forward_peak(
-    model: Any, tokens: int, past: int, *, static: bool = False, fused: bool = True
-) -> int:
+def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> int:
     """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
 
     ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
-    KV cache after the forward is not counted; a static one has room for one more token.  Only the
-    last token gets logits.  Without ``fused``, PyTorch computes all scores of the attention: it has
-    no other kernel for bfloat16 on a GPU that does not compute in it.
+    cache is a static one, with room for one more token, and is not counted.  Only the last token
+    gets logits.  Without ``fused``, PyTorch computes all scores of the attention: it has no other
+    kernel for bfloat16 on a GPU that does not compute in it.
     """
-    from transformers import DynamicCache, StaticCache
+    from transformers import StaticCache
 
     config = with_all_layers(model.config.get_text_config(decoder=True))
-    cache = DynamicCache(config=config)
-    if static:
-        cache = StaticCache(config=config, max_cache_len=past + tokens + 1)
-    shapes = kv_shapes(model)
+    cache, shapes = StaticCache(config=config, max_cache_len=past + tokens + 1), kv_shapes(model)
     with torch.no_grad(), _measuring(model, fused) as (memory, _):
-        # A sliding layer keeps a view of its last update: that is as long as a chunk, too.
-        steps = (past - tokens, tokens) if past > tokens else (past,)
-        fill_cache(cache, shapes, steps if past else ())
+        fill_cache(cache, shapes, past or 1)
+        start = memory.allocated
+        memory.peak = start
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
-        memory.peak = memory.allocated
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
-    return memory.peak - memory.allocated
+    return memory.peak - start
 
 
 def training_peak(model: Any, tokens: int, fused: bool = True) -> int:

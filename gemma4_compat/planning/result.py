@@ -54,9 +54,9 @@ class Plan(Result):
     """A placement and the memory that it needs; all sizes in bytes.
 
     The weights are what ``torch.cuda.memory_allocated`` returns after loading.  The KV cache is for
-    one sequence of ``context`` tokens: the larger of a dynamic and a static cache.  Activations are
-    an estimate for text.  "unused" is GPU memory that PyTorch's allocator reserves besides tensors;
-    "outside" is what CUDA takes, and PyTorch does not count.
+    one sequence of ``context`` tokens, and static.  Activations are an estimate for text.  "unused"
+    is GPU memory that PyTorch's allocator reserves besides tensors; "outside" is what CUDA takes,
+    and PyTorch does not count.
 
     Attributes:
         gpus: the GPUs, with the memory that may be used.
@@ -175,7 +175,10 @@ def _advice(plan: Plan) -> Iterator[str]:
         may_help = " --quant nf4 may help." if plan.quant in ("int8", "bf16") else ""
         yield f"Everything that can be offloaded is offloaded. {advice}{may_help}"
     if not plan.train and plan.context > PREFILL and plan.longest_context:
-        yield f"with generate(..., prefill_chunk_size={PREFILL}); without it long prompts need more"
+        yield (
+            f'with generate(..., cache_implementation="static", prefill_chunk_size={PREFILL}); '
+            "without these arguments, long prompts need more"
+        )
     if not plan.architecture.startswith(("Gemma4", "Gemma3n")):
         yield f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
     if plan.compute != "bfloat16":

@@ -39,7 +39,8 @@ def adapted(model, checkpointing=False):
 
 
 def loss_of(model):
-    batch = text_inputs(model.config)
+    device = gemma4_compat.input_device(model)
+    batch = {name: each.to(device) for name, each in text_inputs(model.config).items()}
     return model(**batch, labels=batch["input_ids"], use_cache=False).loss
 
 
