@@ -6,6 +6,7 @@ has another name and uses that.  ``tests/test_missing_names.py`` runs it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
@@ -424,6 +425,7 @@ def main(works, known=()):
     transformers.logging.disable_progress_bar()
     head.BYTES = 4 * 512 * 24
     gemma4_compat.status(import_targets=True)
+    gc.freeze()  # else each installation looks at all objects, which takes a second
     messages, before = listen(), states()
     works = {work.__name__: work for work in WORK if work.__name__ in works}
     files, expected = {}, {}

@@ -446,10 +446,11 @@ def prepare():
         ).get_checkpoint_conversion_mapping("gemma4")
 
 
-def work(rows, folder, side):
+def work(folder, side):
     """Run cells in this process, which has the patches or not.
 
-    ``rows``: pairs of a row and its cells.
+    The side with the patches builds the checkpoints first.  Each line of stdin is pairs of a row
+    and its cells.  After each work, a line of stdout names the file of results.
     """
     import logging
     import warnings
@@ -457,6 +458,8 @@ def work(rows, folder, side):
     import gemma4_compat  # noqa: F401  first: before any of the libraries that it patches
 
     warnings.simplefilter("ignore")
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stderr
     import peft  # noqa: F401
     import torch
     import transformers
@@ -468,41 +471,57 @@ def work(rows, folder, side):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    if side == "build":
-        build(folder)
-        return
+    if side == "with":
+        if not forked(lambda: build(folder) or "built"):
+            raise SystemExit("the checkpoints could not be made")
+        print("built", file=out, flush=True)
     prepare()
-    results = {}
     file = folder / f"{os.getpid()}.cell"
-    for name, cells in rows:
-        for form, action in cells:
+    for line in sys.stdin:
+        results = {}
+        for name, cells in json.loads(line):
+            for form, action in cells:
 
-            def run(form=form, action=action, name=name):
-                file.write_bytes(pickle.dumps(perform(folder, name, form, action)))
+                def run(form=form, action=action, name=name):
+                    file.write_bytes(pickle.dumps(perform(folder, name, form, action)))
 
-            file.unlink(missing_ok=True)
-            forked(run)
-            alive = file.exists()
-            results[name, form, action] = pickle.loads(file.read_bytes()) if alive else None
-        print(side, name, len(cells), file=sys.stderr, flush=True)
-        gc.collect()
-    (folder / f"{os.getpid()}.{side}").write_bytes(pickle.dumps(results))
-
-
-def start(rows, folder, side):
-    environment = {**os.environ, "GEMMA4_COMPAT": "0" if side == "without" else "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    file = folder / f"{len(list(folder.iterdir()))}.rows"
-    file.write_text(json.dumps(rows))
-    command = [sys.executable, __file__, "--side", side, "--rows", str(file)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+                file.unlink(missing_ok=True)
+                forked(run)
+                alive = file.exists()
+                results[name, form, action] = pickle.loads(file.read_bytes()) if alive else None
+            print(side, name, len(cells), file=sys.stderr, flush=True)
+            gc.collect()
+        found = file.with_suffix(f".{side}")
+        found.write_bytes(pickle.dumps(results))
+        print(found, file=out, flush=True)
 
 
-def finish(process, folder, side):
-    """The results of a process."""
-    if process.wait():
-        raise SystemExit(f"the side {side!r} ended with {process.returncode}")
-    return pickle.loads((folder / f"{process.pid}.{side}").read_bytes())
+class Side:
+    """A process with the patches or without them, which imports the libraries once."""
+
+    def __init__(self, folder, name):
+        environment = {**os.environ, "GEMMA4_COMPAT": "0" if name == "without" else "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, __file__, "--side", name, "--folder", str(folder)]
+        self.name = name
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def begin(self, rows):
+        print(json.dumps(rows), file=self.process.stdin, flush=True)
+
+    def said(self):
+        """The next line that the process prints."""
+        if line := self.process.stdout.readline():
+            return line.strip()
+        raise SystemExit(f"the side {self.name!r} ended with {self.process.wait()}")
+
+    def results(self):
+        return pickle.loads(Path(self.said()).read_bytes())
+
+    def end(self):
+        self.process.communicate()
 
 
 # ---------------------------------------------------------------- verdicts
@@ -568,21 +587,24 @@ def judge(name, form, action, with_, without):
 
 def run(names, jobs=2):
     """``{row: {form: {action: [verdict, detail]}}}``; ``jobs`` processes compute the references."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if start([], folder, "build").wait():
-            raise SystemExit("the checkpoints could not be made")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        sides = [Side(Path(folder), name) for name in ("with", *["without"] * jobs)]
+        for side in sides:
+            stack.callback(side.end)
+        assert sides[0].said() == "built"
         cells = [(name, cells_of(name)) for name in names]
-        sides = [(start(cells, folder, side), side) for side in ("with", "without")]
-        with_, without = (finish(process, folder, side) for process, side in sides)
+        for side in sides[:2]:
+            side.begin(cells)
+        with_, without = (side.results() for side in sides[:2])
         # References take most of the time, so each cell gets them one by one, until one is equal.
         while wanted := dict.fromkeys(missing(with_, without)):
             rows = {name: [] for name, *_ in wanted}
             for name, *cell in wanted:
                 rows[name].append(cell)
-            parts = [list(rows.items())[number::jobs] for number in range(jobs)]
-            for process in [start(part, folder, "without") for part in parts if part]:
-                without |= finish(process, folder, "without")
+            for number, side in enumerate(sides[1:]):
+                side.begin(list(rows.items())[number::jobs])
+            for side in sides[1:]:
+                without |= side.results()
     found = {}
     for name, form, action in with_:
         verdict = judge(name, form, action, with_, without)
@@ -661,12 +683,11 @@ def main():
     parser.add_argument("stack", nargs="?", help="the name of the installed stack in the data")
     parser.add_argument("--only", default="*", help="rows whose name matches")
     parser.add_argument("--print", action="store_true", help="print the data as a table")
-    for hidden in ("--side", "--rows"):
+    for hidden in ("--side", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        file = Path(options.rows)
-        work(json.loads(file.read_text()), file.parent, options.side)
+        work(Path(options.folder), options.side)
         return
     if options.print:
         print("\n".join(table(options.stack)))

@@ -62,19 +62,18 @@ def owners():
 
 
 def snapshot():
-    """Identities only: a patch does not replace a reference that is kept here."""
+    """Each owner and its attributes: of these, identities only, as a patch replaces references."""
     return {
-        name: {attribute: id(value) for attribute, value in vars(owner).items()}
+        name: (owner, {attribute: id(value) for attribute, value in vars(owner).items()})
         for name, owner in owners().items()
     }
 
 
 def changes(before):
     """The attributes that differ now, except modules that were imported since."""
-    found = []
-    now = owners()
-    for owner, attributes in before.items():
-        after = vars(now[owner])
+    found = [name for name, (each, _) in before.items() if sys.modules.get(name, each) is not each]
+    for owner, (each, attributes) in before.items():
+        after = vars(each)
         # Nearly all are the same, and each patch alone is compared with all of them.
         if [*after] == [*attributes] and [*map(id, after.values())] == [*attributes.values()]:
             continue
@@ -165,7 +164,7 @@ def shim_first():
     gemma4_compat.install()
     found["twice"] = leftovers()
     found["functions"] = functions(gemma4_compat._engine)
-    found["log"] = records
+    found["log"] = [*records]
     found["replacements"] = {}
     for record in gemma4_compat._engine._records:
         if record.state.value == "applied":
@@ -174,6 +173,7 @@ def shim_first():
     gemma4_compat.uninstall()
     found["uninstalled"] = states()
     found["leftovers"] = leftovers()
+    found["behaviors"] = behaviors()  # here, as another process would import the same
     return found
 
 
@@ -188,10 +188,9 @@ def libraries_first():
     gemma4_compat.uninstall()
     found["changes"] = changes(before)
     gc.freeze()  # else each installation looks at all objects; nothing asks here what it found
-    for name in [each.name for each in gemma4_compat.status()]:
-        required = _patches()[name].requires
-        gemma4_compat.install(name, *required)
-        gemma4_compat.uninstall(name, *required)
+    for name, patch in _patches().items():
+        gemma4_compat.install(name, *patch.requires)
+        gemma4_compat.uninstall(name, *patch.requires)
         found["alone"][name] = changes(before)
     gc.unfreeze()
     gemma4_compat.install()
@@ -282,7 +281,6 @@ def behaviors():
     """The outcomes of ordinary use of the patched classes, with and without the patches."""
     import gemma4_compat
 
-    load_libraries()
     found = {}
     for mode in ("patched", "unpatched"):
         gemma4_compat.install() if mode == "patched" else gemma4_compat.uninstall()
@@ -613,7 +611,7 @@ def test_switched_off(libraries, variables):
 
 @pytest.mark.parametrize("use", USES)
 def test_ordinary_use_is_as_without_patches(libraries, use):
-    outcome = worker("behaviors")[use]
+    outcome = worker("shim_first")["behaviors"][use]
     assert outcome["patched"] == outcome["unpatched"]
     if "compiled" in use:
         assert "equals eager: False" not in outcome["patched"]

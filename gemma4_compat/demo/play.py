@@ -10,7 +10,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,22 +101,28 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
     with temporary as path:
         folder = (keep or Path(path)).resolve()
         print(f"{_BUILD.title} ...", file=sys.stderr)
-        [built] = _run("without", [_BUILD], folder)
+        # The process that builds also runs the stories, as starting one takes most of the time.
+        sides = {side: _run(side, stories, folder) for side in _SIDES}
+        sides["without"] = _run("without", [_BUILD, *stories], folder)
+        built = next(sides["without"])
         if not built.ok:
+            sides["without"].close()
             raise InputError(f"cannot build the model: {built.text}")
         seconds = (time.monotonic() - start) * _SHARE * len(stories)
         text = f"{len(stories)} stories, without and with the patches, take about {seconds:.0f} s"
         print(text, file=sys.stderr, flush=True)
-        outcomes = play(stories, folder)
+        outcomes = play(stories, sides)
     return Demo(tuple(stories), tuple(outcomes), time.monotonic() - start)
 
 
-def play(stories: Sequence[Story], folder: Path) -> list[dict[str, Outcome]]:
+def play(
+    stories: Sequence[Story], sides: Mapping[str, Generator[Outcome]]
+) -> list[dict[str, Outcome]]:
     """Run all stories without the patches, then all with them."""
     by_side: dict[str, list[Outcome]] = {side: [] for side in _SIDES}
     done = 0
     for side, outcomes in by_side.items():
-        for story, outcome in zip(stories, _run(side, stories, folder), strict=True):
+        for story, outcome in zip(stories, sides[side], strict=True):
             done += 1
             number = f"[{done}/{len(_SIDES) * len(stories)}]"
             print(f"{number} {side:<7}  {story.title}: {outcome}", file=sys.stderr, flush=True)
@@ -124,7 +130,7 @@ def play(stories: Sequence[Story], folder: Path) -> list[dict[str, Outcome]]:
     return [dict(zip(_SIDES, row, strict=True)) for row in zip(*by_side.values(), strict=True)]
 
 
-def _run(side: str, stories: Sequence[Story], folder: Path) -> Iterator[Outcome]:
+def _run(side: str, stories: Sequence[Story], folder: Path) -> Generator[Outcome]:
     """Run the stories in one process; after one that crashes or hangs, in a new process."""
     left = list(stories)
     while left:

@@ -12,6 +12,7 @@ import logging
 import pkgutil
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
 
@@ -47,6 +48,7 @@ LEGACY = {
 }
 
 
+@cache
 def topics() -> dict[str, list[ModuleType]]:
     """Topic folder -> its patch modules, sorted by name."""
     packages = {topic: importlib.import_module(f"{__name__}.{topic}") for topic in TOPICS}

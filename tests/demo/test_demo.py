@@ -116,8 +116,9 @@ def test_a_wrong_model_is_noticed_and_fails_the_demo(pretend):
 
 
 def outcomes_of(stories, folder):
-    results = play.play(stories, folder)
-    return {side: [result[side] for result in results] for side in ("without", "with")}
+    sides = ("without", "with")
+    results = play.play(stories, {side: play._run(side, stories, folder) for side in sides})
+    return {side: [result[side] for result in results] for side in sides}
 
 
 def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path):
@@ -132,8 +133,8 @@ def test_whatever_becomes_of_a_story_is_a_result(pretend, tmp_path):
 
 
 def test_a_story_that_hangs_is_stopped(pretend, tmp_path, monkeypatch):
-    monkeypatch.setattr(play, "_SECONDS", 5)
-    hung, fine = Outcome("crash", "not finished after 5 s"), Outcome("equal", "equal")
+    monkeypatch.setattr(play, "_SECONDS", 2)
+    hung, fine = Outcome("crash", "not finished after 2 s"), Outcome("equal", "equal")
     found = outcomes_of(pretend("hangs", "fine"), tmp_path)
     assert found == {"without": [hung, fine], "with": [hung, fine]}
 
