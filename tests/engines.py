@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import fnmatch
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -668,8 +669,7 @@ def worker(folder, out, wanted, limit, fresh):
     rank = int(os.environ["RANK"])
     if not fresh:
         imports()
-        if any("DeepSpeed" in cell[0] for cell in wanted):
-            import_deepspeed()
+        import_what_forks_need(wanted)
     for number, cell in enumerate(wanted):
         if cell[0] in ENGINES or rank == 0:
             paths = [out / f"{number}-{each}" for each in (rank, 1 - rank)]
@@ -689,6 +689,21 @@ def imports():
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+
+
+def import_what_forks_need(cells):
+    """Import now what each of them would import again."""
+    names = ["transformers.models.gemma4.modeling_gemma4", "transformers.integrations.bitsandbytes"]
+    if any("Trainer" in engine for engine, _, _ in cells):
+        names.append("transformers.trainer")
+    for name in (*names, "peft.tuners.lora.bnb"):
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # a newer module
+        importlib.import_module(
+            "transformers.conversion_mapping"
+        ).get_checkpoint_conversion_mapping("gemma4")
+    if any("DeepSpeed" in engine for engine, _, _ in cells):
+        import_deepspeed()
 
 
 def played(folder, out, number, cell):
