@@ -230,7 +230,8 @@ class Engine:
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 # Neither the error of another library, nor one that is not installed.
-                if text not in self._broken.values() and _missing(error, library) not in libraries:
+                others = libraries.keys() - {library}
+                if text not in self._broken.values() and _missing(error) not in others:
                     self._broken[library] = text
         for record in [*self._records]:
             for module in self._waiting(record):
@@ -557,16 +558,16 @@ def _why_not_imported(module: str, error: Exception) -> tuple[State, str]:
 
     Nobody can use a module that needs something which is not installed, so its bug does no harm.
     """
-    if missing := _missing(error, module):
+    if missing := _missing(error):
         return State.UNAFFECTED, f"{module} needs {missing}, which is not installed"
     return State.FAILED, f"cannot import {module}: {error}"
 
 
-def _missing(error: BaseException | None, module: str) -> str:
-    """The package that the import of a module lacks, if it is that of another library; else ""."""
+def _missing(error: BaseException | None) -> str:
+    """The library that the import of a module lacks, which may be its own; else ""."""
     while error is not None:
         name = error.name if isinstance(error, ModuleNotFoundError) else None
-        if name and "." not in name and name != module.partition(".")[0]:
+        if name and "." not in name:
             return name
         error = error.__cause__ or error.__context__
     return ""
