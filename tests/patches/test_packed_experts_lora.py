@@ -149,7 +149,7 @@ def test_checkpoints_drop_offloaded_experts(folder, tmp_path, targets, implement
     model.get_base_model().set_experts_implementation(implementation)
     ids, before = torch.arange(3, 15)[None], packed_weights()
     loss = model(input_ids=ids, labels=ids).loss
-    assert packed_weights() == before
+    assert packed_weights() <= before
     loss.backward()
     for name, parameter in support.adapter_parameters(model).items():
         assert torch.equal(parameter.grad, expected[name]), name
