@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -243,7 +243,7 @@ class Engine:
                     if self._broken:  # that is the reason
                         break
                     with self._lock:
-                        self._set(record, *_why_not_imported(module, error))
+                        self._set(record, *_why_not_imported(module, error, libraries))
                     break
         return self.status()
 
@@ -553,12 +553,16 @@ def _after_fork(child: bool = False) -> None:
                 engine._lock, engine._busy = threading.RLock(), False
 
 
-def _why_not_imported(module: str, error: Exception) -> tuple[State, str]:
+def _why_not_imported(
+    module: str, error: Exception, libraries: Collection[str]
+) -> tuple[State, str]:
     """The state of a patch whose target cannot be imported, and the reason.
 
     Nobody can use a module that needs something which is not installed, so its bug does no harm.
+    A module that is not of one of the engine's libraries may be misspelled.
     """
-    if missing := _missing(error):
+    missing = _missing(error)
+    if missing and (missing in libraries or missing != module.partition(".")[0]):
         return State.UNAFFECTED, f"{module} needs {missing}, which is not installed"
     return State.FAILED, f"cannot import {module}: {error}"
 

@@ -261,8 +261,11 @@ def test_target_that_needs_a_library_that_is_not_installed(lib, make):
     """Nobody can use that target; a module that a library itself lacks is a fault."""
     lib.write("needing", "import no_such_library")
     lib.write("broken", "import json.no_such_module")
-    engine = make(lib.patch("p", "needing:f"), lib.patch("q", "broken:f"))
+    misspelled = lib.patch("r")
+    misspelled.replaces("no_such_library.module", "f")(lambda original: original)
+    engine = make(lib.patch("p", "needing:f"), lib.patch("q", "broken:f"), misspelled)
     states = engine.import_targets()
     assert (states["p"].state, states["p"].ok) == (State.UNAFFECTED, True)
     assert states["p"].reason.endswith("needing needs no_such_library, which is not installed")
     assert states["q"].state is State.FAILED
+    assert states["r"].state is State.FAILED  # no library of the engine has this name
