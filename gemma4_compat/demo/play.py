@@ -102,8 +102,8 @@ def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
         folder = (keep or Path(path)).resolve()
         print(f"{_BUILD.title} ...", file=sys.stderr)
         # The process that builds also runs the stories, as starting one takes most of the time.
-        sides = {side: _run(side, stories, folder) for side in _SIDES}
-        sides["without"] = _run("without", [_BUILD, *stories], folder)
+        begun = {"without": [_BUILD, *stories], "with": stories}
+        sides = {side: _run(side, begun[side], folder) for side in _SIDES}
         built = next(sides["without"])
         if not built.ok:
             sides["without"].close()

@@ -10,7 +10,7 @@ from typing import Any
 from ..files import hub
 from ..model import parts
 from ..model.meta import COMPRESSED, bnb_options, checkpointing
-from .demand import EXCLUDED, PREFILL, TARGETS
+from .demand import EXCLUDED, GENERATE, TARGETS
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,7 @@ class Load:
             if self.compute != "bfloat16":
                 yield "# Train with fp16=False and bf16=False: products in float16 overflow."
         else:
-            chunks = f"prefill_chunk_size={PREFILL}"
-            yield f'# model.generate(..., cache_implementation="static", {chunks})'
+            yield f"# model.{GENERATE}"
 
 
 def _pretrained(location: str) -> str:

@@ -14,6 +14,8 @@ from ..model.sizes import TensorSize
 
 #: The tokens of a chunk: a plan assumes that a long prompt is read in chunks.
 PREFILL = 2048
+#: how to generate as a plan assumes
+GENERATE = f'generate(..., cache_implementation="static", prefill_chunk_size={PREFILL})'
 #: The default contexts in tokens, for generating and for training.
 CONTEXT = 32768
 TRAINED_CONTEXT = 2048

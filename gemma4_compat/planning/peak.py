@@ -293,8 +293,7 @@ def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> i
     cache, shapes = StaticCache(config=config, max_cache_len=past + tokens + 1), kv_shapes(model)
     with torch.no_grad(), _measuring(model, fused) as (memory, _):
         fill_cache(cache, shapes, past or 1)
-        start = memory.allocated
-        memory.peak = start
+        start = memory.peak = memory.allocated
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
     return memory.peak - start

@@ -10,7 +10,7 @@ from ..files import hub
 from ..model import parts
 from ..results.result import Result
 from ..results.text import size, table, wrap
-from .demand import PREFILL
+from .demand import GENERATE, PREFILL
 from .gpus import Gpu
 
 #: what it costs to have a part on the CPU
@@ -175,10 +175,7 @@ def _advice(plan: Plan) -> Iterator[str]:
         may_help = " --quant nf4 may help." if plan.quant in ("int8", "bf16") else ""
         yield f"Everything that can be offloaded is offloaded. {advice}{may_help}"
     if not plan.train and plan.context > PREFILL and plan.longest_context:
-        yield (
-            f'with generate(..., cache_implementation="static", prefill_chunk_size={PREFILL}); '
-            "without these arguments, long prompts need more"
-        )
+        yield f"with {GENERATE}; without these arguments, long prompts need more"
     if not plan.architecture.startswith(("Gemma4", "Gemma3n")):
         yield f"{plan.architecture} is no Gemma 4: most patches of this package are not for it"
     if plan.compute != "bfloat16":
