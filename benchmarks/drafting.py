@@ -1,9 +1,9 @@
 """Measure decoding with a drafter: a round of drafts and their check, against captured steps.
 
-``python -m benchmarks.drafting CASE SHAPE CACHE`` loads a case of ``cases.py`` and prints a JSON
-line.  The drafter has the shape of google/gemma-4-E2B-it-assistant and random weights, so nearly
-all its drafts are rejected.  What a round costs does not depend on that; the line gives the speed
-for each number of accepted drafts.
+``python -m benchmarks.drafting CASE SHAPE CACHE [--adapter]`` loads a case of ``cases.py`` and
+prints a JSON line.  The drafter has the shape of google/gemma-4-E2B-it-assistant and random
+weights, so nearly all its drafts are rejected.  What a round costs does not depend on that; the
+line gives the speed for each number of accepted drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 from .cases import CASES, load
 from .decoding import call, timed
-from .measure import synchronize
 
 DRAFTS = 3
 CONTEXT = 64
@@ -58,26 +57,22 @@ def drafter_of(model: Any) -> Any:
     return drafter
 
 
-def rounds_of(model: Any, drafter: Any) -> tuple[list[float], list[float]]:
-    """The seconds of each round, and those of the model's forward in it, without the first two."""
-    begins: list[float] = []
-    ends: list[float] = []
+def rounds_of(model: Any, drafter: Any, way: str) -> list[float]:
+    """The seconds of each round, without the first ones, of which some are captured."""
+    from transformers.generation.streamers import BaseStreamer
 
-    def note(times: list[float]) -> None:
-        synchronize()
-        times.append(time.perf_counter())
+    class Times(BaseStreamer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.at: list[float] = []
 
-    hooks = [
-        model.register_forward_pre_hook(lambda *_: note(begins)),
-        model.register_forward_hook(lambda *_: note(ends)),
-    ]
-    try:
-        call(model, CONTEXT, TOKENS, "dynamic", assistant_model=drafter)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    whole = [after - before for before, after in itertools.pairwise(ends)]
-    return whole[2:], [end - begin for begin, end in zip(begins, ends, strict=True)][3:]
+        def put(self, value: Any) -> None:  # on the CPU, so the GPU has computed it
+            self.at.append(time.perf_counter())
+
+        def end(self) -> None: ...
+
+    times = Times()
+    call(model, CONTEXT, TOKENS, way, assistant_model=drafter, streamer=times)
+    return [after - before for before, after in itertools.pairwise(times.at)][4:-1]
 
 
 def main() -> None:
@@ -85,34 +80,41 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("shape")
     parser.add_argument("cache", type=Path)
+    parser.add_argument("--adapter", action="store_true")
     args = parser.parse_args()
 
     import torch
 
     import gemma4_compat  # noqa: F401
 
-    model: Any = load(CASES[args.case], args.shape, args.cache / args.shape, None)
+    folder = args.cache / args.shape
+    model: Any = load(CASES[args.case], args.shape, folder)
     drafter = drafter_of(model)
-    whole, forward, captured, eager = [], [], [], []
+    if args.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder / "adapter")
+    found: dict[str, list[float]] = {"drafts": [], "eager drafts": [], "steps": []}
     for turn in range(ROUNDS + 1):
-        times = rounds_of(model, drafter)
-        steps = timed(model, CONTEXT, "captured"), timed(model, CONTEXT, "dynamic")
-        if turn:  # the first turn warms up
-            whole += times[0]
-            forward += times[1]
-            captured += steps[0]
-            eager += steps[1]
-    a_round, a_step = statistics.median(whole), statistics.median(captured)
+        times = {
+            "drafts": rounds_of(model, drafter, "captured"),
+            "eager drafts": rounds_of(model, drafter, "dynamic"),
+            "steps": timed(model, CONTEXT, "captured"),
+        }
+        for name in found if turn else ():  # the first turn warms up
+            found[name] += times[name]
+    milliseconds = {name: 1e3 * statistics.median(times) for name, times in found.items()}
+    speeds = [1e3 * (n + 1) / milliseconds["drafts"] for n in range(DRAFTS + 1)]
+    step = milliseconds["steps"]
     figures = {
         "case": args.case,
+        "adapter": args.adapter,
         "drafter, million parameters": sum(p.numel() for p in drafter.parameters()) / 1e6,
-        "a round, ms": 1e3 * a_round,
-        f"of it, the forward of {DRAFTS + 1} tokens, ms": 1e3 * statistics.median(forward),
-        "a captured step, ms": 1e3 * a_step,
-        "an eager step, ms": 1e3 * statistics.median(eager),
-        "tok/s by accepted drafts": [(n + 1) / a_round for n in range(DRAFTS + 1)],
-        "captured tok/s": 1 / a_step,
-        "rounds": len(whole) // ROUNDS,
+        "ms": milliseconds,
+        "tok/s by accepted drafts": speeds,
+        "captured tok/s": 1e3 / step,
+        "gain by accepted drafts": [speed * step / 1e3 for speed in speeds],
+        "rounds": len(found["drafts"]),
         "torch": torch.__version__,
     }
     print(json.dumps(figures), flush=True)

@@ -15,7 +15,7 @@ from gemma4_compat.runtime.capture import conditions
 from gemma4_compat.runtime.host import blocks, page_locked, parts
 
 #: The modules for which there is a GPU.
-OURS = ("page_locked", "captured_decoding")
+OURS = ("page_locked", "captured_decoding", "captured_drafting")
 registered: set[int] = set()  # addresses of page-locked memory
 
 

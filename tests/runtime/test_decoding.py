@@ -46,7 +46,7 @@ class Step:
         inputs = graph.unflattened(self.names, leaves)
         return self.model(**inputs, **{cache_name(): cache})
 
-    def replay(self, cache, leaves):
+    def replay(self, cache, leaves, tokens=1):
         output = self.run(cache, leaves)
         return lambda: output
 
@@ -178,13 +178,11 @@ def test_errors_of_the_model_are_the_users(model, monkeypatch, number):
 
 
 def test_lent_memory_that_raises(model, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("out of order")
-
     call(model)
     gc.collect()
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=40)
     steps.decoding_of(model).lend(cache, 1)
+    fail = fails(RuntimeError("out of order"))
     monkeypatch.setattr(cache_memory._LentLayer, "lend_to", fail)
     with torch.no_grad():
         model(**text_inputs(model.config), past_key_values=cache)

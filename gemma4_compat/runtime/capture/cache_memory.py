@@ -22,6 +22,9 @@ _SETTINGS = frozenset(
     }
 )  # fmt: skip
 _COUNTER = "cumulative_length_int"
+_COUNTERS = (_COUNTER, "first_kept_int")
+#: the modules of the caches whose steps are captured
+_USUAL = ("transformers.cache_utils", f"{__package__}.rollback")
 
 
 class Memory:
@@ -90,7 +93,7 @@ class _LentLayer(NotCopied):
 
         own = vars(layer)
         self.tensors = {n: v.detach() for n, v in own.items() if isinstance(v, torch.Tensor)}
-        others = {n: v for n, v in own.items() if n not in self.tensors and n != _COUNTER}
+        others = {n: v for n, v in own.items() if n not in self.tensors and n not in _COUNTERS}
         self.settings = {n: others.pop(n) for n in _SETTINGS & others.keys()}
         self.others = others
 
@@ -130,8 +133,7 @@ class Layers:
         parts = (cache, *self.all)
         #: whether a user has put no code of his own into this cache
         self.are_usual = all(
-            type(each).__module__ == "transformers.cache_utils"
-            and not any(map(callable, vars(each).values()))
+            type(each).__module__ in _USUAL and not any(map(callable, vars(each).values()))
             for each in parts
         )
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ...model.caches import cache_name
@@ -24,7 +25,6 @@ from .cache_memory import Layers, Memory, can_count_holders, full_layers, layers
 from .conditions import (
     INPUTS,
     check_process,
-    device_or_obstacle,
     environment_now,
     hooks_so_far,
     kind_of,
@@ -33,7 +33,7 @@ from .conditions import (
 )
 from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
 from .inputs import Inputs, kind_of_step
-from .snapshot import Snapshot
+from .state import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,14 @@ class Decoding(NotCopied):
         with self.lock:
             self.states, self.memories = [], []
 
-    def state(self, model: Any) -> ModelState:
-        """The state that describes the model as it is now."""
+    def state(self, model: Any, drafter: Any = None) -> ModelState:
+        """The state that describes the model as it is now, and its drafter."""
         check_process()
         environment, hooks = environment_now(), hooks_so_far()
         with self.lock:
             for state in self.states:
+                if state.drafter() is not drafter:
+                    continue
                 change = state.change(environment)
                 if change is None:
                     self.states.remove(state)
@@ -103,7 +105,7 @@ class Decoding(NotCopied):
                     break
                 logger.debug("captured decode steps are not used, because %s changed", change)
             else:
-                state = ModelState(model, environment)
+                state = ModelState(model, environment, drafter)
             self.states = [state, *self.states][:_STATES]
             for memory in self.memories:
                 memory.steps = {k: v for k, v in memory.steps.items() if k[0] in self.states}
@@ -141,28 +143,21 @@ class Decoding(NotCopied):
 _all: weakref.WeakSet[Decoding] = weakref.WeakSet()
 
 
-class ModelState:
-    """The state of a model at the time of a capture."""
+@dataclass(frozen=True)
+class Forward:
+    """What a step runs, which gets the inputs and the cache.
 
-    def __init__(self, model: Any, environment: Any) -> None:
-        self.environment = environment
-        self.hooks = hooks_so_far()
-        modules = modules_of_a_step(model)
-        config = model.config
-        configs = [config, config.get_text_config(decoder=True)]
-        self.snapshot = Snapshot(modules.values(), configs)
-        self.warm: dict[Any, bool] = {}  # the kinds of steps that ran eagerly before
-        self.device, self.obstacle = device_or_obstacle(model, modules)
+    Args:
+        function: the model, or a function.
+        inputs: the names of the inputs that it reads.
+        in_place: whether the caller tells the cache which rows to write, and counts its tokens.
+        has_layers: whether it runs the decoder's layers, which may be offloaded.
+    """
 
-    def change(self, environment: Any) -> str | None:
-        """What changed since, for a log message; ``None`` if nothing changed."""
-        if environment != self.environment:
-            return "a setting of PyTorch"
-        return self.snapshot.change()
-
-    def lasts(self) -> bool:
-        """Whether no hook was added since, and no adapter switched, between two tokens."""
-        return self.hooks == hooks_so_far() and self.snapshot.has_same_adapter()
+    function: Callable[..., Any]
+    inputs: Collection[str] = INPUTS
+    in_place: bool = False
+    has_layers: bool = True
 
 
 class Decoder:
@@ -172,8 +167,8 @@ class Decoder:
     after an error that is not the model's.
     """
 
-    def __init__(self, model: Any, warn: Any) -> None:
-        self.model, self.warn = model, warn
+    def __init__(self, model: Any, warn: Any, drafter: Any = None) -> None:
+        self.model, self.warn, self.drafter = model, warn, drafter
         self.decoding = decoding_of(model)
         self.state: ModelState | None = None
         self.memory: Memory | None = None
@@ -184,16 +179,23 @@ class Decoder:
         self.obstacle: str | None = None
 
     def __call__(self, **inputs: Any) -> Any:
+        ids = inputs.get("input_ids")
+        if ids is None or ids.shape[-1] != 1:
+            return self.model(**inputs)
+        return self.run(Forward(self.model), inputs)
+
+    def run(self, forward: Forward, inputs: dict[str, Any]) -> Any:
+        """Run a step: captured, or eagerly if that is not possible."""
         with ExitStack() as stack:
             if self.obstacle is None:
                 try:
-                    output = self._replayed(inputs, stack)
+                    output = self._replayed(forward, inputs, stack)
                 except Exception as error:
-                    self._give_up(error)
+                    self.give_up(error)
                 else:
                     if output is not None:
                         return output()
-            return self.model(**inputs)
+            return forward.function(**inputs)
 
     def prepared(self, make: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """What ``make`` returns: the inputs of the next step, made from these arguments."""
@@ -217,7 +219,7 @@ class Decoder:
                 self.inputs.learn(kind, inputs, arguments, length)
         return inputs
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
         """Run the other steps of this call eagerly.
 
         Those of later calls, too, after a capture that failed for another reason than memory.
@@ -231,21 +233,21 @@ class Decoder:
             self.state.obstacle = self.obstacle
         self.warn(self.obstacle)
 
-    def _replayed(self, inputs: dict[str, Any], stack: ExitStack) -> Callable[[], Any] | None:
+    def _replayed(
+        self, forward: Forward, inputs: dict[str, Any], stack: ExitStack
+    ) -> Callable[[], Any] | None:
         """Run a step; return a function that makes its output.
 
         Return ``None`` if the step is to run eagerly, in the contexts of ``stack``.
         """
         import torch
 
-        cache, ids = inputs.get(cache_name()), inputs.get("input_ids")
+        cache = inputs.get(cache_name())
         layers = self.layers
         if layers is None or not layers.are_of(cache):
             layers = self.layers = Layers(cache)
         if (
-            ids is None
-            or ids.shape[-1] != 1
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
             or not layers.static
             or not all(layer.is_initialized for layer in layers.static)
         ):
@@ -253,18 +255,20 @@ class Decoder:
         if not layers.are_usual:
             raise NotCaptured("its cache has functions or layers of another library")
         if self.state is None or not self.state.lasts():
-            self.state = self.decoding.state(self.model)
+            self.state = self.decoding.state(self.model, self.drafter)
         state = self.state
-        why = state.obstacle or unknown_input(inputs)
+        why = state.obstacle or (None if forward.in_place else unknown_input(inputs))
         if why is not None:
             raise NotCaptured(why)
-        own = {k: v for k, v in inputs.items() if k in INPUTS and v is not cache}
+        own = {k: v for k, v in inputs.items() if k in forward.inputs and v is not cache}
         names, leaves = flattened(own)
-        kind = (full_layers(layers.counting), names, *map(kind_of, leaves))
+        full = None if forward.in_place else full_layers(layers.counting)
+        kind = (full, names, *map(kind_of, leaves))
         memory = self.memory
         if memory is None or not memory.is_in(cache, layers.static):
             memory = self.memory = self.decoding.memory_of(cache)
-            self.decoding.decoders[id(cache)] = self
+            if not forward.in_place:
+                self.decoding.decoders[id(cache)] = self
         step = memory.steps.get((state, kind))
         if step is None:
             self.kinds.add(kind)
@@ -273,9 +277,9 @@ class Decoder:
             if kind not in state.warm:
                 stack.enter_context(self._eager(state, kind))
                 return None
-            step = self._captured(state, cache, memory, leaves, names)
+            step = self._captured(forward, state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
-        return step.replay(cache, leaves)
+        return step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
 
     @contextmanager
     def _eager(self, state: ModelState, kind: Any) -> Iterator[None]:
@@ -287,27 +291,33 @@ class Decoder:
             state.snapshot.add(uses_of(watch.functions.values()))
             why = watch.unknown()
         except Exception as error:  # the step itself has run
-            return self._give_up(error)
+            return self.give_up(error)
         if why is None:
             _put(state.warm, kind, True, _KINDS)
             return
         self.watched += 1
         if self.watched >= _WATCHED:
-            self._give_up((CaptureFailed if watch.is_complete else NotCaptured)(why))
+            self.give_up((CaptureFailed if watch.is_complete else NotCaptured)(why))
 
     def _captured(
-        self, state: ModelState, cache: Any, memory: Memory, leaves: Any, names: Any
+        self,
+        forward: Forward,
+        state: ModelState,
+        cache: Any,
+        memory: Memory,
+        leaves: Any,
+        names: Any,
     ) -> Step:
-        modules = modules_of_a_step(self.model).values()
+        modules = modules_of_a_step(self.model).values() if forward.has_layers else ()
 
         def captured() -> Step:
             with in_capture(first_layers(modules)) as send_ahead:
 
-                def model(**kwargs: Any) -> Any:
+                def function(**kwargs: Any) -> Any:
                     send_ahead()
-                    return self.model(**kwargs)
+                    return forward.function(**kwargs)
 
-                return Step(model, state.device, cache, memory, leaves, names)
+                return Step(function, state.device, cache, memory, leaves, names)
 
         with lock_of(self.model):  # another thread must not send layers meanwhile
             try:

@@ -94,8 +94,10 @@ class Step:
                 raise CaptureFailed(f"its output {name} is not a tensor")
             self.output[name] = None if value is cache else value
 
-    def replay(self, cache: Any, leaves: list[Any]) -> Callable[[], Any]:
+    def replay(self, cache: Any, leaves: list[Any], tokens: int = 1) -> Callable[[], Any]:
         """Run the step with these inputs; return a function that makes a copy of its output.
+
+        ``tokens`` are counted as added to the cache.
 
         All that can fail comes before the launch, after which the step must not run again.
         """
@@ -115,7 +117,7 @@ class Step:
             self.graph.replay()
             _copy(self.output, copies)
         for layer in counting_layers(cache):
-            layer.cumulative_length_int += 1
+            layer.cumulative_length_int += tokens
         # The GPU works meanwhile.
         return lambda: self.kind(**{k: cache if v is None else v for k, v in copies.items()})
 

@@ -71,6 +71,16 @@ def watched() -> Iterator[Watch]:
             sys.setprofile(None)
 
 
+def is_upstreams(function: Any) -> bool:
+    """Whether a function, and each that it wraps (``functools.wraps``), is of a known library."""
+    while function is not None:
+        plain = getattr(function, "__func__", function)
+        if not isinstance(plain, FunctionType) or not _is_known(plain.__code__, plain.__globals__):
+            return False
+        function = getattr(plain, "__wrapped__", None)
+    return True
+
+
 def is_of_user(error: Exception) -> bool:
     """Whether an error comes from other code than that of a step, such as a signal's handler.
 

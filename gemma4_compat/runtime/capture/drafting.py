@@ -1,0 +1,242 @@
+"""Captures a round of decoding with drafts: the drafts of a drafter, and their check by the model.
+
+transformers' own loop accepts and rejects.  In the place of the model it gets a `Drafting`, which
+runs each check as one step with a fixed number of rows: what a shorter check lacks is filled, and
+not counted.  The drafts of a round are another step.  Both read the cache in place, with masks that
+are made in the step, from the number of tokens (``rollback.py``).
+
+A drafter's drafts decide how many tokens a round gives, and never which ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ...model.caches import cache_name
+from .decoding import Decoder, Forward
+from .graph import NotCaptured
+from .rollback import RollbackCache, last_of_each_kind, masks, rows_of
+
+#: The inputs of a check that say nothing new: its tokens follow all others, and are text.
+_KNOWN = frozenset(
+    {
+        "input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", "return_dict",
+        "logits_to_keep", "mm_token_type_ids", "token_type_ids", "image_position_ids",
+        "video_position_ids", "num_frames_per_video", "input_features_mask", "output_hidden_states",
+        "return_shared_kv_states",
+    }
+)  # fmt: skip
+
+
+class Drafting:
+    """Stands in for the model during one call of ``_assisted_decoding``.
+
+    Args:
+        model: the model that checks drafts.
+        cache: an empty cache.
+        drafts: the largest number of drafts in a round.
+        drafter: a ``Gemma4AssistantForCausalLM``, or ``None`` if the drafts come from elsewhere.
+        warn: is called with the reason why steps are not captured.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: RollbackCache,
+        drafts: int,
+        drafter: Any,
+        warn: Callable[[str], Any],
+    ) -> None:
+        self.model, self.drafts, self.drafter = model, drafts, drafter
+        self._cache = cache
+        self._decoder = Decoder(model, warn, drafter)
+        self._in_order = False  # whether the prompt has all tokens, at the usual positions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        cache, ids = self._cache, inputs["input_ids"]
+        if not cache.tokens:
+            self._in_order = _is_in_order(inputs)
+        elif self._decoder.obstacle is None and ids.shape[1] <= self.drafts + 1:
+            why = self._why_not(inputs)
+            if why is None:
+                return self._checked(ids)
+            self._decoder.give_up(NotCaptured(why))
+        if not inputs.pop("output_hidden_states", False):
+            return self.model(**inputs)
+        # transformers would keep the states of all tokens and layers
+        with _last_hidden_state(self.model) as states:
+            outputs = self.model(**inputs)
+        outputs.hidden_states = (states.pop(),)
+        return outputs
+
+    def _why_not(self, inputs: dict[str, Any]) -> str | None:
+        """The reason why a check is not captured; ``None`` if it is."""
+        mask, length = (
+            inputs.get("attention_mask"),
+            self._cache.tokens + inputs["input_ids"].shape[1],
+        )
+        unknown = {name for name, value in inputs.items() if value is not None} - _KNOWN
+        unknown.discard(cache_name())
+        if unknown:
+            return f"its forward is called with {', '.join(sorted(unknown))}"
+        if inputs.get(cache_name()) is not self._cache:
+            return "its cache was replaced"
+        if not self._in_order or (mask is not None and mask.shape != (1, length)):
+            return "its prompt is masked, or has other positions than usual"
+        return None
+
+    def _checked(self, ids: Any) -> Any:
+        """The model's outputs for these tokens, which the cache then has."""
+        cache, count = self._cache, ids.shape[1]
+        rows = self.drafts + 1 if count > 1 else 1
+        filled = torch.nn.functional.pad(ids, (0, rows - count))
+        start = cache.tokens
+        outputs = self.run(self._check, True, input_ids=filled)
+        cache.count(start + count, start + rows)
+        outputs.logits = outputs.logits[:, :count]
+        outputs.hidden_states = (outputs.hidden_states,)
+        return outputs
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the rounds are captured, as far as is known now."""
+        return self._in_order and self._decoder.obstacle is None
+
+    def complete(self, outputs: Any) -> None:
+        """Add to outputs of a check what transformers' generator reads."""
+        if outputs is not None and outputs.get("shared_kv_states") is None:
+            layers = last_of_each_kind(self._cache)
+            outputs.shared_kv_states = {name: layer.in_order() for name, layer in layers.items()}
+
+    def run(self, function: Callable[..., Any], has_layers: bool, **inputs: Any) -> Any:
+        """Run a step that also gets the number of tokens in the cache, and the cache."""
+        ids = inputs["input_ids"]
+        start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)
+        inputs["start"] = start
+        forward = Forward(function, tuple(inputs), in_place=True, has_layers=has_layers)
+        return self._decoder.run(forward, {**inputs, cache_name(): self._cache})
+
+    def _check(self, input_ids: Any, start: Any, **cache: Any) -> Any:
+        positions = start + torch.arange(input_ids.shape[1], device=start.device)
+        rows = rows_of(self._cache, positions)
+        seen = masks(self._cache, positions, positions[-1:] + 1)
+        with self._cache.in_place(rows), _last_hidden_state(self.model) as states:
+            outputs = self.model(
+                input_ids=input_ids,
+                position_ids=positions[None],
+                attention_mask=seen,
+                use_cache=True,
+                return_dict=True,
+                **cache,
+            )
+        outputs.hidden_states = states.pop()
+        return outputs
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        generator = self.model._get_candidate_generator(*args, **kwargs)
+        return generator if self.drafter is None else _Drafts(generator, self)
+
+
+class _Drafts:
+    """Stands in for transformers' generator of the drafts of a ``gemma4_assistant``."""
+
+    def __init__(self, generator: Any, drafting: Drafting) -> None:
+        self._generator, self._drafting = generator, drafting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def get_candidates(
+        self,
+        input_ids: Any,
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: Any,
+        **kw: Any,
+    ) -> Any:
+        """The tokens with the drafts behind them, and the drafter's logits."""
+        generator, drafting = self._generator, self._drafting
+        most = min(drafting.drafts, generator.main_model_max_length - input_ids.shape[1] - 1)
+        if is_first_iteration or most <= 0 or not drafting.is_captured:
+            drafting.complete(model_outputs)
+            given = {"model_outputs": model_outputs, "n_last_matches": n_last_matches, **kw}
+            return generator.get_candidates(
+                input_ids, is_first_iteration=is_first_iteration, **given
+            )
+        last = -1 if generator.is_main_model_prefill else int(n_last_matches)
+        hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
+        generator.is_main_model_prefill = False
+        drafts = drafting.run(self._draft, False, input_ids=input_ids[:, -1:], hidden=hidden)
+        ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
+        return ids, drafts["logits"][:, :most]
+
+    def _draft(self, input_ids: Any, hidden: Any, start: Any, **cache: Any) -> dict[str, Any]:
+        """As many drafts as a round has; transformers' generator makes them in the same way."""
+        [own] = cache.values()
+        drafter, embedding = self._drafting.drafter, self._generator.target_model_input_embeddings
+        layers = last_of_each_kind(own)
+        shared = {name: (layer.keys, layer.values) for name, layer in layers.items()}
+        # The drafter's window has one token more, and the drafter's own token has no key.
+        seen = masks(own, start - 1, start, extra=1)
+        tokens, logits = [], []
+        for _ in range(self._drafting.drafts):
+            embeds = torch.cat([embedding(input_ids), hidden], dim=-1)
+            state = drafter.model(
+                inputs_embeds=drafter.pre_projection(embeds),
+                attention_mask=seen,
+                position_ids=start[None],
+                shared_kv_states=shared,
+                use_cache=False,
+            ).last_hidden_state
+            logits.append(_logits_of(drafter, state))
+            input_ids, hidden = logits[-1].argmax(dim=-1), drafter.post_projection(state)
+            tokens.append(input_ids)
+        return {"tokens": torch.cat(tokens, dim=1), "logits": torch.cat(logits, dim=1)}
+
+
+def _logits_of(drafter: Any, state: Any) -> Any:
+    """The drafter's logits, as `Gemma4AssistantMaskedEmbedder` makes them, without ``.item()``."""
+    weight, embedder = drafter.lm_head.weight, drafter.masked_embedding
+    if not drafter.config.use_ordered_embeddings:
+        return drafter.lm_head(state)
+    best = embedder.centroids(state).topk(embedder.centroid_intermediate_top_k).indices
+    ordering = embedder.token_ordering.long().view(embedder.num_centroids, -1)
+    tokens = ordering[best].flatten(-2)  # (1, 1, tokens)
+    known = torch.nn.functional.linear(state[0], weight[tokens[0, 0]])[None]
+    shape = (1, 1, len(weight))
+    return (known.amin(-1, keepdim=True) - 1).expand(shape).scatter(-1, tokens, known)
+
+
+@contextmanager
+def _last_hidden_state(model: Any) -> Iterator[list[Any]]:
+    """In this context, collect what this thread's forwards give the output embeddings."""
+    states: list[Any] = []
+    thread = get_ident()
+
+    def note(_: Any, inputs: Any) -> None:
+        if get_ident() == thread:
+            states.append(inputs[0])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(note)
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+def _is_in_order(inputs: dict[str, Any]) -> bool:
+    """Whether a prompt has no masked tokens, and positions from 0 on."""
+    ids, positions = inputs["input_ids"], inputs.get("position_ids")
+    mask = inputs.get("attention_mask")
+    usual = torch.arange(ids.shape[1], device=ids.device)[None]
+    if mask is not None and (mask.shape != ids.shape or not mask.all()):
+        return False
+    return positions is None or torch.equal(positions, usual)

@@ -1,0 +1,479 @@
+"""Rounds of drafts and their check run as CUDA graphs.
+
+The references are transformers' own drafting with its dynamic cache, in float32 on the CPU, and on
+the GPU the same rounds without capture, which run the same kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import threading
+from itertools import cycle
+
+import pytest
+import torch
+from packaging.version import Version
+
+from gemma4_compat.model.caches import cache_name
+from gemma4_compat.runtime.capture import decoding
+from gemma4_compat.tiny import image_inputs
+from tests.patches.test_captured_decoding import load_in
+from tests.pretended_gpu import pretend
+from tests.support import load_model, new_model
+
+transformers = pytest.importorskip("transformers")
+if Version(transformers.__version__) < Version("5.8"):
+    pytest.skip("gemma4_assistant is new in transformers 5.8", allow_module_level=True)
+
+NEW_TOKENS = 24  # the sliding window has 8
+DRAFTS = 3
+
+
+def drafter_of(model, ordered=True):
+    """A drafter with random weights for the tiny model."""
+    from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+    text = model.config.get_text_config()
+    own = Gemma4TextConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=text.num_key_value_heads,
+        head_dim=64,
+        global_head_dim=128,
+        sliding_window=text.sliding_window,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+    )
+    config = Gemma4AssistantConfig(
+        text_config=own,
+        backbone_hidden_size=text.hidden_size,
+        use_ordered_embeddings=ordered,
+        num_centroids=text.vocab_size // 8,
+        centroid_intermediate_top_k=4,
+    )
+    torch.manual_seed(0)
+    drafter = Gemma4AssistantForCausalLM(config).eval().to(model.device, model.dtype)
+    if ordered:
+        drafter.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
+    drafter.generation_config.num_assistant_tokens = DRAFTS
+    return drafter
+
+
+def prompt(model, length=12):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 400, (1, length), generator=generator).to(model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def generated(model, inputs=None, static=True, tokens=NEW_TOKENS, **options):
+    """The tokens and logits of one call, on the CPU."""
+    output = model.generate(
+        **(prompt(model) if inputs is None else inputs),
+        cache_implementation="static" if static else None,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **{"do_sample": False, **options},
+    )
+    return output.sequences.cpu(), torch.cat(output.logits).cpu()
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def steps_of(model):
+    """The number of captured steps."""
+    decoding = vars(model).get("_decoding")
+    return 0 if decoding is None else sum(len(memory.steps) for memory in decoding.memories)
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """A function that lets so many drafts of each round be right, after the drafter ran."""
+    from gemma4_compat.runtime.capture.drafting import _Drafts
+
+    original = _Drafts.get_candidates
+
+    def force(expected, numbers):
+        turns = cycle(numbers)
+
+        def candidates(self, input_ids, **kwargs):
+            ids, logits = original(self, input_ids, **kwargs)
+            known = input_ids.shape[1]
+            drafts = ids.shape[1] - known
+            if drafts:
+                right = expected[:, known : known + drafts].to(ids.device)
+                ids = torch.cat([ids[:, :known], right], dim=1)
+                ids[:, known + next(turns) :] += 1
+            return ids, logits
+
+        monkeypatch.setattr(_Drafts, "get_candidates", candidates)
+
+    return force
+
+
+@pytest.fixture
+def model(model_dir, monkeypatch):
+    pretend(monkeypatch)
+    return new_model(model_dir).float()
+
+
+@pytest.fixture
+def uncaptured(monkeypatch):
+    """A context in which the same rounds run without capture."""
+
+    @contextlib.contextmanager
+    def context():
+        with monkeypatch.context() as patch:
+            run = lambda self, forward, inputs: forward.function(**inputs)  # noqa: E731
+            patch.setattr(decoding.Decoder, "run", run)
+            yield
+
+    return context
+
+
+LOOKUP = {"prompt_lookup_num_tokens": DRAFTS}
+#: the drafts, the check of all rows, and that of one row
+STEPS = 3
+
+
+def options_of(way, model):
+    return {"assistant_model": drafter_of(model)} if way == "drafter" else LOOKUP
+
+
+def check(model, inputs=None, **options):
+    """The same as transformers' drafting with a dynamic cache, in float32."""
+    expected = generated(model, inputs, static=False, **options)
+    for _ in range(2):
+        found = generated(model, inputs, **options)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert steps_of(model), "nothing was captured"
+
+
+def warned(caplog):
+    said = [record.getMessage() for record in caplog.records]
+    return [text for text in said if "decodes eagerly with drafts" in text]
+
+
+# -- equal ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.regression("captured_drafting", r"not supported with Static|that can be cropped")
+@pytest.mark.parametrize("way", ["drafter", "lookup"])
+def test_static_cache(model, way):
+    check(model, **options_of(way, model))
+    assert steps_of(model) <= STEPS
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("numbers", [(0,), (1,), (2,), (3,), (3, 0, 2, 1)], ids=str)
+def test_accepted(model, forced, numbers, ordered):
+    """As many tokens a round as are right, over many rounds beyond the window."""
+    drafter = drafter_of(model, ordered)
+    expected = generated(model, static=False, assistant_model=drafter, tokens=40)
+    forced(expected[0], numbers)
+    found = generated(model, assistant_model=drafter, tokens=40)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert steps_of(model) <= STEPS
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+def test_lengths_of_prompts(model, length):
+    check(model, prompt(model, length), assistant_model=drafter_of(model))
+
+
+@pytest.mark.parametrize("way", ["drafter", "lookup"])
+def test_the_bits_of_the_same_rounds_without_capture(model_dir, monkeypatch, uncaptured, way):
+    pretend(monkeypatch)
+    model = new_model(model_dir, "nf4")
+    options = options_of(way, model)
+    with uncaptured():
+        expected = generated(model, **options)
+    assert not steps_of(model)
+    for _ in range(2):
+        assert_same(generated(model, **options), expected)
+    assert 2 <= steps_of(model) <= STEPS
+
+
+def test_an_image(model):
+    check(model, image_inputs(model.config), assistant_model=drafter_of(model))
+
+
+def test_adapters(model, adapter_dir):
+    """Another adapter gets other steps."""
+    from peft import PeftModel
+
+    drafter = drafter_of(model)
+    model = PeftModel.from_pretrained(model, adapter_dir)
+    found = []
+    for enabled in (True, False, True):
+        with contextlib.nullcontext() if enabled else model.disable_adapter():
+            expected = generated(model, static=False, assistant_model=drafter)
+            found.append(generated(model, assistant_model=drafter))
+        assert torch.equal(found[-1][0], expected[0])
+    assert_same(found[0], found[2])
+    assert not torch.equal(found[0][1], found[1][1])
+    assert steps_of(model.get_base_model())
+
+
+def test_what_a_replaced_drafter_drafts(model, forced):
+    """A second drafter is not replayed from the steps of the first."""
+    first, second = drafter_of(model), drafter_of(model, ordered=False)
+    for drafter in (first, second, first):
+        check(model, assistant_model=drafter)
+
+
+def test_two_threads(model):
+    drafter = drafter_of(model)
+    expected = [generated(model, prompt(model, n), assistant_model=drafter) for n in (6, 12)]
+    found = {}
+
+    def run(number, length):
+        found[number] = generated(model, prompt(model, length), assistant_model=drafter)
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate((6, 12))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (0, 1):
+        torch.testing.assert_close(found[number], expected[number], rtol=1e-4, atol=1e-4)
+
+
+def test_memory_is_lent(model):
+    """The second call uses the cache and the steps of the first, also after one without drafts."""
+    drafter = drafter_of(model)
+    for _ in range(2):
+        expected = generated(model, assistant_model=drafter)
+    memories = vars(model)["_decoding"].memories
+    before = [step for memory in memories for step in memory.steps.values()]
+    assert_same(generated(model, assistant_model=drafter), expected)
+    after = [step for m in vars(model)["_decoding"].memories for step in m.steps.values()]
+    assert len(before) == len(after)
+    assert all(any(step is other for other in before) for step in after)
+
+
+def test_sampling(model):
+    """With the same numbers, sampling gives the tokens of the same rounds without capture."""
+    options = {"assistant_model": drafter_of(model), "do_sample": True}
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        found.append(generated(model, **options)[0])
+    assert torch.equal(found[1], found[2])
+    assert steps_of(model)
+
+
+def test_stopping_and_streaming(model):
+    """Criteria and streamers see the tokens that they see without us."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    class Streamer(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.tokens.append("end")
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.tensor([input_ids.shape[1] > 25])
+
+    said = []
+    for static in (False, True, True):
+        streamer = Streamer()
+        options = {"streamer": streamer, "stopping_criteria": StoppingCriteriaList([Stop()])}
+        ids, _ = generated(model, static=static, assistant_model=drafter_of(model), **options)
+        said.append((ids.tolist(), streamer.tokens))
+    assert said[0] == said[1] == said[2]
+
+
+def test_several_sequences_raise_as_upstream(model):
+    ids = prompt(model)["input_ids"].repeat(2, 1)
+    errors = []
+    for static in (False, True):
+        with pytest.raises(ValueError, match="batch_size = 1") as error:
+            generated(model, {"input_ids": ids}, static, assistant_model=drafter_of(model))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+# -- what keeps the rounds eager ------------------------------------------------------------------
+
+
+def hook(model, drafter):
+    model.model.language_model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def hook_of_the_drafter(model, drafter):
+    drafter.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def replaced_forward(model, drafter):
+    layer = model.model.language_model.layers[0].mlp
+    original = layer.forward
+    layer.forward = lambda x: original(x) * 1.0
+
+
+def replaced_draft(model, drafter):
+    original = drafter.post_projection.forward
+    drafter.post_projection.forward = lambda x: original(x) * 1.0
+
+
+def training(model, drafter):
+    model.model.language_model.layers[0].train()
+
+
+@pytest.mark.parametrize(
+    "change", [hook, hook_of_the_drafter, replaced_forward, replaced_draft, training]
+)
+def test_rounds_stay_eager(model, caplog, change):
+    """The result is right, and the reason is said once."""
+    drafter = drafter_of(model)
+    change(model, drafter)
+    expected = generated(model, static=False, assistant_model=drafter)
+    for _ in range(2):
+        assert torch.equal(generated(model, assistant_model=drafter)[0], expected[0])
+    assert len(warned(caplog)) == 1
+    # what has no code of the user is captured
+    assert steps_of(model) <= (change in (replaced_forward, replaced_draft))
+
+
+def test_a_masked_prompt(model, caplog):
+    inputs = prompt(model)
+    inputs["attention_mask"][:, :3] = 0
+    drafter = drafter_of(model)
+    expected = generated(model, inputs, static=False, assistant_model=drafter)
+    assert torch.equal(generated(model, inputs, assistant_model=drafter)[0], expected[0])
+    assert "masked" in warned(caplog)[0]
+
+
+@pytest.mark.parametrize("way", ["attention", "class", "drafter", "instance"])
+def test_functions_of_a_user(model, way):
+    """Where a user's functions take part, transformers answers as without us."""
+    drafter = drafter_of(model)
+    if way == "attention":
+        model.set_attn_implementation("eager")
+    elif way == "class":
+        original = type(model).forward
+
+        @functools.wraps(original)
+        def forward(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        model.__class__ = type("Gemma4Own", (type(model),), {"forward": forward})
+    elif way == "drafter":
+        drafter.create_attention_masks = lambda *args: type(drafter).create_attention_masks(
+            drafter, *args
+        )
+    else:
+        original = model.prepare_inputs_for_generation
+
+        @functools.wraps(original)
+        def prepare(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        model.prepare_inputs_for_generation = prepare
+    with pytest.raises(ValueError, match=r"static|Static|cropped"):
+        generated(model, assistant_model=drafter)
+    expected = generated(model, static=False, assistant_model=drafter)
+    assert len(expected[0][0]) == 12 + NEW_TOKENS
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+def test_the_cache_of_a_call(model):
+    """It can be copied, pickled, and continued without drafts."""
+    output = model.generate(
+        **prompt(model),
+        cache_implementation="static",
+        assistant_model=drafter_of(model),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        eos_token_id=None,
+    )
+    cache = output[cache_name()]
+    more = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(output.sequences, **more)
+    for each in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+        assert each.get_seq_length() == output.sequences.shape[1] - 1
+        found = model.generate(output.sequences, **{cache_name(): each}, **more)
+        assert torch.equal(found, expected)
+
+
+def test_more_than_there_is_room_for(model):
+    from gemma4_compat.runtime.capture.rollback import RollbackCache
+
+    cache = RollbackCache(model.config.get_text_config(), 100)
+    cache.make_room(4)
+    with torch.no_grad():
+        model(**prompt(model, 30), **{cache_name(): cache})
+    cache.crop(-4)
+    assert cache.get_seq_length() == 26
+    with pytest.raises(RuntimeError, match="4 tokens cannot be removed: this cache no longer"):
+        cache.crop(-4)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("way", ["drafter", "lookup"])
+@pytest.mark.parametrize("place", ["whole", "PLE on the CPU", "layers on the CPU"])
+def test_on_a_gpu(model_dir, uncaptured, place, way):
+    """The same rounds without capture, bit for bit."""
+    model = load_in(place, model_dir)
+    options = options_of(way, model)
+    with uncaptured():
+        expected = generated(model, **options)
+    for _ in range(3):
+        assert_same(generated(model, **options), expected)
+    assert 2 <= steps_of(model) <= STEPS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("numbers", [(0,), (1,), (2,), (3,), (3, 0, 2, 1)], ids=str)
+def test_accepted_on_a_gpu(model_dir, forced, numbers):
+    """The tokens of a call without drafts, as float32 rounds little."""
+    model = load_model(model_dir).float().cuda()
+    drafter = drafter_of(model)
+    expected = generated(model, tokens=40)
+    forced(expected[0], numbers)
+    for _ in range(2):
+        found = generated(model, assistant_model=drafter, tokens=40)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3)
+    assert 2 <= steps_of(model) <= STEPS
+
+
+@pytest.mark.cuda
+def test_an_adapter_on_a_gpu(model_dir, adapter_dir, uncaptured):
+    from peft import PeftModel
+
+    model = load_in("PLE on the CPU", model_dir)
+    drafter = drafter_of(model)
+    model = PeftModel.from_pretrained(model, adapter_dir)
+    with uncaptured():
+        expected = generated(model, assistant_model=drafter)
+    for _ in range(2):
+        assert_same(generated(model, assistant_model=drafter), expected)
+    assert steps_of(model.get_base_model())
