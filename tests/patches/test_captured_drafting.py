@@ -17,6 +17,7 @@ import pytest
 import torch
 from packaging.version import Version
 
+from gemma4_compat.errors import ModelError
 from gemma4_compat.model.caches import cache_name
 from gemma4_compat.runtime.capture import decoding
 from gemma4_compat.tiny import image_inputs
@@ -429,7 +430,7 @@ def test_more_than_there_is_room_for(model):
         model(**prompt(model, 30), **{cache_name(): cache})
     cache.crop(-4)
     assert cache.get_seq_length() == 26
-    with pytest.raises(RuntimeError, match="4 tokens cannot be removed: this cache no longer"):
+    with pytest.raises(ModelError, match="4 tokens cannot be removed: this cache no longer"):
         cache.crop(-4)
 
 

@@ -23,8 +23,8 @@ import copy
 import logging
 from typing import Any
 
-from ...engine import Finding, Kind, Patch, broken, drifted
-from ...engine.probing import code_at
+from ...engine import Finding, Kind, Patch, broken, drifted, fixed
+from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name, with_all_layers
 from ...model.parts import is_ours
 from ...runtime.capture.decoding import decoding_of
@@ -50,12 +50,14 @@ _DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
 @PATCH.probe
-def the_loop_calls_the_model_that_it_gets() -> Finding:
-    """Check that ``_assisted_decoding`` crops, and uses what is replaced for it."""
-    names = code_at(_GENERATION, "GenerationMixin._assisted_decoding").co_names
-    missing = {"_get_candidate_generator", "get_candidates", "crop"} - set(names)
+def transformers_refuses_a_static_cache() -> Finding:
+    """Look at which caches ``_assisted_decoding`` takes, and whether it uses what is replaced."""
+    code = code_at(_GENERATION, "GenerationMixin._assisted_decoding")
+    missing = {"_get_candidate_generator", "get_candidates", "crop"} - set(code.co_names)
     if missing:
         return drifted(f"GenerationMixin._assisted_decoding does not use {sorted(missing)}")
+    if not (mentions(code, "StaticCache") or mentions(code, "is_croppable")):
+        return fixed("transformers takes a static cache")
     return broken()
 
 
@@ -124,8 +126,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
     kind, text = type(model), model.config.get_text_config(decoder=True)
     tables = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
     functions = [
-        kind.forward, model.prepare_inputs_for_generation, kind._get_candidate_generator,
-        kind._assisted_decoding, kind._update_model_kwargs_for_generation,
+        kind.forward, model.prepare_inputs_for_generation,
         *(table.get(text._attn_implementation) for table in tables),
     ]  # fmt: skip
     return (

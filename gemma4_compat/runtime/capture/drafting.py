@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -31,6 +32,9 @@ _KNOWN = frozenset(
         "return_shared_kv_states",
     }
 )  # fmt: skip
+
+
+_GENERATOR = "SinglePositionMultiTokenCandidateGenerator"
 
 
 class Drafting:
@@ -58,7 +62,12 @@ class Drafting:
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        value = getattr(self.model, name)
+        return partial(self._generator, value) if name == "_get_candidate_generator" else value
+
+    def _generator(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        generator = original(*args, **kwargs)
+        return _Drafts(generator, self) if type(generator).__name__ == _GENERATOR else generator
 
     def __call__(self, **inputs: Any) -> Any:
         cache, ids = self._cache, inputs["input_ids"]
@@ -139,10 +148,6 @@ class Drafting:
             )
         outputs.hidden_states = states.pop()
         return outputs
-
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        generator = self.model._get_candidate_generator(*args, **kwargs)
-        return generator if self.drafter is None else _Drafts(generator, self)
 
 
 class _Drafts:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticCache, StaticLayer
 
+from ...errors import ModelError
+
 _ROOM = 16
 #: what a layer writes to in a check: the rows of the full layers, and those of the sliding ones
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -96,7 +98,7 @@ class RollbackLayer(StaticLayer):  # type: ignore[misc]
         """Remove the last ``-tokens_to_remove`` tokens; if it is positive, all after so many.
 
         Raises:
-            RuntimeError: tokens that the next token of a sliding layer sees were overwritten.
+            ModelError: tokens that the next token of a sliding layer sees were overwritten.
         """
         left = tokens_to_remove
         if left <= 0:
@@ -104,7 +106,7 @@ class RollbackLayer(StaticLayer):  # type: ignore[misc]
         left = min(left, self.cumulative_length_int)
         seen = 0 if self.sliding_window is None else max(left - self.sliding_window + 1, 0)
         if seen < self.first_kept_int:
-            raise RuntimeError(
+            raise ModelError(
                 f"{self.cumulative_length_int - left} tokens cannot be removed: this cache no "
                 f"longer has the keys and values of the tokens before {self.first_kept_int}.  A "
                 "dynamic cache has them (do not pass cache_implementation='static')."

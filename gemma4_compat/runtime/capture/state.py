@@ -1,4 +1,4 @@
-"""The state of a model at the time of a capture: a graph is right as long as nothing has changed."""
+"""The state of a model at the time of a capture; its graphs are right until something changes."""
 
 from __future__ import annotations
 
