@@ -80,10 +80,9 @@ def generated(model, inputs=None, static=True, tokens=NEW_TOKENS, **options):
         **(prompt(model) if inputs is None else inputs),
         cache_implementation="static" if static else None,
         max_new_tokens=tokens,
-        min_new_tokens=tokens,
         output_logits=True,
         return_dict_in_generate=True,
-        **{"do_sample": False, **options},
+        **{"do_sample": False, "min_new_tokens": tokens, **options},
     )
     return output.sequences.cpu(), torch.cat(output.logits).cpu()
 
@@ -314,6 +313,27 @@ def test_several_sequences_raise_as_upstream(model):
             generated(model, {"input_ids": ids}, static, assistant_model=drafter_of(model))
         errors.append(str(error.value))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(("ends", "number"), [(None, 3), ([9], 3), ([5], 2), ([4, 7], 1)])
+def test_drafts_after_an_end(ends, number):
+    from gemma4_compat.runtime.capture.drafting import until_end
+
+    ends = None if ends is None else torch.tensor(ends)
+    assert until_end(torch.tensor([4, 5, 5]), ends) == number
+
+
+def test_the_end_of_the_text(model, forced):
+    """A text ends with the first token that ends it, also among accepted drafts."""
+    drafter = drafter_of(model)
+    expected = generated(model, static=False)[0]
+    end = int(expected[0, 20])
+    options = {"eos_token_id": end, "min_new_tokens": 1}
+    alone = generated(model, static=False, **options)[0]
+    assert 13 < alone.shape[1] < expected.shape[1]
+    padded = torch.cat([alone, alone.new_zeros(1, DRAFTS)], dim=1)
+    forced(padded, (DRAFTS,))
+    assert torch.equal(generated(model, assistant_model=drafter, **options)[0], alone)
 
 
 # -- what keeps the rounds eager ------------------------------------------------------------------

@@ -77,7 +77,6 @@ def prepare_cache_for_generation(
         getattr(generation_mode, "value", None) == "assisted_generation"
         and generation_config.cache_implementation == "static"
         and model_kwargs.get(cache_name()) is None
-        and batch_size == 1
         and _can_draft(self, generation_config)
     ):
         from ...runtime.capture.rollback import RollbackCache

@@ -155,6 +155,7 @@ class _Drafts:
 
     def __init__(self, generator: Any, drafting: Drafting) -> None:
         self._generator, self._drafting = generator, drafting
+        self._after_prompt = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -176,10 +177,12 @@ class _Drafts:
             return generator.get_candidates(
                 input_ids, is_first_iteration=is_first_iteration, **given
             )
-        last = -1 if generator.is_main_model_prefill else int(n_last_matches)
+        last = -1 if self._after_prompt else int(n_last_matches)
+        self._after_prompt = generator.is_main_model_prefill = False
         hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
-        generator.is_main_model_prefill = False
         drafts = drafting.run(self._draft, False, input_ids=input_ids[:, -1:], hidden=hidden)
+        # Before transformers 5.17, what follows an accepted end of the text would be accepted, too.
+        most = until_end(drafts["tokens"][0, :most], getattr(generator, "eos_token_id", None))
         ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
         return ids, drafts["logits"][:, :most]
 
@@ -205,6 +208,14 @@ class _Drafts:
             input_ids, hidden = logits[-1].argmax(dim=-1), drafter.post_projection(state)
             tokens.append(input_ids)
         return {"tokens": torch.cat(tokens, dim=1), "logits": torch.cat(logits, dim=1)}
+
+
+def until_end(tokens: Any, ends: Any) -> int:
+    """The number of tokens up to the first one that ends a text, with that one."""
+    if ends is None:
+        return len(tokens)
+    found = torch.isin(tokens, ends.to(tokens.device)).nonzero()
+    return int(found[0]) + 1 if len(found) else len(tokens)
 
 
 def _logits_of(drafter: Any, state: Any) -> Any:

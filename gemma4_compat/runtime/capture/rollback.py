@@ -100,7 +100,7 @@ class RollbackLayer(StaticLayer):  # type: ignore[misc]
         Raises:
             ModelError: tokens that the next token of a sliding layer sees were overwritten.
         """
-        left = tokens_to_remove
+        left = int(tokens_to_remove)  # transformers may pass a tensor
         if left <= 0:
             left += self.cumulative_length_int
         left = min(left, self.cumulative_length_int)
