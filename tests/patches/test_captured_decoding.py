@@ -1133,7 +1133,7 @@ def test_an_error_of_ours_is_no_error_of_the_generation(model_dir, captured_on_c
 
         with monkeypatch.context() as patch:
             error = RuntimeError("Cannot access data pointer")
-            patch.setattr(steps, "modules_of_a_step", support.fails(error))
+            patch.setattr(steps, "ModelState", support.fails(error))
             decoder = steps.Decoder(model, said.append)
             assert torch.equal(decoder(**{**step, cache_name(): cache}).logits, expected)
         assert said == ["RuntimeError: Cannot access data pointer"]
