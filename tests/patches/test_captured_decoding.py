@@ -1095,6 +1095,18 @@ def test_replaced_code_is_noticed(model_dir, monkeypatch, what):
     assert state.change(()) is None
 
 
+def test_a_named_tuple_runs_no_code_of_a_user():
+    """Such as a kernel's launch parameters, which the first step of a kind makes."""
+    from collections import namedtuple
+    from functools import partial
+
+    mine = eval("lambda _cls, x: x", {"__name__": "namedtuple_Mine"})
+    for call, is_known in ((namedtuple("Mine", "x"), True), (partial(mine, 1), False)):
+        with watch.watched() as watched:
+            call(2)
+        assert (watched.unknown() is None) is is_known
+
+
 @pytest.mark.cuda
 def test_a_replaced_forward_runs(model_dir, monkeypatch):
     from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm

@@ -277,6 +277,37 @@ def test_sampling(model):
     assert steps_of(model)
 
 
+def test_experts_are_switched_once(model, monkeypatch):
+    """For all checks of a call, however it ends; not for its prompt."""
+    from transformers import StoppingCriteriaList
+
+    events = []
+
+    @contextlib.contextmanager
+    def switched():
+        events.append("switched")
+        try:
+            yield
+        finally:
+            events.append("back")
+
+    def fails(*_, **__):
+        if len(events) == 1:
+            raise ZeroDivisionError
+
+    names = type(model)._assisted_decoding.__wrapped__.__code__.co_names
+    usual = ["switched", "back"] if "_optimize_model_for_decode" in names else []
+    expected = generated(model, static=False, prompt_lookup_num_tokens=3)
+    monkeypatch.setattr(model, "_optimize_model_for_decode", switched, raising=False)
+    assert torch.equal(generated(model, prompt_lookup_num_tokens=3)[0], expected[0])
+    assert events == usual
+    events.clear()
+    with pytest.raises(ZeroDivisionError) if usual else contextlib.nullcontext():
+        criteria = StoppingCriteriaList([fails])
+        generated(model, prompt_lookup_num_tokens=3, stopping_criteria=criteria)
+    assert events == usual
+
+
 def test_stopping_and_streaming(model):
     """Criteria and streamers see the tokens that they see without us."""
     from transformers import StoppingCriteria, StoppingCriteriaList

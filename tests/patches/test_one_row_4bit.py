@@ -147,13 +147,14 @@ def test_forward_of_one_token(nested):
 
 
 @pytest.mark.cuda
-def test_a_forward_of_two_tokens_is_bitsandbytes():
+@pytest.mark.parametrize(("tokens", "is_ours"), [(2, True), (8, True), (9, False)])
+def test_forwards_of_several_tokens(tokens, is_ours):
     model = quantized(make())
-    ids = torch.tensor([[7, 8]], device="cuda")
+    ids = torch.arange(7, 7 + tokens, device="cuda")[None]
     with torch.no_grad():
         found = model(input_ids=ids).logits
         with gemma4_compat.disabled("one_row_4bit"):
-            assert torch.equal(model(input_ids=ids).logits, found)
+            assert torch.equal(model(input_ids=ids).logits, found) is not is_ours
 
 
 # -- the kernel -----------------------------------------------------------------------------------
@@ -182,6 +183,30 @@ def test_errors(dtype, nested):
             scale = max(scale, true.abs().max().item())
             errors.append([(each.view(-1) - true).abs() for each in products(row, weight, state)])
         assert_as_exact(errors, torch.finfo(dtype).eps, scale)
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shared", [None, 48 << 10, 16 << 10], ids=["usual", "less", "little"])
+def test_a_row_beside_others_is_the_same(dtype, shared, monkeypatch):
+    """With less shared memory, several launches compute a few rows each."""
+    from bitsandbytes import matmul_4bit as matmul
+
+    monkeypatch.setattr(kernel, "_most_shared", lambda properties: shared or 227 << 10)
+    launch.reset(compiled=False)
+    for outputs, inputs in SHAPES:
+        weight, state = packed(outputs, inputs, dtype=dtype)
+        rows = torch.randn(1, 8, inputs, device="cuda").to(dtype)
+        each = [kernel.product(matmul, row, weight, state) for row in rows.split(1, 1)]
+        if each[0] is None:
+            assert 2 * inputs * rows.itemsize > (shared or 0), "the inputs do not fit"
+            continue
+        alone = torch.cat(each, 1)
+        for tokens in range(2, 9):
+            found = kernel.product(matmul, rows[:, :tokens], weight, state)
+            assert torch.equal(found, alone[:, :tokens])
+    launch.reset(compiled=False)
 
 
 @pytest.mark.cuda
@@ -260,7 +285,7 @@ def test_what_the_kernel_leaves_to_bitsandbytes():
     weight, state = packed(96, 512)
     row = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
     products(row, weight, state)
-    assert kernel.product(None, row.repeat(2, 1), weight, state) is None
+    assert kernel.product(None, row.repeat(9, 1), weight, state) is None
     assert kernel.product(None, row.clone().requires_grad_(), weight, state) is None
     assert kernel.product(None, row.double(), weight, state) is None
     assert kernel.product(None, row[:, :448], weight, state) is None
@@ -346,15 +371,19 @@ def test_nothing_changes_on_the_cpu(model):
         assert torch.equal(one_token(model), found)
 
 
-def test_only_forwards_of_one_token(model, calls):
-    ids = torch.tensor([[7, 8]])
+def test_only_forwards_of_a_few_tokens(model, calls):
+    ids = torch.arange(5, 14)
     with torch.no_grad():
-        model(input_ids=ids)
-        assert not calls
-        model(input_ids=ids[:, :1])
+        for each in (ids[None], ids[:, None]):  # tokens of one sequence, sequences of one token
+            model(input_ids=each)
+            assert not calls
+            model(input_ids=each[:8, :8])
+            assert calls
+            calls.clear()
+        model(input_ids=ids[None, :1])
     assert calls
     assert set(calls) == {threading.get_ident()}
-    assert not kernel.in_one_token()
+    assert not kernel.in_few_tokens()
 
 
 @torch.no_grad()
@@ -369,7 +398,7 @@ def test_only_in_the_forward_of_this_thread(model, calls):
         found.append(layer(row))
 
     def in_another_thread(*_):
-        assert kernel.in_one_token()
+        assert kernel.in_few_tokens()
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
@@ -390,7 +419,7 @@ def test_an_exception_ends_the_forward(model, calls):
     with pytest.raises(RuntimeError, match="the user's"):
         one_token(model)
     handle.remove()
-    assert not kernel.in_one_token()
+    assert not kernel.in_few_tokens()
     assert calls
 
 
@@ -399,15 +428,15 @@ def test_a_forward_inside_another(model, calls):
 
     def again(*_):
         if not inner:
-            inner.append(kernel.in_one_token())
+            inner.append(kernel.in_few_tokens())
             one_token(model)
-            assert kernel.in_one_token() is inner[0]
+            assert kernel.in_few_tokens() is inner[0]
 
     handle = model.model.language_model.layers[2].register_forward_pre_hook(again)
     one_token(model)
     handle.remove()
     assert inner == [True]
-    assert not kernel.in_one_token()
+    assert not kernel.in_few_tokens()
 
 
 def test_other_models(calls):
@@ -427,7 +456,7 @@ def test_a_bias_and_an_output_are_left_to_bitsandbytes(calls):
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401
 
     layer = support.linear4bit(bias=True).to("cpu")
-    with torch.no_grad(), kernel.one_token():
+    with torch.no_grad(), kernel.few_tokens():
         layer(torch.randn(1, 256, dtype=torch.bfloat16))
         assert not calls
         row, state = torch.randn(1, 256, dtype=torch.bfloat16), layer.weight.quant_state
@@ -441,7 +470,7 @@ def test_compiled_layers(calls):
     row = torch.randn(1, 256, dtype=torch.bfloat16)
     expected = layer(row)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    with kernel.one_token():
+    with kernel.few_tokens():
         assert torch.equal(compiled(row), expected)
     assert not calls
 

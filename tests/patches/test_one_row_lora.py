@@ -159,6 +159,20 @@ def test_errors(dtype, adapter):
 
 
 @pytest.mark.cuda
+@torch.no_grad()
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["two kernels", "one kernel"])
+def test_a_row_beside_others_is_the_same(small, monkeypatch):
+    monkeypatch.setattr(kernel, "_SMALL", small)
+    launch.reset(compiled=False)
+    layer = layer_of(300, 576)
+    all_rows = [inputs_of(layer, seed=seed) for seed in range(8)]
+    alone = torch.cat([sums(layer, *each)[0] for each in all_rows], 1)
+    for tokens in range(2, 9):
+        rows, results = (torch.cat(each[:tokens], 1) for each in zip(*all_rows, strict=True))
+        assert torch.equal(sums(layer, rows, results)[0], alone[:, :tokens])
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("small", [0, 1 << 30], ids=["two kernels", "one kernel"])
 @pytest.mark.parametrize("rank", RANKS)
 def test_ranks(rank, small, monkeypatch):
@@ -226,7 +240,7 @@ def test_what_the_kernels_leave_to_peft(monkeypatch):
     torch.testing.assert_close(added(result), by_peft(result), rtol=0.02, atol=0.02)
     assert added(result[..., ::2]) is None
     assert added(result.float()) is None
-    for other in (row.repeat(1, 2, 1), row.float(), row[..., :256], row.cpu()):
+    for other in (row.repeat(1, 9, 1), row.float(), row[..., :256], row.cpu()):
         assert update_of(layer, other) is None
     with torch.enable_grad():
         assert update_of(layer, row) is None
@@ -347,13 +361,13 @@ def test_nothing_changes_on_the_cpu(model_dir):
 
 
 @torch.no_grad()
-def test_only_forwards_of_one_token(model_dir, calls):
+def test_only_forwards_of_a_few_tokens(model_dir, calls):
     model = adapted(model_dir)
-    ids = torch.tensor([[7, 8]])
+    ids = torch.arange(5, 14)[None]
     model(input_ids=ids)
     adapters_of(model)[0](torch.randn(1, 1, adapters_of(model)[0].in_features))
     assert not calls
-    model(input_ids=ids[:, :1])
+    model(input_ids=ids[:, :8])
     assert set(calls) <= set(adapters_of(model))
     assert calls
 
@@ -426,7 +440,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
 def test_a_subclass_and_arguments_are_left_to_peft(calls):
     layer = layer_of(device="cpu")
     row = torch.randn(1, 512, dtype=torch.bfloat16)
-    with torch.no_grad(), one_row_4bit.one_token():
+    with torch.no_grad(), one_row_4bit.few_tokens():
         layer(row, adapter_names=["default"])
         layer.__class__ = type("Own", (type(layer),), {})
         layer(row)
@@ -438,7 +452,7 @@ def test_compiled_layers(calls):
     layer, row = layer_of(device="cpu"), torch.randn(1, 512, dtype=torch.bfloat16)
     expected = layer(row)
     compiled = torch.compile(lambda inputs: layer(inputs), backend="eager")
-    with one_row_4bit.one_token():
+    with one_row_4bit.few_tokens():
         assert torch.equal(compiled(row), expected)
     assert not calls
 

@@ -206,6 +206,22 @@ def test_only_forwards_of_one_token_without_gradients(seen):
     assert not seen
 
 
+@torch.no_grad()
+def test_several_tokens_are_sequences_with_the_same_keys(seen):
+    """With a mask for each of them, but not without one, and not of several sequences."""
+    model, ids = make().eval(), torch.arange(5, 25)[None]
+    for tokens, is_ours in ((8, True), (9, False)):
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        mask = torch.ones(1, 20 + tokens, dtype=torch.long)
+        mask[:, 3] = 0  # transformers makes no mask where none is needed
+        model(input_ids=ids[:, :tokens], past_key_values=cache, attention_mask=mask)
+        found, seen[:] = list(seen), []
+        assert found == ([(8, 4, 1, 256), (8, 4, 1, 512)] if is_ours else [])
+    model(input_ids=ids[:, :5])
+    model(input_ids=ids[:, :5].repeat(2, 1), attention_mask=torch.ones(2, 5).tril())
+    assert not seen
+
+
 def test_the_result_is_used(seen, monkeypatch):
     def zeros(query, key, value, mask, scale):
         return torch.zeros(query.shape[0], 1, *query.shape[1::2])

@@ -303,7 +303,7 @@ def products(nested=True, dtype=torch.bfloat16):
         original = original.__wrapped__
     weight, state = packed(700, 1536, nested=nested, dtype=dtype)
     row = torch.randn(1, 1536, device=GPU, dtype=dtype)
-    with one_row_4bit.one_token():
+    with one_row_4bit.few_tokens():
         found = one_row_4bit.matmul(original, row, weight.t(), state)
     return found, original(row, weight.t(), state)
 
@@ -313,9 +313,9 @@ def updates():
 
     layer = layer_of(300, 1536)
     row, _ = inputs_of(layer)
-    with one_row_4bit.one_token(), gemma4_compat.disabled("one_row_lora"):
+    with one_row_4bit.few_tokens(), gemma4_compat.disabled("one_row_lora"):
         theirs = layer(row)
-    with one_row_4bit.one_token():
+    with one_row_4bit.few_tokens():
         return layer(row), theirs
 
 

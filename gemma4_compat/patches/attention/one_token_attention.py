@@ -37,24 +37,36 @@ PATCH = Patch(
 
 #: The options of ``sdpa_attention_forward`` that the kernel does not know.
 _UNKNOWN = ("softcap", "position_bias", "cache")
+_TOKENS = 8  # of one sequence, at most
 
 
-def _is_one_token(layer: Any, hidden_states: Any) -> bool:
-    return bool(hidden_states.shape[1] == 1)
+def _has_few_tokens(layer: Any, hidden_states: Any) -> bool:
+    batch, tokens = hidden_states.shape[:2]
+    return bool(tokens == 1 or (batch == 1 and tokens <= _TOKENS))
 
 
 def _attention(
     sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
 ) -> Any:
-    if not options.get("dropout") and all(options.get(name) is None for name in _UNKNOWN):
+    tokens = query.shape[2]
+    known = not options.get("dropout") and all(options.get(name) is None for name in _UNKNOWN)
+    if known and (tokens == 1 or mask is not None):  # without a mask, each has other keys
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        output = one_token_attention.attention(query, key, value, mask, scale)
+        inputs = query, key, value, mask
+        if tokens > 1:  # each as a sequence of its own, with the same keys
+            inputs = _as_sequences(tokens, *inputs)
+        output = one_token_attention.attention(*inputs, scale)
         if output is not None:
-            return output, None
+            return output.view(query.shape[0], tokens, *output.shape[2:]), None
     return sdpa(layer, query, key, value, mask, **options)
 
 
+def _as_sequences(tokens: int, query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, ...]:
+    keys = key.expand(tokens, -1, -1, -1), value.expand(tokens, -1, -1, -1)
+    return query.transpose(0, 2), *keys, mask.transpose(0, 2)
+
+
 for family in FAMILIES:
-    replace(PATCH.part(family.name, family.requirement), family, _is_one_token, _attention)
+    replace(PATCH.part(family.name, family.requirement), family, _has_few_tokens, _attention)
 PATCH.on_revert(forget)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -112,8 +114,10 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
         drafter = None
     kwargs["generation_config"] = copy.copy(config)
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
-    drafting = Drafting(self, cache, drafts, drafter, lambda why: _warn_once(self, why))
-    return original(drafting, input_ids, *args, **kwargs)
+    with ExitStack() as stack:
+        warn = partial(_warn_once, self)
+        drafting = Drafting(self, cache, drafts, drafter, warn, stack)
+        return original(drafting, input_ids, *args, **kwargs)
 
 
 def _can_draft(model: Any, generation_config: Any) -> bool:

@@ -1,11 +1,11 @@
-"""4-bit models multiply slowly with the row of inputs that one token has.
+"""4-bit models multiply slowly with the row of inputs that one token has, or with a few rows.
 
 Each layer in 4 bits has one product in a step of one token.  bitsandbytes' kernel for one row takes
 about 9 us for the small layers of E2B, whose bytes the memory sends in one.  Before 0.50, double
 quantization adds two kernels for the maxima of the blocks.  This is most of the time of a captured
-step.
+step.  With the rows of several tokens, as in a check of drafts, they take longer.
 
-In such a forward of the text model, the fix uses a kernel of its own, see
+In forwards of the text model with at most 8 tokens, the fix uses a kernel of its own, see
 ``runtime/kernels/one_row_4bit.py``.  It is the same in eager and captured steps.  Its outputs are
 not those of bitsandbytes bit for bit: they are closer to the exact product, because it rounds only
 once.
@@ -25,8 +25,8 @@ PATCH = Patch(
     symptom="half of the time of a decode step goes into the 4-bit products of one token",
     affects=("bitsandbytes",),
     changes=(
-        "In forwards of the text model with one token, 4-bit layers on a GPU multiply in a faster "
-        "and more exact kernel."
+        "In forwards of the text model with at most 8 tokens, 4-bit layers on a GPU multiply in a "
+        "faster and more exact kernel."
     ),
     unreported="bitsandbytes' kernels are right, and not made for layers this small.",
     former=former("one_row_4bit"),

@@ -11,7 +11,7 @@ A drafter's drafts decide how many tokens a round gives, and never which ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -46,6 +46,7 @@ class Drafting:
         drafts: the largest number of drafts in a round.
         drafter: a ``Gemma4AssistantForCausalLM``, or ``None`` if the drafts come from elsewhere.
         warn: is called with the reason why steps are not captured.
+        stack: is closed after the call.
     """
 
     def __init__(
@@ -55,15 +56,26 @@ class Drafting:
         drafts: int,
         drafter: Any,
         warn: Callable[[str], Any],
+        stack: ExitStack,
     ) -> None:
         self.model, self.drafts, self.drafter = model, drafts, drafter
         self._cache = cache
         self._decoder = Decoder(model, warn, drafter)
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
+        self._stack, self._for_checks = stack, False
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.model, name)
+        if name == "_optimize_model_for_decode":
+            return partial(self._optimized, value)
         return partial(self._generator, value) if name == "_get_candidate_generator" else value
+
+    def _optimized(self, original: Callable[..., Any]) -> AbstractContextManager[None]:
+        """The context of a check; transformers would visit all modules twice, to switch experts."""
+        if not self._for_checks:
+            self._stack.enter_context(original())
+            self._for_checks = True
+        return nullcontext()
 
     def _generator(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generator = original(*args, **kwargs)

@@ -1,14 +1,15 @@
-// out = weight @ in, for one row of inputs and a weight in 4 bits (bitsandbytes' layout).
+// out = in @ weight.T, for a few rows of inputs and a weight in 4 bits (bitsandbytes' layout).
 //
 // A vector is 32 values of a row of the weight: 16 bytes.  16 threads, times `splits`, share the
 // vectors of ROWS rows.  Each thread loads all of its vectors at once, because the latency of the
 // memory matters most.  While they are on their way, the block fills its shared memory.
 //
 // All products are in float32, with the values of the code.  A block's maximum multiplies the sum of
-// 32 products.  The order of the additions depends on the shape of the weight only.
+// 32 products.  The order of the additions depends on the shape of the weight only: a row has the same
+// outputs beside other rows.
 //
 // Constants from the compiler's command line: INPUT, the dtype of inputs and outputs;
-// NESTED or not; ROWS and VECTORS of a thread; THREADS, the most in a block.
+// NESTED or not; TOKENS, the rows of inputs; ROWS and VECTORS of a thread; THREADS, the most in a block.
 
 #include "values.cuh"
 
@@ -26,9 +27,11 @@ struct Arguments {
     u32 outputs, vectors;  // of the weight, of a row
     u32 splits;            // groups of threads that share a row
     u32 shift;             // blocks have 2 ** shift vectors
+    u32 tokens, none;      // at most TOKENS
 };
 
 constexpr int LANES = 16, CHUNKS = 2 * sizeof(Input);  // of 16 bytes, in the inputs of a vector
+constexpr int COUNT = ROWS * TOKENS, SAME = LANES / COUNT;  // lanes that end with the same sum
 
 // The products are this much smaller, so that the sum of 32 large ones is finite before the maximum
 // multiplies it.
@@ -80,7 +83,7 @@ struct Shared {
 #if NESTED
     float code2[256];
 #endif
-    float sums[2][THREADS / LANES * ROWS];  // of the splits
+    float sums[2][THREADS / LANES * COUNT];  // of the splits
     uint4 chunks[1];                        // of the inputs, and more
 };
 
@@ -146,64 +149,81 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_row_4bit(const Argumen
 #else
     const float offset = 0.f;
 #endif
-    for (u32 i = threadIdx.x; i < CHUNKS * all.vectors; i += blockDim.x)
-        shared.chunks[i % CHUNKS * stride + i / CHUNKS] = all.in[i];
+    const u32 size = CHUNKS * all.vectors;
+#pragma unroll
+    for (u32 t = 0; t < TOKENS; t++)
+        for (u32 i = threadIdx.x; i < size; i += blockDim.x)
+            shared.chunks[(t * CHUNKS + i % CHUNKS) * stride + i / CHUNKS] =
+                all.in[min(t, all.tokens - 1) * size + i];
     __syncthreads();
 
     u32 column = threadIdx.x % 32 * 4;
     asm("" : "+r"(column));  // keeps the compiler from computing it for each value
     for (u32 buffer = 0;; buffer ^= 1) {
-        float sum[ROWS] = {};
+        float sum[COUNT] = {};
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
             if (vector + i * step >= all.vectors) break;
             const uint4* own = shared.chunks + vector + i * step;
-            float even[ROWS] = {}, odd[ROWS] = {};
+            float even[COUNT] = {}, odd[COUNT] = {};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float x[8];
-#pragma unroll
-                for (int k = 0; k < 4; k++)
-                    inputs(x[2 * k], x[2 * k + 1], own + j * (CHUNKS / 4) * stride, stride, k);
+                float w[ROWS][8];
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
                     const u32 word = word_of(loaded.packed[r][i], j);
                     const u32 high = word >> 4 & 0x0f0f0f0f, low = word & 0x0f0f0f0f;
-                    even[r] = fmaf(value<0>(shared.table, high, column), x[0], even[r]);
-                    odd[r] = fmaf(value<0>(shared.table, low, column), x[1], odd[r]);
-                    even[r] = fmaf(value<1>(shared.table, high, column), x[2], even[r]);
-                    odd[r] = fmaf(value<1>(shared.table, low, column), x[3], odd[r]);
-                    even[r] = fmaf(value<2>(shared.table, high, column), x[4], even[r]);
-                    odd[r] = fmaf(value<2>(shared.table, low, column), x[5], odd[r]);
-                    even[r] = fmaf(value<3>(shared.table, high, column), x[6], even[r]);
-                    odd[r] = fmaf(value<3>(shared.table, low, column), x[7], odd[r]);
+                    w[r][0] = value<0>(shared.table, high, column);
+                    w[r][1] = value<0>(shared.table, low, column);
+                    w[r][2] = value<1>(shared.table, high, column);
+                    w[r][3] = value<1>(shared.table, low, column);
+                    w[r][4] = value<2>(shared.table, high, column);
+                    w[r][5] = value<2>(shared.table, low, column);
+                    w[r][6] = value<3>(shared.table, high, column);
+                    w[r][7] = value<3>(shared.table, low, column);
+                }
+#pragma unroll
+                for (int t = 0; t < TOKENS; t++) {
+                    const uint4* chunks = own + (t * CHUNKS + j * (CHUNKS / 4)) * stride;
+                    float x[8];
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        inputs(x[2 * k], x[2 * k + 1], chunks, stride, k);
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+                        for (int k = 0; k < 8; k += 2) {
+                            float &first = even[r * TOKENS + t], &second = odd[r * TOKENS + t];
+                            first = fmaf(w[r][k], x[k], first);
+                            second = fmaf(w[r][k + 1], x[k + 1], second);
+                        }
+                    }
                 }
             }
 #pragma unroll
-            for (int r = 0; r < ROWS; r++)
-                sum[r] = fmaf(loaded.maximum(shared, offset, r, i), even[r] + odd[r], sum[r]);
-        }
+            for (int r = 0; r < ROWS; r++) {
+                const float maximum = loaded.maximum(shared, offset, r, i);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-            for (int distance = LANES / 2; distance > 0; distance /= 2)
-                sum[r] += __shfl_xor_sync(0xffffffff, sum[r], distance);
-        }
-        if (all.splits == 1) {
-#pragma unroll
-            for (int r = 0; r < ROWS; r++)
-                if (lane == 0 && row + r < all.outputs) all.out[row + r] = store(sum[r] / SCALE);
-        } else {
-            float* sums = shared.sums[buffer] + part * all.splits * ROWS;
-            if (lane == 0) {
-#pragma unroll
-                for (int r = 0; r < ROWS; r++) sums[split * ROWS + r] = sum[r];
+                for (int t = r * TOKENS; t < (r + 1) * TOKENS; t++)
+                    sum[t] = fmaf(maximum, even[t] + odd[t], sum[t]);
             }
+        }
+        add_lanes<COUNT, LANES / 2, 1>(sum, lane);
+        const auto write = [&](u32 at, float total) {
+            const u32 output = row + at / TOKENS, token = at % TOKENS;
+            if (output < all.outputs && token < all.tokens)
+                all.out[token * all.outputs + output] = store(total / SCALE);
+        };
+        if (all.splits == 1) {
+            if (lane % SAME == 0) write(lane / SAME, sum[0]);
+        } else {
+            float* sums = shared.sums[buffer] + part * all.splits * COUNT;
+            if (lane % SAME == 0) sums[split * COUNT + lane / SAME] = sum[0];
             __syncthreads();  // the other buffer's sums were read
-            if (split == 0 && lane < ROWS && row + lane < all.outputs) {
+            if (split == 0 && lane < COUNT) {
                 float total = 0.f;
-                for (u32 i = 0; i < all.splits; i++) total += sums[i * ROWS + lane];
-                all.out[row + lane] = store(total / SCALE);
+                for (u32 i = 0; i < all.splits; i++) total += sums[i * COUNT + lane];
+                write(lane, total);
             }
         }
         row += next;

@@ -1,4 +1,5 @@
-// out = result + scaling * B @ (A @ in), for one row of inputs: what a LoRA adapter adds.
+// out = result + scaling * B @ (A @ in), for a few rows of inputs: what a LoRA adapter adds.  A row of
+// blocks computes each of them.
 //
 // All products and sums are in float32.  The order of the additions depends on the shapes only.
 //
@@ -103,6 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_row_lora(
 ) {
     __shared__ float sums[OWN * PARTS], s[RANK];
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % LANES, fours = inputs / 4;
+    in += blockIdx.y * fours, middle += blockIdx.y * RANK;
+    result += (long long)blockIdx.y * outputs, out += (long long)blockIdx.y * outputs;
     unsigned first = blockIdx.x * ROWS;  // of the rows of the block
     Row row(b, result, first + threadIdx.x / LANES, PART == FIRST ? 0 : outputs, lane);
     if (PART <= FIRST) {

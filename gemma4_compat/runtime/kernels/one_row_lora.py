@@ -1,4 +1,4 @@
-"""Adds what a LoRA adapter computes from one row of inputs, in one or two kernels.
+"""Adds what a LoRA adapter computes from a few rows of inputs, in one or two kernels.
 
 PEFT needs about eight kernels for it.  The kernels of ``one_row_lora.cu`` compute in float32 and
 round once, to the dtype of the result.  PEFT also rounds the update before it adds it, so these
@@ -6,7 +6,7 @@ kernels are more exact.
 
 If the matrix A is small, each block of one kernel multiplies the inputs with all of it.  Otherwise
 a first kernel does this.  The order of the additions depends on the shapes only: the outputs of an
-eager and of a captured step are equal bit for bit.
+eager and of a captured step are equal bit for bit, and those of a row with and without other rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from . import compiler
 from .launch import Launcher
-from .one_row_4bit import in_one_token
+from .one_row_4bit import in_few_tokens
 from .replacing import current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_near
 
@@ -27,6 +27,7 @@ LAUNCHER = Launcher("one_row_lora", "PEFT adds the updates of LoRA adapters")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _RANKS = 256  # at most
+_TOKENS = 8  # rows of inputs, at most
 _ALIGNMENT = 16  # bytes of the longest load
 _MOST = 1 << 31  # values
 _SMALL = 160 << 10  # bytes of A, at most, for one kernel
@@ -35,7 +36,7 @@ _THREADS = 1024, 512, 256  # of a block of that kernel, of the first and of the 
 
 
 def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
-    """A function that uses the kernels where it can, in one-token forwards of our models.
+    """A function that uses the kernels where it can, in our models' forwards with a few tokens.
 
     Args:
         original: ``forward`` of PEFT's ``Linear4bit`` for LoRA.
@@ -51,7 +52,7 @@ def in_kernels(original: Any, onloaded: Callable[..., Any]) -> Any:
         adapter = None
         if (
             not (is_compiling() or args or kwargs)
-            and in_one_token()
+            and in_few_tokens()
             and is_usual
             and type(self) is bnb.Linear4bit
         ):
@@ -102,7 +103,8 @@ def adapter_of(layer: Any, x: Any) -> Any:
     if (
         not (_is_plain_linear(first) and _is_plain_linear(second) and _passes(dropout))
         or type(scaling) not in (float, int)
-        or not x.numel() == x.shape[-1] == first.weight.shape[1]
+        or x.shape[-1] != first.weight.shape[1]
+        or not x.numel()
         or not x.is_contiguous()
     ):
         return None
@@ -126,7 +128,8 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
         or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT
     ):
         return None
-    key = x.device, x.dtype, a.dtype, size, rank, outputs, scaling
+    tokens = x.numel() // size
+    key = x.device, x.dtype, a.dtype, size, rank, outputs, scaling, tokens
     launch = LAUNCHER.kinds.get(key) or LAUNCHER.get(key, x.device, _launch, *key)
     if launch is None:
         return None
@@ -136,7 +139,7 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
             type(result) is not torch.Tensor
             or result.dtype is not x.dtype
             or result.get_device() != index
-            or not result.numel() == result.shape[-1] == outputs
+            or not result.shape[-1] == result.numel() // tokens == outputs
             or not result.is_contiguous()
             or result.is_neg()
         ):
@@ -213,8 +216,9 @@ def _is_unobserved(own: dict[str, Any]) -> bool:
 
 
 def _launch(
-    device: Any, dtype: Any, adapter: Any, inputs: int, rank: int, outputs: int, scaling: float
-) -> Any:
+    device: Any, dtype: Any, adapter: Any, inputs: int, rank: int, outputs: int, scaling: float,
+    tokens: int,
+) -> Any:  # fmt: skip
     """A function that launches the kernels for these shapes; ``None`` if there are none."""
     import torch
 
@@ -225,17 +229,18 @@ def _launch(
         or not 0 < rank <= _RANKS
         or not 0 < inputs * rank < _MOST
         or not 0 < outputs * rank < _MOST
+        or tokens > _TOKENS
         or inputs % 4
     ):
         return None
     kind = device, dtype, adapter, rank, inputs * rank * adapter.itemsize <= _SMALL
     LAUNCHER.checked(kind, device, _compare, *kind)
-    return _launching(*kind, inputs, outputs, float(scaling))
+    return _launching(*kind, inputs, outputs, float(scaling), tokens)
 
 
 def _launching(
     device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool, inputs: int, outputs: int,
-    scaling: float, most: int = _BLOCKS,
+    scaling: float, tokens: int, most: int = _BLOCKS,
 ) -> Callable[..., None]:  # fmt: skip
     import torch
 
@@ -246,7 +251,8 @@ def _launching(
         threads, constants = _THREADS[number], {"INPUT": dtypes()[dtype], "RANK": rank}
         constants |= {"ADAPTER": dtypes()[adapter], "PART": number, "THREADS": threads}
         kernel = compiler.compiled(_FILE, "one_row_lora", device, **constants)
-        launch = compiler.launcher(kernel, 6, (inputs, outputs, scaling), (threads, 1))
+        numbers = inputs, outputs, scaling
+        launch = compiler.launcher(kernel, 6, numbers, (threads, 1), rows=tokens)
         return launch, -(-outputs // (threads // _lanes(rank)))
 
     if is_small:
@@ -255,7 +261,7 @@ def _launching(
     (first, _), (second, blocks) = part(1), part(2)
 
     def in_two(x: Any, *pointers: int) -> None:
-        middle, stream = x.new_empty(rank, dtype=torch.float32), stream_of(index)
+        middle, stream = x.new_empty(tokens * rank, dtype=torch.float32), stream_of(index)
         pointers += (middle.data_ptr(),)
         first(rank, stream, *pointers)
         second(blocks, stream, *pointers)
@@ -269,12 +275,12 @@ def _compare(device: Any, dtype: Any, adapter: Any, rank: int, is_small: bool) -
     from torch.nn.functional import linear
 
     # More rows of B than a block computes at once, and inputs that do not fill the warps.
-    inputs, outputs, scaling = 1172, 2 * _THREADS[0] // _lanes(rank) + 1, 0.5
-    x, result = (pattern((1, n), dtype, device, n) for n in (inputs, outputs))
+    inputs, outputs, scaling, tokens = 1172, 2 * _THREADS[0] // _lanes(rank) + 1, 0.5, 2
+    x, result = (pattern((tokens, n), dtype, device, n) for n in (inputs, outputs))
     a, b = (pattern(shape, adapter, device, 1) for shape in ((rank, inputs), (outputs, rank)))
     x, a = x + x.sign() / 2, a / inputs**0.5  # each input changes the result
     own = torch.full_like(result, float("nan"))
-    launch = _launching(device, dtype, adapter, rank, is_small, inputs, outputs, scaling, 1)
+    launch = _launching(device, dtype, adapter, rank, is_small, inputs, outputs, scaling, tokens, 1)
     launch(x, *(each.data_ptr() for each in (own, result, x, a, b)))
 
     def by_peft(x: Any, a: Any, b: Any, result: Any) -> Any:

@@ -62,3 +62,24 @@ __device__ __forceinline__ Input store(float value) {
     result.set(value);
     return result;
 }
+
+// Adds COUNT values over the lanes whose numbers differ in the bits from STEP down to LAST.  While
+// there are several values, each lane keeps half of them: those that its bit selects.
+template <int COUNT, int STEP, int LAST>
+__device__ __forceinline__ void add_lanes(float* values, int lane) {
+    if constexpr (STEP >= LAST) {
+        constexpr int HALF = COUNT / 2;
+        if constexpr (HALF == 0) {
+            values[0] += __shfl_xor_sync(0xffffffff, values[0], STEP);
+        } else {
+            const bool upper = lane & STEP;
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                const float keep = upper ? values[i + HALF] : values[i];
+                const float give = upper ? values[i] : values[i + HALF];
+                values[i] = keep + __shfl_xor_sync(0xffffffff, give, STEP);
+            }
+        }
+        add_lanes<(HALF > 0 ? HALF : 1), STEP / 2, LAST>(values, lane);
+    }
+}

@@ -165,10 +165,11 @@ def _can_be_called(value: Any) -> bool:
 def _is_known(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether a function is of a known library, or of Python."""
     file, name = code.co_filename, code.co_name
-    if file.startswith("<"):  # no file: of Python itself, or written by ``dataclasses``
+    if file.startswith("<"):  # no file: of Python itself, or written by it for a class
         library = str(namespace.get("__name__")).partition(".")[0]
         is_written = name.startswith("__") and name.endswith("__")
-        return file.startswith("<frozen ") or (is_written and library in KNOWN)
+        is_namedtuple = namespace.keys() == {"_tuple_new", "__builtins__", "__name__"}
+        return file.startswith("<frozen ") or is_namedtuple or (is_written and library in KNOWN)
     libraries = (sys.modules[name] for name in KNOWN if name in sys.modules)
     if file.startswith(tuple(map(_folder_of, libraries))):
         return True
