@@ -286,9 +286,11 @@ def test_experts_are_switched_once(model, monkeypatch):
     @contextlib.contextmanager
     def switched():
         events.append("switched")
+        model.config.experts = "for decoding"
         try:
             yield
         finally:
+            del model.config.experts
             events.append("back")
 
     def fails(ids, scores, **kwargs):
@@ -298,14 +300,17 @@ def test_experts_are_switched_once(model, monkeypatch):
 
     names = type(model)._assisted_decoding.__wrapped__.__code__.co_names
     usual = ["switched", "back"] if "_optimize_model_for_decode" in names else []
-    expected = generated(model, static=False, prompt_lookup_num_tokens=3)
+    drafter = drafter_of(model)
+    expected = generated(model, static=False, assistant_model=drafter)
     monkeypatch.setattr(model, "_optimize_model_for_decode", switched, raising=False)
-    assert torch.equal(generated(model, prompt_lookup_num_tokens=3)[0], expected[0])
-    assert events == usual
+    for _ in range(3):
+        assert torch.equal(generated(model, assistant_model=drafter)[0], expected[0])
+    assert events == 3 * usual
+    assert 2 <= steps_of(model) <= STEPS  # of all calls
     events.clear()
     with pytest.raises(ZeroDivisionError) if usual else contextlib.nullcontext():
         criteria = StoppingCriteriaList([fails])
-        generated(model, prompt_lookup_num_tokens=3, stopping_criteria=criteria)
+        generated(model, assistant_model=drafter, stopping_criteria=criteria)
     assert events == usual
 
 

@@ -4,9 +4,10 @@ PEFT casts the inputs to float32, multiplies with A and with B, multiplies by th
 back, copies the result of the base layer and adds.  For E2B, these are 1,640 kernels a token, and
 the GPU takes longer to start each than to compute it.
 
-In a one-token forward of our text models, the fix uses one or two kernels of its own, see
-``runtime/kernels/one_row_lora.py``.  They are the same in eager and captured steps.  Their outputs
-are not those of PEFT bit for bit: they are closer to the exact sum, because they round only once.
+In a forward of our text models with at most 8 tokens, the fix uses one or two kernels of its own,
+see ``runtime/kernels/one_row_lora.py``.  They are the same in eager and captured steps.  Their
+outputs are not those of PEFT bit for bit: they are closer to the exact sum, because they round only
+once.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ PATCH = Patch(
     ),
     affects=("transformers", "peft", "bitsandbytes"),
     changes=(
-        "In forwards of the text models of Gemma 4 and Gemma 3n with one token, the only active "
-        "LoRA adapter of a 4-bit layer on a GPU is added in one or two faster and more exact "
-        "kernels."
+        "In forwards of the text models of Gemma 4 and Gemma 3n with at most 8 tokens, the only "
+        "active LoRA adapter of a 4-bit layer on a GPU is added in one or two faster and more "
+        "exact kernels."
     ),
     unreported="PEFT's operators are right, and made for more than one row.",
     requires=("one_row_4bit",),

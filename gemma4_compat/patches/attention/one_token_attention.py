@@ -7,7 +7,8 @@ read the free part of a static cache.
 
 The fix computes such attention with a kernel of its own, see
 ``runtime/kernels/one_token_attention.py``.  Scores, weights and sums are float32.  PyTorch's
-kernels round the weights to bfloat16 or float16, so that the logits differ by rounding.  Prompts,
+kernels round the weights to bfloat16 or float16, so that the logits differ by rounding.  The same
+kernel computes at most 8 tokens of one sequence with a mask, such as a check of drafts.  Prompts,
 gradients, torch.compile and other implementations than ``sdpa`` stay as they are.
 """
 
@@ -27,8 +28,8 @@ PATCH = Patch(
     symptom="after a prompt of 32,000 tokens, Gemma 4 generates at a quarter of the speed",
     affects=(),
     changes=(
-        "On a GPU, attention in decode steps is computed in a kernel of this package if "
-        "attn_implementation is sdpa.  The result differs by rounding."
+        "On a GPU, attention in decode steps and checks of drafts is computed in a kernel of this "
+        "package if attn_implementation is sdpa.  The result differs by rounding."
     ),
     note="Compute capabilities other than 9.0 were not measured.",
     unreported="PyTorch has no kernel for one query of heads of 512 that splits the keys.",

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import logging
 from contextlib import ExitStack
+from functools import cache as cached
 from functools import partial
 from typing import Any
 
@@ -115,9 +116,16 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     kwargs["generation_config"] = copy.copy(config)
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
     with ExitStack() as stack:
-        warn = partial(_warn_once, self)
-        drafting = Drafting(self, cache, drafts, drafter, warn, stack)
+        warn, for_decode = partial(_warn_once, self), stack if _switches_experts() else None
+        drafting = Drafting(self, cache, drafts, drafter, warn, for_decode)
         return original(drafting, input_ids, *args, **kwargs)
+
+
+@cached
+def _switches_experts() -> bool:
+    """Whether transformers chooses another implementation of experts for the checks."""
+    code = code_at(_GENERATION, "GenerationMixin._assisted_decoding")
+    return "_optimize_model_for_decode" in code.co_names
 
 
 def _can_draft(model: Any, generation_config: Any) -> bool:

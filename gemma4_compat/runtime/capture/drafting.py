@@ -11,7 +11,7 @@ A drafter's drafts decide how many tokens a round gives, and never which ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -46,7 +46,8 @@ class Drafting:
         drafts: the largest number of drafts in a round.
         drafter: a ``Gemma4AssistantForCausalLM``, or ``None`` if the drafts come from elsewhere.
         warn: is called with the reason why steps are not captured.
-        stack: is closed after the call.
+        for_decode: is closed after the call; ``None`` if transformers does not choose another
+            implementation of experts for the checks.
     """
 
     def __init__(
@@ -56,40 +57,40 @@ class Drafting:
         drafts: int,
         drafter: Any,
         warn: Callable[[str], Any],
-        stack: ExitStack,
+        for_decode: ExitStack | None,
     ) -> None:
         self.model, self.drafts, self.drafter = model, drafts, drafter
         self._cache = cache
         self._decoder = Decoder(model, warn, drafter)
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
-        self._stack, self._for_checks = stack, False
+        self._for_decode = for_decode
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.model, name)
         if name == "_optimize_model_for_decode":
-            return partial(self._optimized, value)
+            return nullcontext  # has begun after the prompt
         return partial(self._generator, value) if name == "_get_candidate_generator" else value
-
-    def _optimized(self, original: Callable[..., Any]) -> AbstractContextManager[None]:
-        """The context of a check; transformers would visit all modules twice, to switch experts."""
-        if not self._for_checks:
-            self._stack.enter_context(original())
-            self._for_checks = True
-        return nullcontext()
 
     def _generator(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generator = original(*args, **kwargs)
         return _Drafts(generator, self) if type(generator).__name__ == _GENERATOR else generator
 
     def __call__(self, **inputs: Any) -> Any:
-        cache, ids = self._cache, inputs["input_ids"]
-        if not cache.tokens:
+        ids, is_prompt = inputs["input_ids"], not self._cache.tokens
+        if is_prompt:
             self._in_order = _is_in_order(inputs)
         elif self._decoder.obstacle is None and ids.shape[1] <= self.drafts + 1:
             why = self._why_not(inputs)
             if why is None:
                 return self._checked(ids)
             self._decoder.give_up(NotCaptured(why))
+        outputs = self._eager(inputs)
+        if is_prompt and self._for_decode is not None:
+            # transformers would visit all modules twice in each round
+            self._for_decode.enter_context(self.model._optimize_model_for_decode())
+        return outputs
+
+    def _eager(self, inputs: dict[str, Any]) -> Any:
         if not inputs.pop("output_hidden_states", False):
             return self.model(**inputs)
         # transformers would keep the states of all tokens and layers

@@ -190,8 +190,8 @@ def _plan(
         return 4096 + 1024 * nested + 8 * (most // _LANES) * rows() * group + 16 * chunks
 
     limit = _most_shared(properties)
-    while group > 1 and needed() > limit:
-        group //= 2
+    while group > 1 and needed() > (limit if group < _TOKENS else limit // 2):
+        group //= 2  # two launches take less time than blocks that are alone on a multiprocessor
     shared = needed()
     if (
         dtype not in dtypes()
