@@ -34,6 +34,8 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
+#: makes the context of checks, in releases whose loop switches experts for them
+_FOR_DECODE = "_optimize_model_for_decode"
 _GENERATOR = "SinglePositionMultiTokenCandidateGenerator"
 
 
@@ -67,7 +69,7 @@ class Drafting:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.model, name)
-        if name == "_optimize_model_for_decode":
+        if name == _FOR_DECODE:
             return nullcontext  # has begun after the prompt
         return partial(self._generator, value) if name == "_get_candidate_generator" else value
 
@@ -87,7 +89,7 @@ class Drafting:
         outputs = self._eager(inputs)
         if is_prompt and self._for_decode is not None:
             # transformers would visit all modules twice in each round
-            self._for_decode.enter_context(self.model._optimize_model_for_decode())
+            self._for_decode.enter_context(getattr(self.model, _FOR_DECODE)())
         return outputs
 
     def _eager(self, inputs: dict[str, Any]) -> Any:
