@@ -414,6 +414,30 @@ def test_rounds_stay_eager(model, caplog, change):
     assert steps_of(model) <= (change in (replaced_forward, replaced_draft))
 
 
+@pytest.mark.parametrize("owner", ["model", "drafter"])
+def test_code_of_a_user_gets_the_usual_inputs(model, owner):
+    """Also in the first rounds: neither more tokens nor other masks, and each call once."""
+    drafter, shapes = drafter_of(model), []
+    layer = model.model.language_model.layers[0].mlp
+    module = layer if owner == "model" else drafter.masked_embedding
+    original = module.forward
+
+    def forward(x, *args, **kwargs):
+        shapes.append(x.shape)
+        return original(x, *args, **kwargs)
+
+    for later in (False, True):
+        module.__dict__.pop("forward", None)
+        if later:  # after rounds without it were captured
+            generated(model, assistant_model=drafter)
+        module.forward = forward
+        expected = generated(model, static=False, assistant_model=drafter)
+        usual, shapes[:] = list(shapes), []
+        assert torch.equal(generated(model, assistant_model=drafter)[0], expected[0])
+        assert shapes == usual
+        shapes.clear()
+
+
 def test_a_masked_prompt(model, caplog):
     inputs = prompt(model)
     inputs["attention_mask"][:, :3] = 0
@@ -423,7 +447,7 @@ def test_a_masked_prompt(model, caplog):
     assert "masked" in warned(caplog)[0]
 
 
-@pytest.mark.parametrize("way", ["attention", "class", "drafter", "instance"])
+@pytest.mark.parametrize("way", ["attention", "class", "drafter", "generator", "instance"])
 def test_functions_of_a_user(model, way):
     """Where a user's functions take part, transformers answers as without us."""
     drafter = drafter_of(model)
@@ -441,6 +465,9 @@ def test_functions_of_a_user(model, way):
         drafter.create_attention_masks = lambda *args: type(drafter).create_attention_masks(
             drafter, *args
         )
+    elif way == "generator":
+        generator = model._get_candidate_generator
+        model._get_candidate_generator = lambda *args, **kwargs: generator(*args, **kwargs)
     else:
         original = model.prepare_inputs_for_generation
 
@@ -478,9 +505,30 @@ def test_the_cache_of_a_call(model):
         assert torch.equal(found, expected)
 
 
+def test_a_cache_goes_on_with_drafts_as_in_transformers(model):
+    """Whose own drafts after a cache are not those of the whole prompt in each release."""
+    drafter, tokens = drafter_of(model), []
+    for static in (False, True):
+        options = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+        first = {"cache_implementation": "static", "max_cache_len": 100} if static else {}
+        output = model.generate(
+            **prompt(model),
+            **options,
+            **first,
+            assistant_model=drafter,
+            return_dict_in_generate=True,
+        )
+        cache = {cache_name(): output[cache_name()]}
+        tokens.append(model.generate(output.sequences, **cache, **options, assistant_model=drafter))
+    assert torch.equal(*tokens)
+
+
 def test_more_than_there_is_room_for(model):
     from gemma4_compat.runtime.capture.rollback import RollbackCache
 
+    cache = RollbackCache(model.config.get_text_config(), 20)
+    with torch.no_grad(), pytest.raises(ModelError, match="room for 36 tokens, and 40 are needed"):
+        model(**prompt(model, 40), **{cache_name(): cache})
     cache = RollbackCache(model.config.get_text_config(), 100)
     cache.make_room(4)
     with torch.no_grad():

@@ -95,7 +95,7 @@ def prepare_cache_for_generation(
 @PATCH.around(_GENERATION, "GenerationMixin._assisted_decoding")
 def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     cache: Any = kwargs.get(cache_name())
-    if type(cache).__name__ != "RollbackCache":
+    if type(cache).__name__ != "RollbackCache" or cache.tokens:  # of an earlier call
         return original(self, input_ids, *args, **kwargs)
 
     from ...runtime.capture.drafting import Drafting
@@ -137,7 +137,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
     kind, text = type(model), model.config.get_text_config(decoder=True)
     tables = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
     functions = [
-        kind.forward, model.prepare_inputs_for_generation,
+        kind.forward, model.prepare_inputs_for_generation, model._get_candidate_generator,
         *(table.get(text._attn_implementation) for table in tables),
     ]  # fmt: skip
     return (
@@ -148,6 +148,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
         and all(map(is_upstreams, functions))
         and generation_config.compile_config is None
         and not generation_config.disable_compile
+        and generation_config.use_cache is not False
         and not generation_config.output_attentions
         and not generation_config.output_hidden_states
     )
@@ -157,6 +158,8 @@ def _drafts_of(generation_config: Any, drafter: Any) -> int:
     """The largest number of drafts in a round; 0 if these drafts are not captured."""
     if generation_config is None or generation_config.assistant_early_exit is not None:
         return 0
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        return 0  # the logits of the drafter change the tokens
     if generation_config.prompt_lookup_num_tokens is not None:
         return int(generation_config.prompt_lookup_num_tokens)
     from transformers.generation import candidate_generator

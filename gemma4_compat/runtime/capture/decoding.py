@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...model.caches import cache_name
@@ -152,12 +152,15 @@ class Forward:
         inputs: the names of the inputs that it reads.
         in_place: whether the caller tells the cache which rows to write, and counts its tokens.
         has_layers: whether it runs the decoder's layers, which may be offloaded.
+        usual: runs the same as transformers does, with the user's code.  It runs once before, to
+            see whether there is such code, and wherever a step is not captured.
     """
 
     function: Callable[..., Any]
     inputs: Collection[str] = INPUTS
     in_place: bool = False
     has_layers: bool = True
+    usual: Callable[[], Any] | None = None
 
 
 class Decoder:
@@ -195,7 +198,7 @@ class Decoder:
                 else:
                     if output is not None:
                         return output()
-            return forward.function(**inputs)
+            return forward.function(**inputs) if forward.usual is None else forward.usual()
 
     def prepared(self, make: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """What ``make`` returns: the inputs of the next step, made from these arguments."""
@@ -238,7 +241,7 @@ class Decoder:
     ) -> Callable[[], Any] | None:
         """Run a step; return a function that makes its output.
 
-        Return ``None`` if the step is to run eagerly, in the contexts of ``stack``.
+        It runs in the contexts of ``stack``.  Return ``None`` if the step is to run as usual.
         """
         import torch
 
@@ -274,12 +277,23 @@ class Decoder:
             self.kinds.add(kind)
             if len(self.kinds) > _NEW_KINDS:
                 raise NotCaptured("its steps have inputs of ever new kinds")
+            if forward.usual is not None and (kind, "usual") not in state.warm:
+                return lambda: self._as_usual(forward, inputs, state, (kind, "usual"))
             if kind not in state.warm:
                 stack.enter_context(self._eager(state, kind))
-                return None
+                return lambda: forward.function(**inputs)
             step = self._captured(forward, state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
         return step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
+
+    def _as_usual(
+        self, forward: Forward, inputs: dict[str, Any], state: ModelState, kind: Any
+    ) -> Any:
+        """Run a step as transformers does; without code of the user, run it again as captured."""
+        assert forward.usual is not None
+        with self._eager(state, kind):
+            output = forward.usual()
+        return self.run(replace(forward, usual=None), inputs) if kind in state.warm else output
 
     @contextmanager
     def _eager(self, state: ModelState, kind: Any) -> Iterator[None]:

@@ -78,13 +78,13 @@ class Drafting:
         return _Drafts(generator, self) if type(generator).__name__ == _GENERATOR else generator
 
     def __call__(self, **inputs: Any) -> Any:
-        ids, is_prompt = inputs["input_ids"], not self._cache.tokens
+        ids, is_prompt = inputs.get("input_ids"), not self._cache.tokens
         if is_prompt:
             self._in_order = _is_in_order(inputs)
-        elif self._decoder.obstacle is None and ids.shape[1] <= self.drafts + 1:
+        elif self._decoder.obstacle is None and ids is not None and ids.shape[1] <= self.drafts + 1:
             why = self._why_not(inputs)
             if why is None:
-                return self._checked(ids)
+                return self._checked(inputs)
             self._decoder.give_up(NotCaptured(why))
         outputs = self._eager(inputs)
         if is_prompt and self._for_decode is not None:
@@ -117,13 +117,15 @@ class Drafting:
             return "its prompt is masked, or has other positions than usual"
         return None
 
-    def _checked(self, ids: Any) -> Any:
+    def _checked(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for these tokens, which the cache then has."""
-        cache, count = self._cache, ids.shape[1]
+        cache, count = self._cache, inputs["input_ids"].shape[1]
         rows = self.drafts + 1 if count > 1 else 1
-        filled = torch.nn.functional.pad(ids, (0, rows - count))
+        filled = torch.nn.functional.pad(inputs["input_ids"], (0, rows - count))
         start = cache.tokens
-        outputs = self.run(self._check, True, input_ids=filled)
+        outputs = self.run(self._check, True, partial(self._eager, inputs), input_ids=filled)
+        if not isinstance(outputs.hidden_states, torch.Tensor):
+            return outputs  # as transformers computes them
         cache.count(start + count, start + rows)
         outputs.logits = outputs.logits[:, :count]
         outputs.hidden_states = (outputs.hidden_states,)
@@ -140,12 +142,18 @@ class Drafting:
             layers = last_of_each_kind(self._cache)
             outputs.shared_kv_states = {name: layer.in_order() for name, layer in layers.items()}
 
-    def run(self, function: Callable[..., Any], has_layers: bool, **inputs: Any) -> Any:
+    def run(
+        self,
+        function: Callable[..., Any],
+        has_layers: bool,
+        usual: Callable[[], Any],
+        **inputs: Any,
+    ) -> Any:
         """Run a step that also gets the number of tokens in the cache, and the cache."""
         ids = inputs["input_ids"]
         start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)
         inputs["start"] = start
-        forward = Forward(function, tuple(inputs), in_place=True, has_layers=has_layers)
+        forward = Forward(function, tuple(inputs), True, has_layers, usual)
         return self._decoder.run(forward, {**inputs, cache_name(): self._cache})
 
     def _check(self, input_ids: Any, start: Any, **cache: Any) -> Any:
@@ -186,16 +194,23 @@ class _Drafts:
         """The tokens with the drafts behind them, and the drafter's logits."""
         generator, drafting = self._generator, self._drafting
         most = min(drafting.drafts, generator.main_model_max_length - input_ids.shape[1] - 1)
-        if is_first_iteration or most <= 0 or not drafting.is_captured:
+
+        def usual() -> Any:
             drafting.complete(model_outputs)
             given = {"model_outputs": model_outputs, "n_last_matches": n_last_matches, **kw}
             return generator.get_candidates(
                 input_ids, is_first_iteration=is_first_iteration, **given
             )
+
+        if is_first_iteration or most <= 0 or not drafting.is_captured:
+            return usual()
         last = -1 if self._after_prompt else int(n_last_matches)
-        self._after_prompt = generator.is_main_model_prefill = False
         hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
-        drafts = drafting.run(self._draft, False, input_ids=input_ids[:, -1:], hidden=hidden)
+        inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden}
+        drafts = drafting.run(self._draft, False, usual, **inputs)
+        self._after_prompt = generator.is_main_model_prefill = False
+        if not isinstance(drafts, dict):
+            return drafts  # as transformers makes them
         # Before transformers 5.17, what follows an accepted end of the text would be accepted, too.
         most = until_end(drafts["tokens"][0, :most], getattr(generator, "eos_token_id", None))
         ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
@@ -265,8 +280,10 @@ def _last_hidden_state(model: Any) -> Iterator[list[Any]]:
 
 def _is_in_order(inputs: dict[str, Any]) -> bool:
     """Whether a prompt has no masked tokens, and positions from 0 on."""
-    ids, positions = inputs["input_ids"], inputs.get("position_ids")
+    ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
     mask = inputs.get("attention_mask")
+    if ids is None:
+        return False
     usual = torch.arange(ids.shape[1], device=ids.device)[None]
     if mask is not None and (mask.shape != ids.shape or not mask.all()):
         return False

@@ -45,13 +45,22 @@ class RollbackLayer(StaticLayer):  # type: ignore[misc]
         self.rows: Rows | None = None
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write keys and values; return those that the new tokens see, and maybe more."""
+        """Write keys and values; return those that the new tokens see, and maybe more.
+
+        Raises:
+            ModelError: a full layer has no room for them.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         states = key_states, value_states
         if self.rows is not None:
             return self._written(self.rows[self.is_sliding], states)
         old, new = self.cumulative_length_int, self.cumulative_length_int + key_states.shape[-2]
+        if self.sliding_window is None and new > self.max_cache_len:
+            raise ModelError(
+                f"this cache has room for {self.max_cache_len} tokens, and {new} are needed.  Pass "
+                "no cache, or generate with a larger max_cache_len."
+            )
         self.count(new, new)
         if self.sliding_window is None:
             self._written(self._rows_of(old, new), states)
