@@ -99,18 +99,18 @@ class Placement:
             return 0
         adapter = (1 + self.job.states) * self.adapter(gpu)
         besides = self.cache(demand, gpu) + self.activations(demand, gpu)
-        return self.weights(gpu) + adapter + besides + self.unused + self.gpus[gpu].outside
+        return self.weights(gpu) + adapter + besides + self.unused(gpu) + self.gpus[gpu].outside
 
-    @property
-    def unused(self) -> int:
-        """The memory that PyTorch reserves in pieces into which no tensor fits.
+    def unused(self, gpu: int) -> int:
+        """The memory that PyTorch reserves on a GPU in pieces into which no tensor fits.
 
         Training failed with 0.42 to 0.51 GiB of it, and with LoRA on experts, whose dequantized
         weights take 0.95 GiB each, with 0.72.  Generating failed with 0.33 where decoder layers are
         offloaded, and did not fail elsewhere.
         """
         if not self.job.states:
-            return 7 * 2**26 if any(unit.layer is not None for unit in self.offloaded()) else 2**28
+            streams = gpu == 0 and any(unit.layer is not None for unit in self.offloaded())
+            return 7 * 2**26 if streams else 2**28
         return 2**29 + 2**28 * any(".experts." in tensor.name for tensor in self.job.adapter)
 
     def fits(self, demand: Demand) -> bool:

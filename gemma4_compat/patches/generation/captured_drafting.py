@@ -49,6 +49,7 @@ PATCH = Patch(
 )
 
 _GENERATION = "transformers.generation.utils"
+_MAKES_DRAFTS = "_get_candidate_generator"
 _DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
@@ -56,7 +57,7 @@ _DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 def transformers_refuses_a_static_cache() -> Finding:
     """Look at which caches ``_assisted_decoding`` takes, and whether it uses what is replaced."""
     code = code_at(_GENERATION, "GenerationMixin._assisted_decoding")
-    missing = {"_get_candidate_generator", "get_candidates", "crop"} - set(code.co_names)
+    missing = {_MAKES_DRAFTS, "get_candidates", "crop"} - set(code.co_names)
     if missing:
         return drifted(f"GenerationMixin._assisted_decoding does not use {sorted(missing)}")
     if not (mentions(code, "StaticCache") or mentions(code, "is_croppable")):
@@ -137,7 +138,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
     kind, text = type(model), model.config.get_text_config(decoder=True)
     tables = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
     functions = [
-        kind.forward, model.prepare_inputs_for_generation, model._get_candidate_generator,
+        kind.forward, model.prepare_inputs_for_generation, getattr(model, _MAKES_DRAFTS, None),
         *(table.get(text._attn_implementation) for table in tables),
     ]  # fmt: skip
     return (

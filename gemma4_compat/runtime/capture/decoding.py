@@ -2,7 +2,7 @@
 
 A ``Decoding`` belongs to one model.  Its ``ModelState``s describe the model (weights, adapters,
 settings) at the time of a capture.  Its ``Memory``s hold the tensors of static caches, and the
-``Step``s (the graphs) that write to them.
+``Step``s (the graphs) that write to them.  It is one file, because a step passes through all of it.
 """
 
 from __future__ import annotations
