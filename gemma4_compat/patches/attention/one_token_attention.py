@@ -19,6 +19,7 @@ from typing import Any
 from ...engine import Kind, Patch
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels import one_token_attention
+from ...runtime.kernels.replacing import FEW_TOKENS
 from .._families import FAMILIES, former
 from ._sdpa import replace
 
@@ -38,12 +39,11 @@ PATCH = Patch(
 
 #: The options of ``sdpa_attention_forward`` that the kernel does not know.
 _UNKNOWN = ("softcap", "position_bias", "cache")
-_TOKENS = 8  # of one sequence, at most
 
 
 def _has_few_tokens(layer: Any, hidden_states: Any) -> bool:
     batch, tokens = hidden_states.shape[:2]
-    return bool(tokens == 1 or (batch == 1 and tokens <= _TOKENS))
+    return bool(tokens == 1 or (batch == 1 and tokens <= FEW_TOKENS))
 
 
 def _attention(

@@ -153,7 +153,9 @@ class Drafting:
         ids = inputs["input_ids"]
         start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)
         inputs["start"] = start
-        forward = Forward(function, tuple(inputs), True, has_layers, usual)
+        forward = Forward(
+            function, tuple(inputs), in_place=True, has_layers=has_layers, usual=usual
+        )
         return self._decoder.run(forward, {**inputs, cache_name(): self._cache})
 
     def _check(self, input_ids: Any, start: Any, **cache: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 from ...model.parts import is_ours
 from . import compiler
 from .launch import Launcher
-from .replacing import current_device, dtypes, raw_stream
+from .replacing import FEW_TOKENS, current_device, dtypes, raw_stream
 from .trials import maxima_of, pattern, require_near, values_of
 
 LAUNCHER = Launcher("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
@@ -37,7 +37,6 @@ _ROWS = ((1, 1750), (2, 5000), (4, None))
 _THREADS = 384  # of a block, about
 _BLOCKS = 4  # of a multiprocessor, at most
 _SHARED = 48 << 10  # bytes of a block, which each GPU has
-_TOKENS = 8  # rows of inputs, at most
 _SUMS = 16  # of a thread
 
 
@@ -81,7 +80,7 @@ def _has_few_tokens(
     if not isinstance(inputs, torch.Tensor) or inputs.ndim < 1:
         return False
     size = inputs.shape[-1] if input_ids is None else 1
-    return bool(0 < inputs.numel() <= _TOKENS * size)
+    return bool(0 < inputs.numel() <= FEW_TOKENS * size)
 
 
 def matmul(original: Any, A: Any, B: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +112,7 @@ def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
     try:
         (outputs, size), index, nested = state.shape, inputs.get_device(), state.nested
         tokens = inputs.numel() // size
-        if size != inputs.shape[-1] or not 0 < tokens <= _TOKENS or not inputs.is_contiguous():
+        if size != inputs.shape[-1] or not 0 < tokens <= FEW_TOKENS or not inputs.is_contiguous():
             return None
         kind = index, inputs.dtype, outputs, size, bool(nested), state.blocksize, tokens
         code, maxima = state.code, state.absmax
@@ -177,22 +176,16 @@ def _plan(
     most = 512 if threads <= 512 else 1024
     count = properties.multi_processor_count
     share = outputs * splits * _LANES / count
-    group = 1 << (tokens - 1).bit_length()  # tokens of a launch
-
-    def rows() -> int:
-        """The rows of a thread."""
-        own: int = next(n for n, most in _ROWS if most is None or share <= most)
-        return min(own if each == 1 else 2, _SUMS // group)
-
-    def needed() -> int:
-        """The shared memory of a block, in bytes."""
-        chunks: int = group * dtype.itemsize * _VECTOR // 16 * ((vectors + 5) // 8 * 8 + 2)
-        return 4096 + 1024 * nested + 8 * (most // _LANES) * rows() * group + 16 * chunks
-
+    own = next(rows for rows, top in _ROWS if top is None or share <= top) if each == 1 else 2
     limit = _most_shared(properties)
-    while group > 1 and needed() > (limit if group < _TOKENS else limit // 2):
+    group = 1 << (tokens - 1).bit_length()  # tokens of a launch
+    while True:
+        rows = min(own, _SUMS // group)
+        chunks = group * dtype.itemsize * _VECTOR // 16 * ((vectors + 5) // 8 * 8 + 2)
+        shared = 4096 + 1024 * nested + 8 * (most // _LANES) * rows * group + 16 * chunks
+        if group == 1 or shared <= (limit if group < FEW_TOKENS else limit // 2):
+            break
         group //= 2  # two launches take less time than blocks that are alone on a multiprocessor
-    shared = needed()
     if (
         dtype not in dtypes()
         or blocksize != _VECTOR << max(shift, 0)
@@ -202,7 +195,7 @@ def _plan(
         or outputs * vectors >= 1 << 31
     ):
         return None
-    constants = {"INPUT": dtypes()[dtype], "NESTED": int(nested), "ROWS": rows(), "TOKENS": group}
+    constants = {"INPUT": dtypes()[dtype], "NESTED": int(nested), "ROWS": rows, "TOKENS": group}
     constants |= {"VECTORS": each, "THREADS": most}
     device, limit = torch.device("cuda", index), limit if shared > _SHARED else _SHARED
 
@@ -212,13 +205,13 @@ def _plan(
     def compared() -> Any:
         kernel = compiler.compiled(_FILE, "one_row_4bit", device, limit, **constants)
         launch = compiler.launcher(kernel, 11, (), (threads, 1), shared=shared)
-        few = 3 * rows() * parts + 1  # for two blocks, which compute other rows after the first
+        few = 3 * rows * parts + 1  # for two blocks, which compute other rows after the first
         _compare(original, state, dtype, (group, few, size), partial(launch, 2), last(few))
         return launch
 
-    key = index, dtype, size, nested, blocksize, rows(), group
+    key = index, dtype, size, nested, blocksize, rows, group
     launch = LAUNCHER.checked(key, device, compared)
-    blocks = min(-(-outputs // (rows() * parts)), _BLOCKS * count)
+    blocks = min(-(-outputs // (rows * parts)), _BLOCKS * count)
     return launch, blocks, group, *last(outputs)
 
 

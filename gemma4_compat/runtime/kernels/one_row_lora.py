@@ -20,14 +20,13 @@ from typing import Any
 from . import compiler
 from .launch import Launcher
 from .one_row_4bit import in_few_tokens
-from .replacing import current_device, dtypes, plain, raw_stream
+from .replacing import FEW_TOKENS, current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_near
 
 LAUNCHER = Launcher("one_row_lora", "PEFT adds the updates of LoRA adapters")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _RANKS = 256  # at most
-_TOKENS = 8  # rows of inputs, at most
 _ALIGNMENT = 16  # bytes of the longest load
 _MOST = 1 << 31  # values
 _SMALL = 160 << 10  # bytes of A, at most, for one kernel
@@ -229,7 +228,7 @@ def _launch(
         or not 0 < rank <= _RANKS
         or not 0 < inputs * rank < _MOST
         or not 0 < outputs * rank < _MOST
-        or tokens > _TOKENS
+        or tokens > FEW_TOKENS
         or inputs % 4
     ):
         return None

@@ -12,6 +12,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+#: With so many tokens or fewer, the kernels for one token's products and attention compute them.
+FEW_TOKENS = 8
+
 
 @cache
 def plain(gradients: bool = False) -> Callable[[Any], bool]:
