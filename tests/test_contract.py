@@ -539,21 +539,21 @@ def test_stacking_order_does_not_matter(libraries):
 def test_blocked_where_a_required_patch_is_off(libraries):
     """Each required patch is switched off once; only patches that require it change state."""
     usual = worker("shim_first")["states"]
-    dependants = {}
-    for name, patch in _patches().items():
-        for required in patch.requires:
-            dependants.setdefault(required, set()).add(name)
-    for required, names in dependants.items():
+    for required in {each for patch in _patches().values() for each in patch.requires}:
         found = worker("switched_off", **{ENVIRONMENT[required]: "0"})["states"]
-        switched_off = f"needs {required}, which is disabled by {ENVIRONMENT[required]}=0"
-        due = dict.fromkeys(names, switched_off)
-        for name in names:  # and the patches that require those
-            further = dependants.get(name, set()) - due.keys()
-            due.update(dict.fromkeys(further, f"needs {name}, which is blocked"))
+        off = {required: f"disabled by {ENVIRONMENT[required]}=0"}
+        reasons = dict.fromkeys(NAMES, "")
+        for _ in NAMES:  # until it reached the patches that require those that require it
+            for name, patch in _patches().items():
+                due = [
+                    f"needs {each}, which is {off[each]}" for each in patch.requires if each in off
+                ]
+                if due:
+                    off[name], reasons[name] = off.get(name, "blocked"), "; ".join(due)
         for name in found.keys() - {required}:
             # A probe runs only if the required patches are on.
-            blocked = name in due and usual[name][0] in ("applied", "fixed upstream")
-            assert found[name] == (["blocked", due[name]] if blocked else usual[name])
+            blocked = reasons[name] and usual[name][0] in ("applied", "fixed upstream")
+            assert found[name] == (["blocked", reasons[name]] if blocked else usual[name])
 
 
 def test_unaffected_patches_change_nothing(libraries):

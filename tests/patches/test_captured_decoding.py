@@ -624,11 +624,11 @@ def test_memory_that_ends_before_a_replay(model, monkeypatch, caplog):
     def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def counting(*args):
+    def counting(*args, **kwargs):
         replays.append("a replay")
         monkeypatch.setattr(torch, "empty_like", fail if len(replays) == 5 else empty_like)
         try:
-            return replay(*args)
+            return replay(*args, **kwargs)
         finally:
             monkeypatch.setattr(torch, "empty_like", empty_like)
 

@@ -285,7 +285,8 @@ def test_a_captured_step(monkeypatch):
     options |= {"output_logits": True, "return_dict_in_generate": True}
     with gemma4_compat.disabled("norm_kernels"):
         expected = model.generate(ids, **options).logits
-    assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
+    with gemma4_compat.disabled("layer_kernels"):
+        assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
     norms = sum(type(module).__name__ == "Gemma4RMSNorm" for module in model.modules())
     assert sum(used) == norms
     assert tried

@@ -12,6 +12,7 @@ import torch
 import gemma4_compat
 from gemma4_compat.runtime.kernels import (
     compiler,
+    decoder_layer,
     launch,
     one_row_4bit,
     one_row_lora,
@@ -275,6 +276,24 @@ def norms():
     return module(inputs), original(module, inputs)
 
 
+def sums():
+    from tests.runtime.test_rms_norm import modeling, norm_of
+
+    norm, following = (norm_of(1536, torch.bfloat16, modeling.Gemma4RMSNorm) for _ in range(2))
+    x, residual = torch.randn(2, 1, 1536, device=GPU, dtype=torch.bfloat16)
+    scalar = torch.full((1,), 0.7, device=GPU, dtype=torch.bfloat16)
+    right = (residual + norm(x)) * scalar
+    own = decoder_layer.added(norm, x, residual, scalar, following)
+    return torch.stack(own), torch.stack([right, following(right)])
+
+
+def activations():
+    from transformers.activations import ACT2FN
+
+    act, (x, other) = ACT2FN["gelu_pytorch_tanh"], torch.randn(2, 3, 1536, device=GPU).bfloat16()
+    return decoder_layer.gated(act, x, other), act(x) * other
+
+
 def gradients():
     from tests.runtime.test_rms_norm import norm_of, original
 
@@ -362,14 +381,21 @@ CASES = {
     "rms_norm_gradient": (rms_norm_launch, gradients, [
         ("-0.5f, powf", "-0.51f, powf"), ("row % heads) * tokens", "row % heads) * heads"),
     ]),
+    "rms_norm_sum": (rms_norm_launch, sums, [
+        ("__fadd_rn(old", "__fadd_rn(2.f * old"), ("scalar->get()", "1.f"),
+        ("next_weight + i", "weight + i"), ("(others, factor", "(squares, factor"),
+    ]),
+    "gated": (decoder_layer, activations, [
+        ("0.044715f", "0.0448f"), ("at >= fours", "at >= fours - 1"),
+    ]),
     "rotary": (rotary, rotations, [
         ("-two.values[j].get()", "two.values[j].get()"), ("2 * (row /", "0 * (row /"),
     ]),
     "one_row_4bit": (one_row_4bit, products, [
-        ("i / 32) * SCALE", "i / 32) * SCALE * 1.05f"),
+        ("i / 32] * SCALE", "i / 32] * SCALE * 1.05f"),
         ("vector + i * step >= all.vectors) break", "vector + i * step >= all.vectors - 1) break"),
         ("at >> all.shift", "at >> all.shift & ~1u"),
-        ("all.maxima2 + (block >> 8)", "all.maxima2"),
+        ("all.maxima2[block >> 8]", "all.maxima2[0]"),
         ("if (row - part * ROWS >= all.outputs) return;", "return;"),
     ]),
     "one_row_lora": (one_row_lora, updates, [
@@ -397,13 +423,46 @@ CASES = {
 
 
 #: Their results equal those of PyTorch's kernels.
-EXACT = {"rms_norm", "rms_norm_gradient", "rotary"}
+EXACT = {"rms_norm", "rms_norm_gradient", "rms_norm_sum", "gated", "rotary"}
 
 
 def module_of(name):
     from gemma4_compat.runtime.experts import kernel
 
     return CASES[name][0] or kernel
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("captured", [False, True])
+@torch.no_grad()
+def test_a_kernel_waits_for_the_one_before_it(captured):
+    """It begins early, but reads what the other one has written."""
+    from tests.runtime.test_rms_norm import norm_of, original
+
+    norm, inputs = norm_of(1536), torch.randn(8, 1 << 15, 1536, device=GPU, dtype=torch.bfloat16)
+    x, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
+
+    def run(one=norm):
+        out = x
+        for _ in range(4):
+            out = one(out)
+        return out
+
+    expected = []
+    for each in inputs:
+        x.copy_(each)
+        expected.append(run(lambda values: original(norm, values)))
+    run()
+    if captured:
+        with torch.cuda.graph(graph):
+            out = run()
+    for each, right in zip(inputs, expected, strict=True):
+        x.copy_(each)
+        if captured:
+            graph.replay()
+        else:
+            out = run()
+        assert torch.equal(out, right)
 
 
 @pytest.mark.cuda
@@ -437,7 +496,7 @@ def check_without(name, why):
     own, theirs = CASES[name][1]()
     assert torch.equal(own, theirs)
     [line] = [
-        line for line in launch.without() if f"kernel {name.removesuffix('_gradient')}," in line
+        line for line in launch.without() if f"kernel {module_of(name).LAUNCHER.name}," in line
     ]
     assert why in line
     own, theirs = CASES[name][1]()

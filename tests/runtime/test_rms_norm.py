@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import struct
 import threading
 
 import pytest
@@ -373,18 +374,21 @@ def test_copies():
         check(copied, inputs)
 
 
-def test_launches_reuse_their_memory(monkeypatch):
+@pytest.mark.parametrize("is_early", [False, True])
+def test_launches_reuse_their_memory(monkeypatch, is_early):
     """Also if several run at once: each has its own."""
     launched, inside, places = [], [], set()
 
     class Driver:
-        def cuLaunchKernel(self, function, blocks, *rest):
+        def cuLaunchKernelEx(self, config, function, pointers, extra):
+            blocks, *rest = struct.unpack_from("7IPPI", config)
             if blocks == 1 and not inside:
                 inside.append(1)
                 run(2, 1 << 40, 5, 6)
-            assert rest[:6] == (1, 1, 32, 4, 1, 0)
-            assert rest[6].value == 1 << 40
-            pointers = rest[7]
+            *sizes, stream, attributes, count = rest
+            assert (sizes, stream, count) == ([1, 1, 32, 4, 1, 0], 1 << 40, is_early)
+            attribute = [ctypes.c_int.from_address(attributes + 4 * i).value for i in range(3)]
+            assert attribute == [6, 0, 1]  # programmatic stream serialization
             places.add(pointers[0])
             values = [ctypes.c_int64.from_address(pointers[i]).value for i in range(2)]
             number = ctypes.c_int.from_address(pointers[2]).value
@@ -395,8 +399,8 @@ def test_launches_reuse_their_memory(monkeypatch):
             return 0
 
     monkeypatch.setattr(compiler, "driver", Driver)
-    kernel = compiler.Kernel(None, None, 0)
-    run = compiler.launcher(kernel, 2, (7, 0.5), (32, 4))
+    kernel = compiler.Kernel(None, None, 0, is_early)
+    run = compiler.launcher(kernel, 2, (7, 0.5), (32, 4), early=True)
     run(1, 1 << 40, 1 << 41, 3)
     with pytest.raises(compiler.KernelError, match="unknown CUDA error"):
         run(3, 1 << 40, 8, 9)

@@ -8,13 +8,12 @@ experts where they are, apply the activation, and add up the experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..kernels import compiler
 from ..kernels.launch import Launcher
-from ..kernels.replacing import raw_stream
+from ..kernels.replacing import is_gelu, raw_stream
 from ..kernels.streams import Fork
 from ..kernels.trials import maxima_of, pattern, require_near, values_of
 
@@ -61,7 +60,7 @@ def routed(module: Any, packed: dict[str, Any], inputs: Any, indices: Any, weigh
         return None
     if not 0 < len(inputs) <= TOKENS or not has_usual_gate(module):
         return None
-    if not _is_gelu(module.act_fn):
+    if not is_gelu(module.act_fn):
         return None
     gate_up, down = packed["gate_up_proj"], packed["down_proj"]
     inputs = inputs.contiguous()
@@ -101,31 +100,6 @@ def has_usual_gate(module: Any) -> bool:
     usual = getattr(moe, "_default_apply_gate", None)
     own = getattr(type(module), "_apply_gate", None)
     return own is not None and own is usual and "_apply_gate" not in vars(module)
-
-
-def _is_gelu(activation: Any) -> bool:
-    """Whether an activation is the one in the kernel, and no hook wants to see it."""
-    import torch
-    from torch.nn.modules import module as nn_module
-    from transformers import activations
-
-    if type(activation) is not activations.GELUTanh:
-        return False
-    forward, act = type(activation).forward, vars(activation).get("act")
-    hooks = (
-        nn_module._global_forward_hooks,
-        nn_module._global_forward_pre_hooks,
-        activation._forward_hooks,
-        activation._forward_pre_hooks,
-    )
-    return (
-        "forward" not in vars(activation)
-        and getattr(forward, "__globals__", None) is vars(activations)
-        and isinstance(act, partial)
-        and (act.func, act.args, act.keywords)
-        == (torch.nn.functional.gelu, (), {"approximate": "tanh"})
-        and not any(hooks)
-    )
 
 
 def _shape(gate_up: Any, down: Any, inputs: Any, indices: Any) -> _Shape | None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 _INCLUDE = re.compile(r'#include "(.+)"')
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_EARLY = (ctypes.c_int * 18)(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CAN_CAPTURE_EARLY = 12030  # CUDA's version
 
 
 class KernelError(RuntimeError):
@@ -28,6 +30,7 @@ class Kernel(NamedTuple):
     function: Any
     module: Any
     shared: int  # bytes of dynamic shared memory of a block, at most
+    can_be_early: bool  # on this GPU, with this driver
 
 
 def launcher(
@@ -38,6 +41,7 @@ def launcher(
     *,
     rows: int = 1,
     shared: int | None = None,
+    early: bool = False,
 ) -> Callable[..., None]:
     """A function that launches a kernel with little work for the CPU.
 
@@ -52,6 +56,8 @@ def launcher(
         block: Threads in x and y.
         rows: Rows of blocks.
         shared: Bytes of dynamic shared memory of a block, if fewer than the kernel's.
+        early: Whether the kernel may begin before the one before it in the stream has ended
+            (programmatic dependent launch), because it calls ``wait_for_previous``.
     """
     function, (x, y), pointer = kernel.function, block, ctypes.c_void_p
     shared = kernel.shared if shared is None else shared
@@ -59,23 +65,26 @@ def launcher(
         ctypes.c_float(each) if isinstance(each, float) else ctypes.c_int(each) for each in numbers
     ]
     free: list[Any] = []
-    launch, pack = driver().cuLaunchKernel, struct.Struct(f"{passed}q").pack_into
+    launch, pack = driver().cuLaunchKernelEx, struct.Struct(f"{passed}q").pack_into
+    configure, attributes = struct.Struct("7IPPI").pack_into, ctypes.addressof(_EARLY)
+    early = early and kernel.can_be_early
 
-    def arguments() -> tuple[Any, Any]:
-        """Memory for the arguments that change, and the addresses of all."""
+    def arguments() -> tuple[Any, Any, Any]:
+        """Memory for the arguments that change, the addresses of all, and for a CUlaunchConfig."""
         values = (ctypes.c_int64 * passed)()
         places = [ctypes.addressof(values) + number * 8 for number in range(passed)]
         places += map(ctypes.addressof, constants)
-        return values, (pointer * len(places))(*places)
+        return values, (pointer * len(places))(*places), ctypes.create_string_buffer(56)
 
     def launched(blocks: int, stream: int, *changing: int) -> None:
         try:
             used = free.pop()  # no other launch uses it now
         except IndexError:
             used = arguments()
-        values, places = used
+        values, places, config = used
         pack(values, 0, *changing)
-        result = launch(function, blocks, rows, 1, x, y, 1, shared, pointer(stream), places, None)
+        configure(config, 0, blocks, rows, 1, x, y, 1, shared, stream, attributes, early)
+        result = launch(config, function, places, None)
         free.append(used)
         if result:
             _check(result)
@@ -108,13 +117,15 @@ def compiled(file: Path, name: str, device: Any, shared: int = 0, **constants: i
     options += [f"-D{key}={value}" for key, value in constants.items()]
     program = _ptx(source, options)
     cuda = driver()
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    module, function, version = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # creates the CUDA context
         _check(cuda.cuModuleLoadData(ctypes.byref(module), program))
         _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared))
-    return Kernel(function, module, shared)
+        _check(cuda.cuDriverGetVersion(ctypes.byref(version)))
+    can_be_early = major >= 9 and version.value >= _CAN_CAPTURE_EARLY
+    return Kernel(function, module, shared, can_be_early)
 
 
 def _text(file: Path) -> str:

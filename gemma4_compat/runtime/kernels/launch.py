@@ -33,7 +33,7 @@ class Launcher:
 
     Example::
 
-        launch = LAUNCHER.kinds.get(kind) or LAUNCHER.get(kind, device, make, *arguments)
+        launch = LAUNCHER.compared(kind, device, make, *arguments)
         if launch is None:
             return original(inputs)
     """
@@ -58,6 +58,13 @@ class Launcher:
             except Exception as error:
                 return self.failed(kind, device, error)
             keep(self.kinds, kind, value, self.most)
+        return value
+
+    def compared(self, kind: Any, device: Any, make: Callable[..., Any], *arguments: Any) -> Any:
+        """The same for what ``make`` compares with the original, see ``checked``."""
+        value = self.kinds.get(kind)  # None: get knows whether it is unknown
+        if value is None:
+            value = self.get(kind, device, self.checked, kind, device, make, *arguments)
         return value
 
     def checked(self, key: Any, device: Any, make: Callable[..., Any], *arguments: Any) -> Any:

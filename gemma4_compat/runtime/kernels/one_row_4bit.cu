@@ -97,6 +97,7 @@ struct Loaded {
     float maxima[ROWS][VECTORS];
 #endif
 
+    template <bool AHEAD = false>  // of the previous kernel's end: only into the L2 cache
     __device__ __forceinline__ void load(const Arguments& all, u32 row, u32 first, u32 step) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
@@ -106,12 +107,16 @@ struct Loaded {
                 const bool exists = vector < all.vectors && row + r < all.outputs;
                 const u32 at = exists ? (row + r) * all.vectors + vector : 0;
                 const u32 block = at >> all.shift;
+                if (AHEAD) {
+                    asm volatile("prefetch.global.L2 [%0];" :: "l"(all.packed + at));
+                    continue;
+                }
                 packed[r][i] = ::load(all.packed + at);
 #if NESTED
-                bytes[r][i] = __ldg((const unsigned char*)all.maxima + block);
-                by[r][i] = __ldg(all.maxima2 + (block >> 8));
+                bytes[r][i] = ((const unsigned char*)all.maxima)[block];
+                by[r][i] = all.maxima2[block >> 8];
 #else
-                maxima[r][i] = __ldg((const float*)all.maxima + block);
+                maxima[r][i] = ((const float*)all.maxima)[block];
 #endif
             }
         }
@@ -140,12 +145,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_row_4bit(const Argumen
     u32 row = (blockIdx.x * parts + part) * ROWS;
 
     Loaded loaded;
+    loaded.load<true>(all, row, vector, step);
+    wait_for_previous();
     loaded.load(all, row, vector, step);
     for (u32 i = threadIdx.x; i < 16 * 32; i += blockDim.x)
-        shared.table[i / 32 * STRIDE + i % 32] = __ldg(all.code + i / 32) * SCALE;
+        shared.table[i / 32 * STRIDE + i % 32] = all.code[i / 32] * SCALE;
 #if NESTED
-    for (u32 i = threadIdx.x; i < 256; i += blockDim.x) shared.code2[i] = __ldg(all.code2 + i);
-    const float offset = __ldg(all.offset);
+    for (u32 i = threadIdx.x; i < 256; i += blockDim.x) shared.code2[i] = all.code2[i];
+    const float offset = *all.offset;
 #else
     const float offset = 0.f;
 #endif

@@ -32,11 +32,11 @@ __device__ __forceinline__ Values load(const Values* from) {
         Values values;
     } four;
     if constexpr (sizeof(Values) == 16)
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(four.words[0]), "=r"(four.words[1]), "=r"(four.words[2]), "=r"(four.words[3])
             : "l"(from));
     else
-        asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
             : "=r"(four.words[0]), "=r"(four.words[1]) : "l"(from));
     return four.values;
 }
@@ -97,11 +97,12 @@ struct Row {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) one_row_lora(
-    Value<INPUT>* __restrict__ out, const Value<INPUT>* __restrict__ result,
-    const Four<INPUT>* __restrict__ in, const Four<ADAPTER>* __restrict__ a,
-    const Load* __restrict__ b, float* middle, const int inputs, const int outputs,
+    Value<INPUT>* out, const Value<INPUT>* result,
+    const Four<INPUT>* in, const Four<ADAPTER>* a,
+    const Load* b, float* middle, const int inputs, const int outputs,
     const float scaling
 ) {
+    wait_for_previous();
     __shared__ float sums[OWN * PARTS], s[RANK];
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % LANES, fours = inputs / 4;
     in += blockIdx.y * fours, middle += blockIdx.y * RANK;

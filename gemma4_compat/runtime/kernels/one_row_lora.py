@@ -13,21 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from . import compiler
 from .launch import Launcher
 from .one_row_4bit import in_few_tokens
-from .replacing import FEW_TOKENS, current_device, dtypes, plain, raw_stream
+from .replacing import (
+    ALIGNMENT,
+    FEW_TOKENS,
+    current_device,
+    dtypes,
+    plain,
+    raw_stream,
+    runs_only,
+)
 from .trials import pattern, require_near
 
 LAUNCHER = Launcher("one_row_lora", "PEFT adds the updates of LoRA adapters")
 
 _FILE = Path(__file__).with_suffix(".cu")
 _RANKS = 256  # at most
-_ALIGNMENT = 16  # bytes of the longest load
 _MOST = 1 << 31  # values
 _SMALL = 160 << 10  # bytes of A, at most, for one kernel
 _BLOCKS = 64  # of that kernel, at most
@@ -82,8 +89,6 @@ def adapter_of(layer: Any, x: Any) -> Any:
 
     The weights of A and B may be on meta.
     """
-    from torch.nn.modules import module as nn_module
-
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if (
         not plain()(x)
@@ -92,8 +97,6 @@ def adapter_of(layer: Any, x: Any) -> Any:
         or layer.disable_adapters
         or layer.merged
         or not getattr(layer, "cast_input_dtype_enabled", True)
-        or nn_module._global_forward_hooks
-        or nn_module._global_forward_pre_hooks
     ):
         return None
     (name,) = names
@@ -124,7 +127,7 @@ def update_of(layer: Any, x: Any, first: Any, second: Any, dropout: Any, scaling
         not (a.get_device() == b.get_device() == index == current_device()())
         or not (a.is_contiguous() and b.is_contiguous() and a.dtype is b.dtype)
         or middle != rank
-        or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT
+        or (pointers[0] | pointers[1] | pointers[2]) % ALIGNMENT
     ):
         return None
     tokens = x.numel() // size
@@ -164,54 +167,23 @@ def _without_errors(kind: Any, x: Any, function: Any, *args: Any) -> Any:
 def _is_plain_linear(layer: Any) -> bool:
     from torch import nn
 
-    own, forward = vars(layer), nn.Linear.forward
-    parameters = own["_parameters"]
+    parameters, forward = layer._parameters, nn.Linear.forward
     return (
         type(layer) is nn.Linear
         and getattr(forward, "__globals__", None) is vars(nn.modules.linear)
         and type(parameters["weight"]) is nn.Parameter
         and parameters["bias"] is None
-        and _calls(own, forward)
-        and _is_unobserved(own)
+        and runs_only(layer, forward)
     )
-
-
-def _calls(own: dict[str, Any], forward: Any) -> bool:
-    """Whether a call of a module runs this function of its class.
-
-    accelerate's hook for offloaded weights may be around it: where weights are must not change a
-    result.  When accelerate removes a hook, it leaves the bound method.
-    """
-    called = own.get("forward")
-    if "_hf_hook" in own:
-        from accelerate.hooks import AlignDevicesHook
-
-        hooked, called = called, own["_old_forward"]
-        if (
-            type(own["_hf_hook"]) is not AlignDevicesHook
-            or type(hooked) is not partial
-            or getattr(hooked, "__wrapped__", None) != called
-        ):
-            return False
-    return called is None or getattr(called, "__func__", None) is forward
 
 
 def _passes(dropout: Any) -> bool:
     """Whether a dropout returns its inputs."""
     from torch import nn
 
-    own, kind = vars(dropout), type(dropout)
-    passes = kind is nn.Identity or (kind is nn.Dropout and not own["training"])
-    return passes and "forward" not in own and _is_unobserved(own)
-
-
-def _is_unobserved(own: dict[str, Any]) -> bool:
-    return not (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    )
+    kind = type(dropout)
+    passes = kind is nn.Identity or (kind is nn.Dropout and not dropout.training)
+    return passes and runs_only(dropout, kind.forward)
 
 
 def _launch(
@@ -251,7 +223,7 @@ def _launching(
         constants |= {"ADAPTER": dtypes()[adapter], "PART": number, "THREADS": threads}
         kernel = compiler.compiled(_FILE, "one_row_lora", device, **constants)
         numbers = inputs, outputs, scaling
-        launch = compiler.launcher(kernel, 6, numbers, (threads, 1), rows=tokens)
+        launch = compiler.launcher(kernel, 6, numbers, (threads, 1), rows=tokens, early=True)
         return launch, -(-outputs // (threads // _lanes(rank)))
 
     if is_small:

@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     const Mask* mask, float scale, int splits, int length, int range, int groups, int groups_of_key, int query_batch, int query_head, int key_batch, int key_head, int key_row,
     int value_batch, int value_head, int value_row, int mask_batch, int mask_head, int mask_row
 ) {
+    wait_for_previous();
     extern __shared__ float weights[];  // [range][POWER]
     __shared__ float maxima[WARPS][POWER], totals[WARPS][POWER];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -237,6 +238,7 @@ constexpr int COLUMNS = SIZE < 64 ? SIZE : 64, PARTS_OF_HEAD = SIZE / COLUMNS, F
 extern "C" __global__ void __launch_bounds__(THREADS) combined(
     Input* out, const float* sums, int splits, int heads
 ) {
+    wait_for_previous();
     const int head = blockIdx.x / PARTS_OF_HEAD, part = blockIdx.x % PARTS_OF_HEAD;
     const float2* scales = (const float2*)(sums + (long long)heads * splits * SIZE)
         + (long long)head * splits;

@@ -136,10 +136,10 @@ def _plan(
     if splits > 1:
         constants |= {"HEADS": 1, "MASK": 0}
         combined = compiler.compiled(_FILE, "combined", device, **constants)
-        combine = compiler.launcher(combined, 2, (splits, batch * heads), block)
+        combine = compiler.launcher(combined, 2, (splits, batch * heads), block, early=True)
     return _Launch(
         key=kind,
-        attend=compiler.launcher(attend, 6, numbers, block),
+        attend=compiler.launcher(attend, 6, numbers, block, early=True),
         blocks=batch * groups * splits,
         combine=combine,
         combining=batch * heads * max(size // 64, 1),

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+#: bytes of a kernel's longest load
+ALIGNMENT = 16
 #: With so many tokens or fewer, the kernels for one token's products and attention compute them.
 FEW_TOKENS = 8
 
@@ -58,6 +60,64 @@ def plain(gradients: bool = False) -> Callable[[Any], bool]:
         )
 
     return is_plain
+
+
+def can_read(*tensors: Any) -> bool:
+    """Whether a kernel can read these: plain, contiguous, of one dtype, on the current GPU."""
+    return all(map(plain(), tensors)) and all(
+        each.get_device() == current_device()()
+        and each.dtype is tensors[0].dtype
+        and each.is_contiguous()
+        and not each.data_ptr() % ALIGNMENT
+        for each in tensors
+    )
+
+
+def runs_only(module: Any, forward: Any) -> bool:
+    """Whether a call of a module runs this function of its class, and no hook.
+
+    accelerate's hook for offloaded weights may be around it: where weights are must not change a
+    result.  When accelerate removes a hook, it leaves the bound method.
+    """
+    from torch.nn.modules import module as nn_module
+
+    state = vars(module)
+    called = state.get("forward")
+    if "_hf_hook" in state:
+        from accelerate.hooks import AlignDevicesHook
+
+        hooked, called = called, state["_old_forward"]
+        if (
+            type(state["_hf_hook"]) is not AlignDevicesHook
+            or type(hooked) is not partial
+            or getattr(hooked, "__wrapped__", None) != called
+        ):
+            return False
+    return (called is None or getattr(called, "__func__", None) is forward) and not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or nn_module._global_forward_hooks
+        or nn_module._global_forward_pre_hooks
+    )
+
+
+def is_gelu(activation: Any) -> bool:
+    """Whether a call of an activation computes transformers' GELU with the tanh approximation."""
+    import torch
+    from transformers import activations
+
+    if type(activation) is not activations.GELUTanh:
+        return False
+    forward, act = type(activation).forward, vars(activation).get("act")
+    return (
+        getattr(forward, "__globals__", None) is vars(activations)
+        and isinstance(act, partial)
+        and (act.func, act.args, act.keywords)
+        == (torch.nn.functional.gelu, (), {"approximate": "tanh"})
+        and runs_only(activation, forward)
+    )
 
 
 @cache

@@ -40,11 +40,36 @@ __device__ __forceinline__ float sum_of_four(const float* values) {
     return sum_of(sum);
 }
 
+__device__ __forceinline__ float scale_of(const float* squares, float factor, float eps) {
+    return rsqrtf(__fadd_rn(__fmul_rn(sum_of_four(squares), factor), eps));
+}
+
+template <int DTYPE>
+__device__ __forceinline__ Four<OUTPUT> norm_of(
+    const Four<DTYPE>& in, const Four<WEIGHT>* weight, float scale
+) {
+    Four<OUTPUT> result;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float value = __fmul_rn(in.values[j].get(), scale);
+#if WEIGHT
+        value = __fmul_rn(value, weight->values[j].get());
+#endif
+        result.values[j].set(value);
+    }
+    return result;
+}
+
+// With a residual, out = (residual + norm) * scalar, rounded after each step; with a next weight, next is
+// the norm of that.  Both are what follows attention and MLP in a decoder layer.
+//
 // A block has several rows only if each has one warp.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
-    Four<OUTPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
-    const Four<WEIGHT>* __restrict__ weight, long long rows, int fours, float factor, float eps
+    Four<OUTPUT>* __restrict__ out, const Four<INPUT>* in, const Four<WEIGHT>* weight,
+    const Four<OUTPUT>* residual, const Value<OUTPUT>* scalar, Four<OUTPUT>* next,
+    const Four<WEIGHT>* next_weight, long long rows, int fours, float factor, float eps
 ) {
+    wait_for_previous();
     const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     in += row * fours;
@@ -59,34 +84,39 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
             squares[j] = __fadd_rn(squares[j], __fmul_rn(value, value));
         }
     }
-    const float scale = rsqrtf(__fadd_rn(__fmul_rn(sum_of_four(squares), factor), eps));
+    const float scale = scale_of(squares, factor, eps);
+    if (!residual) {
 #pragma unroll 4
+        for (int i = threadIdx.x; i < fours; i += blockDim.x) out[i] = norm_of(in[i], weight + i, scale);
+        return;
+    }
+    float others[4] = {};
     for (int i = threadIdx.x; i < fours; i += blockDim.x) {
-        const Four<INPUT> four = in[i];
-        Four<OUTPUT> result;
-#if WEIGHT
-        const Four<WEIGHT> weights = weight[i];
-#endif
+        const Four<OUTPUT> old = residual[row * fours + i];
+        Four<OUTPUT> four = norm_of(in[i], weight + i, scale);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            float value = __fmul_rn(four.values[j].get(), scale);
-#if WEIGHT
-            value = __fmul_rn(value, weights.values[j].get());
-#endif
-            result.values[j].set(value);
+            Value<OUTPUT>& value = four.values[j];
+            value.set(__fadd_rn(old.values[j].get(), value.get()));
+            if (scalar) value.set(__fmul_rn(value.get(), scalar->get()));
+            others[j] = __fadd_rn(others[j], __fmul_rn(value.get(), value.get()));
         }
-        out[i] = result;
+        out[i] = four;
     }
+    if (!next) return;
+    const float next_scale = scale_of(others, factor, eps);
+    for (int i = threadIdx.x; i < fours; i += blockDim.x)
+        next[row * fours + i] = norm_of(out[i], next_weight + i, next_scale);
 }
 
 // The gradient of the input, from that of the output.  With s = mean(in * in) + eps, autograd adds
 //   grad * weight * s^-0.5  and  sum(grad * weight * in) * (-0.5 * s^-1.5) / size * (2 * in).
 // The rows of grad are in the order batch, head, token, and those of the others batch, token, head.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_gradient(
-    Four<INPUT>* __restrict__ out, const Four<INPUT>* __restrict__ in,
-    const Four<OUTPUT>* __restrict__ grad, const Four<WEIGHT>* __restrict__ weight, long long heads,
-    long long tokens, long long rows, int fours, float factor, float eps
+    Four<INPUT>* __restrict__ out, const Four<INPUT>* in, const Four<OUTPUT>* grad,
+    const Four<WEIGHT>* weight, long long heads, long long tokens, long long rows, int fours, float factor, float eps
 ) {
+    wait_for_previous();
     const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     in += row * fours;

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from .replacing import current_device, plain, raw_stream
+from .replacing import ALIGNMENT, current_device, plain, raw_stream
 from .rms_norm_gradient import differentiable
-from .rms_norm_launch import ALIGNMENT, LAUNCHER, MANY_ROWS, Launch, compared
+from .rms_norm_launch import LAUNCHER, MANY_ROWS, Launch, compared
 from .trials import require_equal
 
 
@@ -23,11 +23,10 @@ def in_one_kernel(original: Any) -> Any:
         original: The forward of a class such as ``Gemma4RMSNorm``.
     """
     import torch
-    from torch.nn import Parameter
 
     is_plain, is_trained = plain(), plain(gradients=True)
     get_device, stream_of = current_device(), raw_stream()
-    known, Tensor, empty_like = LAUNCHER.kinds, torch.Tensor, torch.empty_like
+    empty_like = torch.empty_like
 
     def output(self: Any, inputs: Any, index: int, trained: bool) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -39,12 +38,8 @@ def in_one_kernel(original: Any) -> Any:
         weight = dtype = None
         pointer, weights = inputs.data_ptr(), 0
         if self.with_scale:
-            weight = self._parameters.get("weight")
-            if type(weight) is not Parameter and type(weight) is not Tensor:
-                return None
-            if weight.get_device() != index or weight.numel() != size or weight.dim() != 1:
-                return None
-            if not weight.is_contiguous():
+            weight = weight_of(self, size, index)
+            if weight is None:
                 return None
             dtype, weights = weight.dtype, weight.data_ptr()
         if (pointer | weights) % ALIGNMENT:
@@ -54,10 +49,7 @@ def in_one_kernel(original: Any) -> Any:
         key = original, cls, cls._norm, index, inputs.dtype, dtype, size, eps, few.bit_length()
         if trained and (inputs.requires_grad or (weight is not None and weight.requires_grad)):
             return differentiable(original, self, inputs, weight, key)
-        kind = known.get(key)
-        if kind is None:
-            compare = key, inputs.device, _equal_kind, original, self, inputs, weight
-            kind = LAUNCHER.get(key, inputs.device, LAUNCHER.checked, *compare)
+        kind = LAUNCHER.compared(key, inputs.device, _equal_kind, original, self, inputs, weight)
         if kind is None or rows > kind.most_rows:
             return None
         try:
@@ -82,6 +74,18 @@ def in_one_kernel(original: Any) -> Any:
     return forward
 
 
+def weight_of(norm: Any, size: int, index: int) -> Any:
+    """The weight of a norm on this GPU; ``None`` if it is not a usual one of this size."""
+    import torch
+
+    weight = norm._parameters.get("weight")
+    if type(weight) is not torch.nn.Parameter and type(weight) is not torch.Tensor:
+        return None
+    if weight.get_device() != index or weight.numel() != size or weight.dim() != 1:
+        return None
+    return weight if weight.is_contiguous() else None
+
+
 def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> Launch | None:
     """The kind whose outputs equal those of a norm bit for bit; ``None`` if it computes none."""
     import torch
@@ -93,5 +97,5 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> Launch 
         kind(stream, len(trial), out.data_ptr(), trial.data_ptr(), weights)
         require_equal(out, original(module, trial))
 
-    kinds = compared(module, inputs, weight, {"rms_norm": 4}, compare)
+    kinds = compared(module, inputs, weight, {"rms_norm": 8}, compare)
     return None if kinds is None else kinds[0]

@@ -12,13 +12,13 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-from .replacing import raw_stream
-from .rms_norm_launch import ALIGNMENT, LAUNCHER, Launch, compared
+from .replacing import ALIGNMENT, raw_stream
+from .rms_norm_launch import LAUNCHER, Launch, compared
 from .trials import pattern, require_equal
 
 _HEADS = 4  # of a trial
 #: The kernels, and how many pointers and numbers each gets.
-_KERNELS = {"rms_norm": 4, "rms_norm_gradient": 7}
+_KERNELS = {"rms_norm": 8, "rms_norm_gradient": 7}
 #: Modules whose kernel was not launched once.  A checkpoint raises if its recomputation keeps other
 #: tensors than the first forward did.
 _left_out: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -107,10 +107,7 @@ def _kinds(original: Any, module: Any, inputs: Any, weight: Any, key: Any, swapp
         return compared(module, inputs, weight, _KERNELS, compare, torch.float32)
 
     key = "gradient", swapped, *key
-    kinds = LAUNCHER.kinds.get(key)
-    if kinds is None:
-        kinds = LAUNCHER.get(key, inputs.device, LAUNCHER.checked, key, inputs.device, make)
-    return kinds
+    return LAUNCHER.compared(key, inputs.device, make)
 
 
 def _by_kernel(kinds: Any, x: Any, weight: Any, grad: Any) -> Any:

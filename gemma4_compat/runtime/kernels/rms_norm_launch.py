@@ -25,15 +25,16 @@ _FILE = Path(__file__).with_name("rms_norm.cu")
 _SIZES = range(4 * _WARP, 15 * _MAX_THREADS + 1, 4)
 #: PyTorch adds the rows of this number and of all larger ones in the same order (``_threads``).
 MANY_ROWS = _MAX_THREADS // _WARP
-#: bytes of the longest load
-ALIGNMENT = 16
 _ROWS_IN_BLOCK = 4  # if a warp computes a row
 _TRIALS = 8
 _VALUES = 1 << 19  # of the trial with most rows
 
 
 class Launch:
-    """How a kernel is launched for one kind of norms and inputs; ``passed`` are its pointers."""
+    """How a kernel is launched for one kind of norms and inputs; ``passed`` are its pointers.
+
+    A call leaves out the last pointers if they are null.
+    """
 
     def __init__(
         self, kernel: compiler.Kernel, rows: int, size: int, eps: float, passed: int
@@ -41,12 +42,14 @@ class Launch:
         threads = _threads(rows, size // 4)
         self.rows_in_block = _ROWS_IN_BLOCK if threads == _WARP else 1
         numbers = size // 4, 1 / size, eps
-        self.launch = compiler.launcher(kernel, passed, numbers, (threads, self.rows_in_block))
+        self.passed, block = passed, (threads, self.rows_in_block)
+        self.launch = compiler.launcher(kernel, passed, numbers, block, early=True)
         # PyTorch's factor is the number of rows divided by that of values, both in float32.
         self.most_rows = (1 << 24) // (size // (size & -size))
 
     def __call__(self, stream: int, rows: int, *pointers: int) -> None:
-        self.launch(-(-rows // self.rows_in_block), stream, *pointers, rows)
+        nulls = (self.passed - 1 - len(pointers)) * (0,)
+        self.launch(-(-rows // self.rows_in_block), stream, *pointers, *nulls, rows)
 
 
 def compared(

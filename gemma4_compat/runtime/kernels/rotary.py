@@ -12,14 +12,13 @@ from typing import Any
 
 from . import compiler
 from .launch import Launcher
-from .replacing import current_device, dtypes, plain, raw_stream
+from .replacing import ALIGNMENT, current_device, dtypes, plain, raw_stream
 from .trials import pattern, require_equal
 
 LAUNCHER = Launcher("rotary", "transformers computes the rotary embedding in its own kernels")
 _FILE = Path(__file__).with_suffix(".cu")
 _THREADS = 256
 _VALUES = 8  # of a thread
-_ALIGNMENT = 16  # bytes of the longest load
 _MOST = 1 << 31  # values
 
 
@@ -35,7 +34,7 @@ def in_one_kernel(original: Any) -> Any:
     namespace = original.__globals__
     half = namespace.get("rotate_half")
     code = getattr(half, "__code__", None)
-    known, Tensor, empty_like = LAUNCHER.kinds, torch.Tensor, torch.empty_like
+    Tensor, empty_like = torch.Tensor, torch.empty_like
 
     def output(x: Any, cos: Any, sin: Any, index: int) -> Any:
         """Of plain inputs with heads in dimension 2; ``None`` if the kernel cannot compute it."""
@@ -54,15 +53,12 @@ def in_one_kernel(original: Any) -> Any:
             return None
         pointers = x.data_ptr(), cos.data_ptr(), sin.data_ptr()
         count = batch * length * heads * size
-        if not 0 < count < _MOST or (pointers[0] | pointers[1] | pointers[2]) % _ALIGNMENT:
+        if not 0 < count < _MOST or (pointers[0] | pointers[1] | pointers[2]) % ALIGNMENT:
             return None
         if namespace.get("rotate_half") is not half or getattr(half, "__code__", None) is not code:
             return None  # the user's code runs
         key = original, index, dtype, size
-        launch = known.get(key)
-        if launch is None:
-            compare = key, x.device, _equal_launch, original, x
-            launch = LAUNCHER.get(key, x.device, LAUNCHER.checked, *compare)
+        launch = LAUNCHER.compared(key, x.device, _equal_launch, original, x)
         if launch is None:
             return None
         count //= _VALUES
@@ -104,7 +100,7 @@ def _equal_launch(original: Any, inputs: Any) -> Any:
     if dtype not in dtypes():
         return None
     kernel = compiler.compiled(_FILE, "rotary", device, INPUT=dtypes()[dtype])
-    launch = compiler.launcher(kernel, 8, (), (_THREADS, 1))
+    launch = compiler.launcher(kernel, 8, (), (_THREADS, 1), early=True)
     shapes = enumerate(((2, 8, 4, size), (1, 8, size), (1, 8, size)))
     trial = [2 * pattern(shape, dtype, device, seed) for seed, shape in shapes]
     out = torch.full_like(trial[0], float("nan"))

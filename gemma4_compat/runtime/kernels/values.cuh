@@ -3,6 +3,15 @@
 //
 // INPUT, the dtype of a kernel's inputs and outputs, is from the compiler's command line.
 
+// A kernel whose launch is ``early`` begins while the kernel before it runs.  Before this it may only
+// prefetch, and after it read by loads of the coherent cache: not with __ldg or const __restrict__.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // the next one may begin
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr int FLOAT32 = 1, BFLOAT16 = 2;  // 3: float16
 
 __device__ __forceinline__ float of_half(unsigned short bits) {

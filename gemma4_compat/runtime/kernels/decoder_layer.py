@@ -1,0 +1,211 @@
+"""Computes what is between the products of a decoder layer in a few kernels, with the same bits.
+
+After attention and after the MLP, a layer normalizes, adds the residual, and begins its next part
+with another norm.  That is one kernel here (``rms_norm.cu``), and so is the activation of a gate,
+times other values (``gated.cu``).  Both round as transformers' kernels do, and are compared with
+them before their first use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import compiler, rms_norm_launch
+from .launch import Launcher
+from .replacing import (
+    ALIGNMENT,
+    FEW_TOKENS,
+    can_read,
+    dtypes,
+    is_gelu,
+    plain,
+    raw_stream,
+    runs_only,
+)
+from .rms_norm import weight_of
+from .trials import pattern, require_equal
+from .watch import is_upstreams
+
+LAUNCHER = Launcher("gated", "transformers computes activations and products in its own kernels")
+_FILE = Path(__file__).with_name("gated.cu")
+_THREADS, _VALUES = 256, 4  # of a block, of a thread
+_are_upstreams = cache(lambda *functions: all(map(is_upstreams, functions)))
+
+
+def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
+    names = _names_after_hidden_states(original)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if (
+        not _are_few(hidden_states)
+        or len(given) < len(args) + len(kwargs)  # transformers raises the error
+        or "past_key_values" in given.keys() - set(names)  # has another name now
+        or getattr(self, "enable_moe_block", False)
+    ):
+        return original(self, hidden_states, *args, **kwargs)
+    given = {**dict.fromkeys(names), **given}
+    per_layer_input = given.pop("per_layer_input", None)
+    outputs, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **given)
+    norm, following = self.post_attention_layernorm, self.pre_feedforward_layernorm
+    residual, outputs = added(norm, outputs, hidden_states, None, following)
+    outputs, norm = self.mlp(outputs), self.post_feedforward_layernorm
+    if getattr(self, "hidden_size_per_layer_input", None):
+        residual, _ = added(norm, outputs, residual)
+        outputs = gated(self.act_fn, self.per_layer_input_gate(residual), per_layer_input)
+        outputs, norm = self.per_layer_projection(outputs), self.post_per_layer_input_norm
+    return added(norm, outputs, residual, self.layer_scalar)[0]
+
+
+@cache
+def _names_after_hidden_states(original: Any) -> tuple[str, ...]:
+    code = inspect.unwrap(original).__code__
+    return tuple(code.co_varnames[2 : code.co_argcount])
+
+
+def mlp_forward(original: Any, self: Any, x: Any) -> Any:
+    """An MLP's forward; with a few tokens, it uses the kernel."""
+    if not _are_few(x):
+        return original(self, x)
+    return self.down_proj(gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+
+
+def _are_few(x: Any) -> bool:
+    return plain()(x) and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+
+
+def added(norm: Any, x: Any, residual: Any, scalar: Any = None, following: Any = None) -> Any:
+    """``(residual + norm(x)) * scalar``, and ``following`` of that; both are [..., size]."""
+    outputs = _added(norm, x, residual, scalar, following)
+    if outputs is None:
+        out = residual + norm(x)
+        if scalar is not None:
+            out *= scalar
+        outputs = out, None if following is None else following(out)
+    return outputs
+
+
+def _added(norm: Any, x: Any, residual: Any, scalar: Any, following: Any) -> Any:
+    """The same in one kernel, if it can compute it."""
+    import torch
+
+    key, launcher = None, rms_norm_launch.LAUNCHER
+    given = [each for each in (x, residual, scalar) if each is not None]
+    if not can_read(*given) or residual.shape != x.shape:
+        return None
+    try:
+        size, index = x.shape[-1], x.get_device()
+        norms = [each for each in (norm, following) if each is not None]
+        weights = [weight_of(each, size, index) for each in norms if _is_usual(each)]
+        if len(weights) < len(norms) or any(each is None for each in weights):
+            return None
+        pairs = zip(norms, weights, strict=True)
+        kinds = {(type(norm), norm.eps, weight.dtype) for norm, weight in pairs}
+        if (
+            len(kinds) > 1
+            or any(each.data_ptr() % ALIGNMENT for each in weights)
+            or (scalar is not None and scalar.shape != (1,))
+        ):
+            return None
+        rows = x.numel() // size
+        key = (
+            *("added", *kinds, index, x.dtype, size),
+            *(rows.bit_length(), scalar is None, following is None),
+        )
+        arguments = norm, x, weights, scalar, following
+        launch = launcher.compared(key, x.device, _equal_sum, *arguments)
+        if launch is None:
+            return None
+        out, then = torch.empty_like(x), None if following is None else torch.empty_like(x)
+        launch(raw_stream()(index), rows, *_pointers(out, x, weights, residual, scalar, then))
+        return out, then
+    except Exception as error:  # transformers computes it, or raises its own error
+        return launcher.failed(key, x.device, error)
+
+
+def _is_usual(norm: Any) -> bool:
+    """Whether a call of a module runs transformers' RMS norm alone."""
+    cls, own = type(norm), vars(norm)
+    functions = cls.forward, getattr(cls, "_norm", len)
+    return (
+        own.get("with_scale") is True
+        and type(own.get("eps")) is float
+        and "_norm" not in own
+        and runs_only(norm, cls.forward)
+        and _are_upstreams(*functions)
+    )
+
+
+def _pointers(out: Any, x: Any, weights: Any, residual: Any, scalar: Any, then: Any) -> list[int]:
+    tensors = out, x, weights[0], residual, scalar, then, weights[-1]
+    return [0 if each is None else each.data_ptr() for each in tensors]
+
+
+def _equal_sum(norm: Any, x: Any, weights: Any, scalar: Any, following: Any) -> Any:
+    """The launch whose outputs equal those of transformers bit for bit; ``None`` if it has none."""
+    import torch
+
+    stream = raw_stream()(x.get_device())
+
+    def compare(launch: Any, trial: Any, _: int) -> None:
+        residual, factor = trial.flip(0) / 2, None if scalar is None else scalar.to(trial.dtype)
+        out, then = (torch.full_like(trial, float("nan")) for _ in range(2))
+        pointers = out, trial, weights, residual, factor, None if following is None else then
+        launch(stream, len(trial), *_pointers(*pointers))
+        right = residual + norm(trial)
+        require_equal(out, right if factor is None else right.mul_(factor))
+        if following is not None:
+            require_equal(then, following(right))
+
+    launches = rms_norm_launch.compared(norm, x, weights[0], {"rms_norm": 8}, compare)
+    return None if launches is None else launches[0]
+
+
+def gated(activation: Any, x: Any, other: Any) -> Any:
+    """``activation(x) * other``, of the same shape."""
+    out = _gated(activation, x, other)
+    return activation(x) * other if out is None else out
+
+
+def _gated(activation: Any, x: Any, other: Any) -> Any:
+    """The same in one kernel, if it can compute it."""
+    import torch
+
+    if not (is_gelu(activation) and can_read(x, other)) or x.shape != other.shape:
+        return None
+    key = x.get_device(), x.dtype
+    try:
+        if x.numel() % _VALUES:
+            return None
+        launch = LAUNCHER.compared(key, x.device, _equal_launch, activation, x)
+        if launch is None:
+            return None
+        out = torch.empty_like(x)
+        launch(out, x, other)
+        return out
+    except Exception as error:  # transformers computes it, or raises its own error
+        return LAUNCHER.failed(key, x.device, error)
+
+
+def _equal_launch(activation: Any, x: Any) -> Callable[..., None] | None:
+    """What launches the kernel if it equals PyTorch's for each number of a dtype in 16 bits."""
+    import torch
+
+    if x.dtype not in dtypes() or x.dtype is torch.float32:
+        return None
+    kernel = compiler.compiled(_FILE, "gated", x.device, INPUT=dtypes()[x.dtype])
+    launch, index = compiler.launcher(kernel, 4, (), (_THREADS, 1), early=True), x.get_device()
+
+    def launched(out: Any, x: Any, other: Any) -> None:
+        fours, pointers = out.numel() // _VALUES, (out.data_ptr(), x.data_ptr(), other.data_ptr())
+        launch(-(-fours // _THREADS), raw_stream()(index), *pointers, fours)
+
+    numbers = torch.arange(1 << 16, device=x.device).to(torch.int16).view(x.dtype).nan_to_num()
+    other = pattern(tuple(numbers.shape), x.dtype, x.device)
+    out = torch.full_like(numbers, float("nan"))
+    launched(out, numbers, other)
+    require_equal(out, activation(numbers) * other)
+    return launched

@@ -1,0 +1,242 @@
+"""What is between the products of a decoder layer runs in a few kernels, with the same bits."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import gemma4_compat
+from gemma4_compat.runtime.kernels import decoder_layer, launch
+from tests.patches.test_norm_kernels import launched, logits, make
+
+FAMILIES = ("gemma4", "unified")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def assert_few_kernels(kind):
+    model, ids = make(kind), torch.tensor([[7]], device="cuda")
+    with torch.no_grad():
+        names = launched(lambda: model(ids))
+    layers = len(model.model.layers)
+    gelus = sum("Gelu" in name for name in names)
+    assert gelus == 0, f"{gelus} kernels for the activations of {layers} layers"
+    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+    assert names.count("rms_norm") == norms - layers  # the one before the MLP is in a sum
+    assert names.count("gated") == (2 if kind == "gemma4" else 1) * layers
+    assert launch.without() == []
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("layer_kernels", r"\d kernels for the activations of 4 layers")
+def test_few_kernels():
+    assert_few_kernels("gemma4")
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("layer_kernels", r"\d kernels for the activations of 4 layers")
+def test_few_kernels_of_unified():
+    assert_few_kernels("unified")
+
+
+def assert_same(model, ids, **options):
+    with gemma4_compat.disabled("layer_kernels"):
+        expected = logits(model, ids, **options)
+    for _ in range(2):
+        assert torch.equal(logits(model, ids, **options), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (1, 9), (4, 2), (3, 1), (2, 40)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits(kind, dtype, shape):
+    model = make(kind, dtype=dtype)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.layer_scalar, 1, 0.2)
+    assert_same(model, torch.randint(5, 96, shape, device="cuda"))
+    assert launch.without() == []
+
+
+@pytest.mark.cuda
+def test_experts():
+    import transformers
+
+    config = make().config
+    config.update({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2})
+    config.update({"moe_intermediate_size": 64})
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    assert_same(model, torch.tensor([[7]], device="cuda"))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def replace_a_norm(layer):
+    layer.post_attention_layernorm = Doubled()
+
+
+def remove_a_norm(layer):
+    layer.post_feedforward_layernorm = nn.Identity()
+
+
+def change_a_forward(layer):
+    norm = layer.pre_feedforward_layernorm
+    norm.forward = lambda x: type(norm).forward(norm, x) + 1
+
+
+def change_a_private_method(layer):
+    layer.post_attention_layernorm._norm = lambda x: x
+
+
+def change_a_class(layer):
+    norm = layer.post_attention_layernorm
+    norm.__class__ = type("Own", (type(norm),), {"forward": lambda self, x: 3 * x})
+
+
+def change_an_eps(layer):
+    layer.post_attention_layernorm.eps = 0.5
+
+
+def hook_a_norm(layer):
+    layer.post_per_layer_input_norm.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def hook_an_input(layer):
+    layer.pre_feedforward_layernorm.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def hook_an_activation(layer):
+    layer.mlp.act_fn.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def replace_an_activation(layer):
+    layer.act_fn = nn.GELU()
+    layer.mlp.act_fn = nn.SiLU()
+
+
+def change_an_activation(layer):
+    layer.mlp.act_fn.act = partial(nn.functional.gelu, approximate="none")
+
+
+def convert_a_norm(layer):
+    layer.post_attention_layernorm.float()
+    layer.layer_scalar = layer.layer_scalar.double() * 1.5
+
+
+def train_a_scalar(layer):
+    del layer.layer_scalar
+    layer.layer_scalar = nn.Parameter(torch.full((1,), 1.5, device="cuda", dtype=torch.bfloat16))
+
+
+def widen_a_scalar(layer):
+    layer.layer_scalar = torch.rand(256, device="cuda", dtype=torch.bfloat16)
+
+
+def replace_attention(layer):
+    own = layer.self_attn.forward
+    layer.self_attn.forward = lambda **kwargs: (own(**kwargs)[0].mT.contiguous().mT, None)
+
+
+CHANGES = [
+    replace_a_norm, remove_a_norm, change_a_forward, change_a_private_method, change_a_class,
+    change_an_eps, hook_a_norm, hook_an_input, hook_an_activation, replace_an_activation,
+    change_an_activation, convert_a_norm, train_a_scalar, widen_a_scalar, replace_attention,
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_the_user_put_there(change):
+    """It runs as without the patch; so does what follows it."""
+    model, ids = make(), torch.tensor([[7, 8]], device="cuda")
+    logits(model, ids)
+    usual = logits(model, ids)
+    change(model.model.layers[1])
+    assert_same(model, ids)
+    assert not torch.equal(logits(model, ids), usual) or change is replace_attention
+
+
+@pytest.mark.cuda
+def test_captured_steps():
+    model, ids = make(), torch.randint(5, 96, (1, 9), device="cuda")
+    model.hf_device_map = {"": 0, "a tower": "cpu"}  # transformers does not compile such a model
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": "static"}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    with gemma4_compat.disabled("layer_kernels"):
+        expected = model.generate(ids, **options).logits
+    for _ in range(2):
+        assert all(map(torch.equal, model.generate(ids, **options).logits, expected))
+
+
+@pytest.mark.cuda
+def test_a_kernel_that_computes_something_else(monkeypatch, caplog):
+    """Its outputs are not used, and a line says so."""
+    launch.reset()
+    model, ids = make(), torch.tensor([[7]], device="cuda")
+    with gemma4_compat.disabled("layer_kernels"):
+        expected = logits(model, ids)
+    monkeypatch.setattr(decoder_layer, "_FILE", decoder_layer._FILE.with_name("rotary.cu"))
+    assert torch.equal(logits(model, ids), expected)
+    [line] = launch.without()
+    assert "transformers computes activations and products in its own kernels" in line
+    launch.reset()
+
+
+def without_kernels(model, monkeypatch):
+    """Let forwards on the CPU be those of the patch; no kernel runs there."""
+
+    def replace(cls, function):
+        usual = inspect.unwrap(cls.forward)
+        new = lambda *args, **kwargs: function(usual, *args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(cls, "forward", new)
+
+    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    layer = model.model.layers[0]
+    replace(type(layer), decoder_layer.layer_forward)
+    replace(type(layer.mlp), decoder_layer.mlp_forward)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4), (1, 12)], ids=str)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_order_of_a_layer(kind, shape, monkeypatch):
+    """Without kernels, the layer computes what transformers computes."""
+    model = make(kind, "cpu", torch.float32)
+    ids = torch.randint(5, 96, shape, generator=torch.Generator().manual_seed(1))
+    for layer in model.model.layers:
+        nn.init.normal_(layer.layer_scalar, 1, 0.2)
+    expected = logits(model, ids)
+    without_kernels(model, monkeypatch)
+    assert torch.equal(logits(model, ids), expected)
+    model.model.layers[1].post_feedforward_layernorm = nn.Identity()
+    assert not torch.equal(logits(model, ids), expected)
+
+
+def test_arguments_of_a_layer(monkeypatch):
+    """Those that transformers refuses are refused; the others can have names or not."""
+    model, hidden = make("gemma4", "cpu", torch.float32), torch.randn(1, 2, 256)
+    layer, angles = model.model.layers[0], tuple(torch.randn(2, 1, 2, 128))
+    given = {
+        "per_layer_input": torch.randn(1, 2, 128),
+        "shared_kv_states": {},
+        "position_embeddings": angles,
+        "attention_mask": None,
+    }
+    usual = inspect.unwrap(type(layer).forward)
+    names = [name for name in inspect.signature(usual).parameters if name in given]
+    with torch.no_grad():
+        expected = usual(layer, hidden, **given)
+        without_kernels(model, monkeypatch)
+        assert torch.equal(layer(hidden, **given), expected)
+        ordered = [given[name] for name in names]
+        assert torch.equal(layer(hidden, *ordered), expected)
+        with pytest.raises(TypeError, match="multiple values"):
+            layer(hidden, given["per_layer_input"], **given)
+        with pytest.raises(TypeError, match="positional arguments"):
+            layer(hidden, *ordered, *[None] * 9)
