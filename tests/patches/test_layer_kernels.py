@@ -218,6 +218,31 @@ def test_the_order_of_a_layer(kind, shape, monkeypatch):
     assert not torch.equal(logits(model, ids), expected)
 
 
+def test_torch_compile():
+    """The compiler sees the original code."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    def compiled():
+        model, ids = make("gemma4", "cpu", torch.float32), torch.tensor([[7]])
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+            found = torch.compile(model, backend=keep)(ids, use_cache=False).logits
+        assert torch.equal(found, expected)
+        torch._dynamo.reset()
+
+    compiled()
+    with_patch = graphs.copy()
+    graphs.clear()
+    with gemma4_compat.disabled("layer_kernels"):
+        compiled()
+    assert with_patch == graphs
+
+
 def test_arguments_of_a_layer(monkeypatch):
     """Those that transformers refuses are refused; the others can have names or not."""
     model, hidden = make("gemma4", "cpu", torch.float32), torch.randn(1, 2, 256)

@@ -38,11 +38,14 @@ _are_upstreams = cache(lambda *functions: all(map(is_upstreams, functions)))
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
+    import torch
+
+    if torch.compiler.is_compiling() or not _are_few(hidden_states):
+        return original(self, hidden_states, *args, **kwargs)
     names = _names_after_hidden_states(original)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if (
-        not _are_few(hidden_states)
-        or len(given) < len(args) + len(kwargs)  # transformers raises the error
+        len(given) < len(args) + len(kwargs)  # transformers raises the error
         or "past_key_values" in given.keys() - set(names)  # has another name now
         or getattr(self, "enable_moe_block", False)
     ):
@@ -68,7 +71,9 @@ def _names_after_hidden_states(original: Any) -> tuple[str, ...]:
 
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     """An MLP's forward; with a few tokens, it uses the kernel."""
-    if not _are_few(x):
+    import torch
+
+    if torch.compiler.is_compiling() or not _are_few(x):
         return original(self, x)
     return self.down_proj(gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
