@@ -68,10 +68,11 @@ class Layer:
         return any(own.slot.inherits(e.slot) for own in self.entries for e in other.entries)
 
     def references(self) -> int:
-        """How many references to its replacements, present or former, exist."""
+        """How many references to its replacements, present or former, others have."""
         alive = [function for function in (each() for each in self.made) if function is not None]
         self.made[:] = [weakref.ref(function) for function in alive]
-        return len(holders(alive))
+        own = {id(cell) for function in alive for cell in function.__closure__ or ()}
+        return sum(id(holder) not in own for holder in holders(alive))
 
 
 class Stack:

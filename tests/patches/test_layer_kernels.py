@@ -218,6 +218,33 @@ def test_the_order_of_a_layer(kind, shape, monkeypatch):
     assert not torch.equal(logits(model, ids), expected)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cls", ["own", "subclass"])
+def test_gradient_checkpointing(cls, reentrant):
+    """Each layer runs in one checkpoint, as without the patch, and its gradients are the same."""
+
+    def step():
+        model, calls = make("gemma4", "cpu", torch.float32).train(), []
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for layer in model.model.layers:
+            if cls == "subclass":  # such as fully_shard makes
+                layer.__class__ = type("Sub", (type(layer),), {})
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = lambda *args, _run=checkpoint, **kwargs: (
+                calls.append(1) or _run(*args, **kwargs)
+            )
+        ids = torch.arange(5, 11)[None]
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return len(calls), [parameter.grad for parameter in model.parameters()]
+
+    calls, gradients = step()
+    with gemma4_compat.disabled("layer_kernels"):
+        expected_calls, expected = step()
+    assert calls == expected_calls == 4
+    assert all(map(torch.equal, gradients, expected))
+
+
 def test_torch_compile():
     """The compiler sees the original code."""
     torch._dynamo.reset()

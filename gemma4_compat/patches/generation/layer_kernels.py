@@ -11,8 +11,13 @@ the user, is called as before.  Of layers with experts, only the MLP is computed
 
 from __future__ import annotations
 
+from functools import wraps
+from types import CellType, FunctionType
+from typing import Any
+
 from ...engine import Finding, Kind, Part, Patch, drifted, fixed_if
 from ...engine.probing import code_at
+from ...engine.signatures import calling
 from ...runtime.capture.decoding import forget
 from ...runtime.kernels.decoder_layer import layer_forward, mlp_forward
 from .._families import GEMMA4, UNIFIED, Family
@@ -43,6 +48,23 @@ _MORE = {
 _MLP = {"down_proj", "act_fn", "gate_proj", "up_proj"}
 
 
+def layer_in_kernels(original: Any) -> Any:
+    """A layer's forward that uses the kernels.
+
+    In newer releases, a closure is around it that checkpoints only if it is the class's forward
+    itself (``GradientCheckpointingLayer.__init_subclass__``).  So a copy of it is around ours.
+    """
+    new, cells = calling(layer_forward), original.__closure__ or ()
+    if all(cell.cell_contents is not original for cell in cells):
+        return new(original)
+    inner, own = original.__wrapped__, CellType()
+    others = {id(original): own, id(inner): CellType(new(inner))}
+    closure = tuple(others.get(id(cell.cell_contents), cell) for cell in cells)
+    copied = FunctionType(original.__code__, original.__globals__, closure=closure)
+    own.cell_contents = wraps(original)(copied)
+    return copied
+
+
 def mend(part: Part, family: Family) -> None:
     """Register the probe and the replacements for a family's layers and MLPs."""
     layer, mlp = f"{family.prefix}TextDecoderLayer.forward", f"{family.prefix}TextMLP.forward"
@@ -55,7 +77,7 @@ def mend(part: Part, family: Family) -> None:
             return drifted(f"{layer} computes in another way")
         return fixed_if(of_mlp != _MLP, f"{mlp} has other kernels")
 
-    part.around(family.module, layer)(layer_forward)
+    part.replaces(family.module, layer)(layer_in_kernels)
     part.around(family.module, mlp)(mlp_forward)
 
 
