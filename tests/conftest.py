@@ -76,9 +76,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "each_stack: nox runs it on each stack")
     config.addinivalue_line("markers", "xdist_group(name): these tests run in one worker")
     config.addinivalue_line("markers", "whole_gpu: takes most of a GPU's memory, so one at a time")
+    config.addinivalue_line("markers", "plays(engine, form, action): a cell of tests/engines.py")
     config.addinivalue_line("markers", "cuda: needs a CUDA GPU (deselected without one)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     try:
         import torch
@@ -90,8 +92,9 @@ def pytest_collection_modifyitems(config, items):
         wanted = item.get_closest_marker("cuda")
         if wanted is not None and gpus < wanted.kwargs.get("gpus", 1):
             item.add_marker(pytest.mark.skip(reason=f"needs CUDA, found {gpus} GPU(s)"))
-        if item.get_closest_marker("whole_gpu"):
-            item.add_marker(pytest.mark.xdist_group("whole GPU"))
+        for name, group in (("whole_gpu", "whole GPU"), ("plays", "engines")):
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.xdist_group(group))
         marker = item.get_closest_marker("regression")
         if not WITHOUT or marker is None or config.getoption("matrix"):
             continue
@@ -112,8 +115,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Collections of all objects, which take 30 ms, come ten times as seldom: models are many."""
-    launched = [item for item in session.items if in_group(item, "engines")]
-    engines.only_bugs = all(item.get_closest_marker("regression") for item in launched)
+    launched = [item for item in session.items if not item.get_closest_marker("skip")]
+    engines.asked = [each.args for item in launched for each in item.iter_markers("plays")]
     pass_by_what_there_is()
     gc.set_threshold(*gc.get_threshold()[:2], 100)
 
@@ -153,10 +156,6 @@ def pytest_runtest_teardown(item):
 
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def in_group(item, name):
-    return any(marker.args == (name,) for marker in item.iter_markers("xdist_group"))
 
 
 def shows_bug_of(item, patches):
@@ -368,6 +367,12 @@ def llama_dir(tmp_path_factory):
             )
         ).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def cell(request):
+    """The cell that a test plays."""
+    return request.node.get_closest_marker("plays").args
 
 
 @pytest.fixture

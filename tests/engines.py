@@ -20,6 +20,7 @@ import concurrent.futures
 import contextlib
 import fnmatch
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -52,8 +53,8 @@ STEPS = 5
 RANKS = 2
 #: "cpu" or "cuda", from the command line
 DEVICE = "cpu"
-#: whether this run of the tests has regression tests alone, from tests/conftest.py
-only_bugs = False
+#: the cells of the tests of this run, from tests/conftest.py
+asked: list[tuple[str, str, str]] = []
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: For losses and for tensors, of the largest value.  Processes add up in another order than one,
 #: and a GPU chooses other kernels for one row than for two.
@@ -68,8 +69,9 @@ RATE = 0.01
 #: It shows a gradient of zeros where there should be none.
 DECAY = 0.1
 #: A cell takes two to ten seconds, and the end of a process that waits for one that failed none.
-#: A hang, which is a bug's symptom without the patches, takes all of the limit.
-LIMIT, GRACE = 45 if os.environ.get("GEMMA4_COMPAT") == "0" else 60, 5
+LIMIT, GRACE = 60, 5
+#: A hang is a bug's symptom without the patches: then a process hangs that does nothing so long.
+IDLE = 10 if os.environ.get("GEMMA4_COMPAT") == "0" else LIMIT
 #: The time for the end of a launcher whose processes have reached the limit.
 END = 20
 #: The largest part of the weights that a process may hold where an engine shards them.
@@ -144,8 +146,8 @@ TITLES = {
     "users": "The releases of users' reports",
     "gpus": "Two GPUs, over NCCL",
 }
-#: What the regression tests play.
-BUGS = (
+#: What the suite plays, all together, as most time goes by before.
+SAMPLE = (
     ("torchrun, fully_shard", WHOLE, "tower trained"),
     ("accelerate launch, Accelerator, DDP", HOST, "step"),
     ("accelerate launch, Accelerator, DDP", QUANTIZED, "save"),
@@ -155,10 +157,6 @@ BUGS = (
     ("accelerate launch, Trainer, FSDP2", QUANTIZED, "resume"),
     ("torchrun, DeepSpeed ZeRO-2", QUANTIZED, "tower trained"),
     ("torchrun, DeepSpeed ZeRO-3", QUANTIZED, "text and images"),
-)
-#: What the suite plays.  Those with one launcher are played together, as most time goes by before.
-SAMPLE = (
-    *BUGS,
     ("torchrun, Trainer, DDP", QUANTIZED, "tower trained"),
     ("torchrun, fully_shard", WHOLE, "tower unused"),
     ("accelerate launch, split_between_processes", HOST, "generate"),
@@ -661,15 +659,12 @@ def play(folder, engine, form, action, rank):
 DIED = "the process died"
 
 
-def worker(folder, out, wanted, limit, fresh):
+def worker(folder, out, wanted, limit, fresh=False):
     """One rank: plays each cell in a process of its own, because some of them die or hang.
 
     That is a fork, or a new Python: a fork cannot use CUDA after bitsandbytes is imported.
     """
     rank = int(os.environ["RANK"])
-    if not fresh:
-        imports()
-        import_what_forks_need(wanted)
     for number, cell in enumerate(wanted):
         if cell[0] in ENGINES or rank == 0:
             paths = [out / f"{number}-{each}" for each in (rank, 1 - rank)]
@@ -689,6 +684,73 @@ def imports():
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+
+
+def serve():
+    """Import the libraries once, and play in the place of a rank whatever each line asks for.
+
+    A fork does, with the environment that the launcher gave to the rank.
+    """
+    imports()
+    import_what_forks_need(())
+    gc.freeze()  # else each fork collects what was imported
+    for line in sys.stdin:
+        folder, out, limit, rank = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            try:
+                play_as(rank, Path(folder), Path(out), limit)
+            finally:
+                os._exit(0)
+        os.waitpid(process, 0)
+        stored(Path(out) / f"end-{rank}", None)
+
+
+def play_as(rank, folder, out, limit):
+    log = os.open(out / "log", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(pickle.loads((out / f"environment-{rank}").read_bytes()))
+    wanted = json.loads((out / "cells").read_text())
+    import_what_forks_need(wanted)
+    stored(out / f"begun-{rank}", None)
+    end = time.monotonic() + LIMIT
+    while not (out / f"begun-{1 - rank}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    worker(folder, out, wanted, limit)
+
+
+def relay(out):
+    """One rank, which a server plays."""
+    rank = os.environ["RANK"]
+    stored(out / f"environment-{rank}", dict(os.environ))
+    while not (out / f"end-{rank}").exists():
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def servers(variables):
+    """Processes that play as the ranks."""
+    environment = environment_of(variables)
+    command = [sys.executable, __file__, "--serve", "--device", DEVICE]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in range(RANKS):
+            # Sets of strings have another order in each process, here always.
+            own = {**environment, "PYTHONHASHSEED": str(1 + rank)}
+            each = subprocess.Popen(command, env=own, cwd=ROOT, stdin=subprocess.PIPE, text=True)
+            started.append(stack.enter_context(each))  # its end closes the pipe, and waits
+        yield started
+
+
+def environment_of(variables):
+    # tools/matrix.py has other releases on this path.
+    path = os.pathsep.join(filter(None, (os.getenv("PYTHONPATH"), str(ROOT))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
+    if DEVICE == "cpu":
+        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    return environment
 
 
 def import_what_forks_need(cells):
@@ -740,16 +802,29 @@ def limited(begin, path, other, limit):
     if process == 0:
         begin()
         os._exit(0)
-    end, failed = time.monotonic() + limit, False
+    start, failed, spent, looked = time.monotonic(), False, 0.0, 0
+    end = start + limit
     while time.monotonic() < end:
         if os.waitpid(process, os.WNOHANG) != (0, 0):
             return pickle.loads(path.read_bytes()) if path.exists() else DIED
         if not failed and other.exists() and isinstance(pickle.loads(other.read_bytes()), str):
             end, failed = time.monotonic() + GRACE, True
+        if time.monotonic() > start + (looked + 1) * IDLE:
+            before, spent, looked = spent, seconds_of(process), looked + 1
+            if spent - before < IDLE / 20:
+                break
         time.sleep(0.05)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     return "HANG"
+
+
+def seconds_of(process):
+    """The time that a process has computed."""
+    import psutil
+
+    times = psutil.Process(process).cpu_times()
+    return times.user + times.system
 
 
 def stored(path, found):
@@ -769,23 +844,28 @@ def alone(cell):
     return TRAINER_ALONE if "Trainer" in engine else ALONE, form, action
 
 
-def launched(folder, launcher, wanted, variables, limit=LIMIT, fresh=False):
-    """The results of all ranks by cell; without a launcher there is one process."""
+def launched(folder, launcher, wanted, variables, limit=LIMIT, served=()):
+    """The results of all ranks by cell; without a launcher there is one process.
+
+    Without servers, all processes are new.
+    """
     out = Path(tempfile.mkdtemp(dir=folder))
     (out / "cells").write_text(json.dumps(wanted))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    if DEVICE == "cpu":
-        environment |= {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    environment = environment_of(variables)
     if not launcher:
         environment["RANK"] = "0"
-    # tools/matrix.py has other releases on this path.
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getenv("PYTHONPATH"), str(ROOT))))
-    options = ("--worker", str(folder), str(out), "--device", DEVICE, "--limit", str(limit))
-    command = [sys.executable, *launcher, __file__, *options, *(("--fresh",) if fresh else ())]
-    with (out / "log").open("w") as log:
+    mode = ("--worker", str(folder), str(out), "--device", DEVICE, "--limit", str(limit))
+    if served:
+        mode = ("--relay", str(out))
+    command = [sys.executable, *launcher, __file__, *mode]
+    with (out / "log").open("a") as log:
         process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
+        for rank, each in enumerate(served):
+            while process.poll() is None and not (out / f"environment-{rank}").exists():
+                time.sleep(0.05)
+            print(json.dumps([str(folder), str(out), limit, rank]), file=each.stdin, flush=True)
         try:
-            process.wait(len(wanted) * limit + END if fresh else None)
+            process.wait(len(wanted) * limit + END)
         except subprocess.TimeoutExpired:
             process.terminate()  # and a launcher ends its processes
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -797,7 +877,7 @@ def launched(folder, launcher, wanted, variables, limit=LIMIT, fresh=False):
         if not all(path.exists() for path in paths):
             raise SystemExit((out / "log").read_text()[-3000:])
         results[cell] = [pickle.loads(path.read_bytes()) for path in paths]
-        if fresh and any(isinstance(each, str) for each in results[cell]):
+        if not served and any(isinstance(each, str) for each in results[cell]):
             print(*cell, (out / "log").read_text()[-3000:], sep="\n", file=sys.stderr, flush=True)
     return results
 
@@ -852,21 +932,24 @@ def judge(results, reference, action="", form=""):
 
 def run(wanted, sides):
     """``{cell: {side: (verdict, detail)}}``; a side is a name and its environment variables."""
-    verdicts = {cell: {} for cell in wanted}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    found = {side: {} for side in sides}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        served = {side: stack.enter_context(servers(sides[side])) for side in sides}
         build(folder)
         for launcher in (TORCHRUN, ACCELERATE, FSDP):
             own = [cell for cell in wanted if ENGINES[cell[0]][0] is launcher]
-            if not own:
-                continue
-            both = [*own, *dict.fromkeys(map(alone, own))]
-            found = {side: launched(folder, launcher, both, sides[side]) for side in sides}
-            for cell in own:
-                for side, results in found.items():
-                    (reference,) = results[alone(cell)]
-                    verdicts[cell][side] = judge(results[cell], reference, cell[2], cell[1])
-    return verdicts
+            for side, results in found.items() if own else ():
+                references = [each for each in map(alone, own) if each not in results]
+                both = [*own, *dict.fromkeys(references)]
+                results |= launched(folder, launcher, both, sides[side], served=served[side])
+    return {
+        cell: {
+            side: judge(results[cell], *results[alone(cell)], cell[2], cell[1])
+            for side, results in found.items()
+        }
+        for cell in wanted
+    }
 
 
 def run_apart(wanted, sides, jobs, seconds, longest, report):
@@ -895,7 +978,7 @@ def run_apart(wanted, sides, jobs, seconds, longest, report):
                 # Trainer would use all that it sees.
                 variables = {**variables, "CUDA_VISIBLE_DEVICES": str(number % RANKS)}
             try:
-                results = launched(folder, launcher, [cell], variables, limit, fresh=True)[cell]
+                results = launched(folder, launcher, [cell], variables, limit)[cell]
             except SystemExit as error:
                 results = [f"no result: {error}"]
             found[side, cell] = results
@@ -913,25 +996,18 @@ def run_apart(wanted, sides, jobs, seconds, longest, report):
 
 
 @functools.cache
-def played_together(launcher, wanted):
-    """The verdicts of the cells with this launcher, with the patches that are on here."""
-    return run([cell for cell in wanted if ENGINES[cell[0]][0] == launcher], {"now": {}})
+def all_verdicts():
+    """The verdicts of all cells of the tests of this run, with the patches that are on here."""
+    return run(list(filter(is_installed, dict.fromkeys(asked))), {"now": {}})
 
 
-def sampled(cell):
-    """The verdict of a cell, which is played with all that are played in this run of the tests."""
+def check(cell):
+    """Assert that a cell equals one process."""
     import pytest
 
     if not is_installed(cell):
         pytest.skip("deepspeed is not installed")
-    wanted = BUGS if cell in BUGS and only_bugs else SAMPLE
-    wanted = tuple(each for each in wanted if is_installed(each))
-    return played_together(ENGINES[cell[0]][0], wanted)[cell]["now"]
-
-
-def check(*cell):
-    """Assert that a cell of the sample equals one process."""
-    kind, detail = sampled(cell)
+    kind, detail = all_verdicts()[cell]["now"]
     assert kind == "=", f"{kind}: {detail}"
 
 
@@ -1012,10 +1088,15 @@ def main():
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of each cell")
     parser.add_argument("--details", type=Path, metavar="PATH", help="write them here")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--relay", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     DEVICE = options.device
+    if options.serve:
+        return serve()
+    if options.relay:
+        return relay(options.relay)
     if options.worker:
         if "PYTHONHASHSEED" not in os.environ:
             # Sets of strings have another order in each process, here always.
@@ -1026,8 +1107,7 @@ def main():
         if options.play:
             imports()
             played(folder, out, 0, wanted[0])
-        worker(folder, out, wanted, options.limit, options.fresh)
-        return
+        return worker(folder, out, wanted, options.limit, fresh=True)
     begin = time.monotonic()
     wanted = [cell for cell in cells() if fnmatch.fnmatch(" | ".join(cell), options.only)]
     wanted = list(filter(is_installed, wanted))

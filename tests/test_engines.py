@@ -55,10 +55,11 @@ def test_page():
     assert engines.PAGE.read_text() == engines.page()
 
 
-@pytest.mark.xdist_group("engines")
-@pytest.mark.parametrize("cell", SAMPLE, ids=" | ".join)
-def test_a_sample(cell):
-    check(*cell)
+@pytest.mark.parametrize(
+    "name", [pytest.param(" | ".join(each), marks=pytest.mark.plays(*each)) for each in SAMPLE]
+)
+def test_a_sample(name, cell):
+    check(cell)
 
 
 @pytest.mark.slow

@@ -9,11 +9,14 @@ from tests.engines import HOST, check
 
 
 @pytest.mark.parametrize(
-    "engine", ["accelerate launch, Accelerator, DDP", "accelerate launch, Accelerator, FSDP2"]
+    "engine",
+    [
+        pytest.param(each, marks=pytest.mark.plays(each, HOST, "step"))
+        for each in ("accelerate launch, Accelerator, DDP", "accelerate launch, Accelerator, FSDP2")
+    ],
 )
-@pytest.mark.xdist_group("engines")
 @pytest.mark.regression("distributed_offload", r"`device_map='auto'` in any distributed mode")
-def test_two_processes(engine):
+def test_two_processes(engine, cell):
     if engine.endswith("FSDP2") and not holds("accelerate>=1.13"):
         pytest.skip("some of these releases cannot leave modules out under FSDP2")
-    check(engine, HOST, "step")
+    check(cell)

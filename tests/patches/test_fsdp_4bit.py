@@ -117,6 +117,6 @@ def test_other_weights_are_left_alone(mesh):
     assert module.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.xdist_group("engines")
-def test_experts_in_two_processes():
-    check("accelerate launch, Accelerator, FSDP2", EXPERTS, "save")
+@pytest.mark.plays("accelerate launch, Accelerator, FSDP2", EXPERTS, "save")
+def test_experts_in_two_processes(cell):
+    check(cell)

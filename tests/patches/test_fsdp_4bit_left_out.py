@@ -7,7 +7,7 @@ import pytest
 from tests.engines import QUANTIZED, check
 
 
-@pytest.mark.xdist_group("engines")
+@pytest.mark.plays("accelerate launch, Accelerator, FSDP2", QUANTIZED, "step")
 @pytest.mark.regression("fsdp_4bit_left_out", "replicated", behind="shared_kv_states")
-def test_each_process_holds_half():
-    check("accelerate launch, Accelerator, FSDP2", QUANTIZED, "step")
+def test_each_process_holds_half(cell):
+    check(cell)

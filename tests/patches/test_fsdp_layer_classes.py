@@ -7,10 +7,10 @@ import pytest
 from tests.engines import QUANTIZED, check
 
 
-@pytest.mark.xdist_group("engines")
+@pytest.mark.plays("accelerate launch, Accelerator, FSDP2", QUANTIZED, "text and images")
 @pytest.mark.regression("fsdp_layer_classes", "HANG")
-def test_one_process_has_text_alone():
-    check("accelerate launch, Accelerator, FSDP2", QUANTIZED, "text and images")
+def test_one_process_has_text_alone(cell):
+    check(cell)
 
 
 def plugin(**options):

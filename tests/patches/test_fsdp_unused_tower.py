@@ -19,16 +19,16 @@ from tests.support import run_process
 ERROR = "HANG" if holds("transformers>=5.9") else "HANG|KeyError"
 
 
-@pytest.mark.xdist_group("engines")
+@pytest.mark.plays("torchrun, fully_shard", WHOLE, "tower trained")
 @pytest.mark.regression("fsdp_unused_tower", ERROR)
-def test_one_process_has_an_image():
-    check("torchrun, fully_shard", WHOLE, "tower trained")
+def test_one_process_has_an_image(cell):
+    check(cell)
 
 
-@pytest.mark.xdist_group("engines")
-def test_no_process_has_an_image():
+@pytest.mark.plays("torchrun, fully_shard", WHOLE, "tower unused")
+def test_no_process_has_an_image(cell):
     """The weight decay of the optimizer does not change what has no gradient."""
-    check("torchrun, fully_shard", WHOLE, "tower unused")
+    check(cell)
 
 
 class Other(torch.nn.Module):

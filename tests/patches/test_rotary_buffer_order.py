@@ -40,7 +40,7 @@ def test_order():
     assert found == other, "the order depends on the hashes"
 
 
-@pytest.mark.xdist_group("engines")
+@pytest.mark.plays("accelerate launch, Accelerator, DDP", QUANTIZED, "save")
 @pytest.mark.regression("rotary_buffer_order", "WRONG")
-def test_ddp():
-    check("accelerate launch, Accelerator, DDP", QUANTIZED, "save")
+def test_ddp(cell):
+    check(cell)
