@@ -274,7 +274,8 @@ def wrapt(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = "."
     for version in ("1.15.0", "1.17.*", "2.*"):
         session.install(f"wrapt=={version}")
-        session.run("pytest", *WORKERS, "tests/test_import.py", "tests/engine")
+        files = ("tests/test_import.py", "tests/test_switches.py", "tests/engine")
+        session.run("pytest", *WORKERS, *files)
 
 
 @nox.session(venv_backend="none")
