@@ -86,13 +86,18 @@ def fresh(model):
     vars(model).pop("_decoding", None)
 
 
-def play(model, door):
+@pytest.fixture(scope="module")
+def usual(model):
+    """The logits without anything of a user's."""
+    return generated(model, eager=True)
+
+
+def play(model, door, usual):
     """What happens with a door that is open from the beginning, and one opened between two calls.
 
     "eager" or "captured", if tokens, logits and the number of calls are those of eager decoding.
     """
     fresh(model)
-    usual = generated(model, eager=True)
     with opened(door, model) as reference:
         expected = generated(model, eager=True)
     assert reference.calls >= TOKENS - 1
@@ -115,8 +120,8 @@ def play(model, door):
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_own_code_runs_in_each_step(model, name):
-    assert set(play(model, DOORS[name]).values()) == {DOORS[name].verdict}
+def test_own_code_runs_in_each_step(model, usual, name):
+    assert set(play(model, DOORS[name], usual).values()) == {DOORS[name].verdict}
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -152,10 +157,9 @@ def test_torchscript(model, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
 @pytest.mark.parametrize("name", ["capture_begin", "capture_end", "replay"])
-def test_a_time_limit(model, monkeypatch, name):
+def test_a_time_limit(model, usual, monkeypatch, name):
     """Its handler raises as a call returns: nothing runs twice, and nothing stays open."""
     fresh(model)
-    expected = generated(model, eager=True)
     function = getattr(torch.cuda.CUDAGraph, name)
 
     def limited(graph, *args, **options):
@@ -174,13 +178,12 @@ def test_a_time_limit(model, monkeypatch, name):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not torch._C._len_torch_dispatch_stack()
-    assert torch.equal(generated(model), expected)
+    assert torch.equal(generated(model), usual)
     assert captures(model)
 
 
-def test_code_that_runs_once(model):
+def test_code_that_runs_once(model, usual):
     """A line in a log or an import keeps the steps eager for a token."""
-    usual = generated(model, eager=True)
     fresh(model)
     mlp, calls = layers_of(model)[1].mlp, []
 
@@ -204,9 +207,8 @@ def test_code_that_runs_once(model):
     assert captures(model)
 
 
-def test_while_a_profiler_runs(model, caplog):
+def test_while_a_profiler_runs(model, usual, caplog):
     """What a step runs cannot be watched then; later calls are captured."""
-    usual = generated(model, eager=True)
     fresh(model)
     seen = []
     sys.setprofile(lambda frame, event, argument: seen.append(event))
@@ -223,7 +225,7 @@ def test_while_a_profiler_runs(model, caplog):
     assert captures(model)
 
 
-def test_a_handler_of_logs(model, monkeypatch):
+def test_a_handler_of_logs(model, usual, monkeypatch):
     """Its code does not belong to a step, also if a library logs a line in each step."""
     lines = []
 
@@ -231,7 +233,6 @@ def test_a_handler_of_logs(model, monkeypatch):
         def emit(self, record):
             lines.append(record)
 
-    usual = generated(model, eager=True)
     logger = logging.getLogger("transformers")
     monkeypatch.setattr(logger, "handlers", [Handler()])
     doors.log_in_each_step(monkeypatch, logger)
@@ -303,7 +304,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model_dir = build_checkpoint(Path(folder, "model"))
         model = load("cuda", model_dir, build_adapter(Path(folder, "adapter"), model_dir))
-        verdicts = {name: play(model, door) for name, door in DOORS.items()}
+        usual = generated(model, eager=True)
+        verdicts = {name: play(model, door, usual) for name, door in DOORS.items()}
     versions = {name: importlib.metadata.version(name) for name in ("torch", *LIBRARIES)}
     entry = {"device": torch.cuda.get_device_name(), "versions": versions, "doors": verdicts}
     found = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}

@@ -99,23 +99,24 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def without(request, tmp_path_factory):
-    """The results of all cells without the patches, which take seconds to come off and on."""
-    tests = [
-        item
-        for item in request.session.items
-        if item.path == request.path and "without" in item.fixturenames
-    ]
-    cells = [tuple(item.callspec.params[name] for name in ("family", "form")) for item in tests]
+    """The results of all tests without the patches, which take seconds to come off and on."""
+    found = {}
     with gemma4_compat.disabled():
-        return {
-            cell: results(*cell, tmp_path_factory.mktemp("without") / "model")[1] for cell in cells
-        }
+        for item in request.session.items:
+            if item.path == request.path and "without" in item.fixturenames:
+                folder = tmp_path_factory.mktemp("without") / "model"
+                found[item.name] = EXPECTED[item.originalname](folder, **item.callspec.params)
+    return found
+
+
+@pytest.fixture
+def expected(request, without):
+    return without[request.node.name]
 
 
 @pytest.mark.xdist_group("other models")
 @pytest.mark.parametrize(("family", "form"), CELLS)
-def test_results_are_as_without_the_patches(family, form, without, tmp_path):
-    expected = without[family, form]
+def test_results_are_as_without_the_patches(family, form, expected, tmp_path):
     assert isinstance(expected["logits"], torch.Tensor)
     before = page_locked.locked(), threading.active_count()
     model, found = results(family, form, tmp_path / "with")
@@ -202,7 +203,7 @@ def relative(name, dtype):
     return model, inputs
 
 
-def results_of_relative(name, form, dtype, folder):
+def results_of_relative(folder, name, form, dtype):
     from accelerate import dispatch_model
 
     model, inputs = relative(name, dtype)
@@ -241,32 +242,37 @@ def results_of_relative(name, form, dtype, folder):
     ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("name", RELATIVES)
-def test_relatives_of_gemma_4(name, dtype, tmp_path):
+@pytest.mark.parametrize("form", ["whole", "layers on the disk"])
+def test_relatives_of_gemma_4(name, form, dtype, expected, tmp_path):
     """The patches touch classes that these models share with Gemma 4, or copies of them."""
-    forms = ("whole", "layers on the disk")
-    with gemma4_compat.disabled():
-        expected = {form: results_of_relative(name, form, dtype, tmp_path) for form in forms}
-    for form in forms:
-        found = results_of_relative(name, form, dtype, tmp_path)
-        torch.testing.assert_close(found, expected[form], rtol=0, atol=0, equal_nan=True)
+    found = results_of_relative(tmp_path, name, form, dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def tokens(assistant):
+    torch.manual_seed(0)
+    config = transformers.Gemma4TextConfig(**SMALL, **NO_PLE)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    helper = relative("gemma4_assistant", torch.float32)[0] if assistant else None
+    if helper is not None:
+        helper.generation_config.num_assistant_tokens = 3
+    options = {"assistant_model": helper, "max_new_tokens": 12, "do_sample": False}
+    return model.generate(IDS[:1], **options)
 
 
 @NEWEST
 @pytest.mark.xdist_group("other models")
-def test_an_assistant_of_gemma_4():
+@pytest.mark.parametrize("assistant", [True])
+def test_an_assistant_of_gemma_4(assistant, expected):
     """Its tokens are those of a greedy search, and the patches change nothing."""
-
-    def tokens(assistant):
-        torch.manual_seed(0)
-        config = transformers.Gemma4TextConfig(**SMALL, **NO_PLE)
-        model = transformers.Gemma4ForCausalLM(config).eval()
-        helper = relative("gemma4_assistant", torch.float32)[0] if assistant else None
-        if helper is not None:
-            helper.generation_config.num_assistant_tokens = 3
-        options = {"assistant_model": helper, "max_new_tokens": 12, "do_sample": False}
-        return model.generate(IDS[:1], **options)
-
-    with gemma4_compat.disabled():
-        expected = tokens(True)
-    assert torch.equal(tokens(True), expected)
+    assert torch.equal(tokens(assistant), expected)
     assert torch.equal(tokens(False), expected)
+
+
+EXPECTED = {
+    "test_results_are_as_without_the_patches": lambda folder, family, form: results(
+        family, form, folder
+    )[1],
+    "test_relatives_of_gemma_4": results_of_relative,
+    "test_an_assistant_of_gemma_4": lambda folder, assistant: tokens(assistant),
+}
