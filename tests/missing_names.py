@@ -368,16 +368,16 @@ def files_of(work):
     """The files of the package that run during some work."""
     found = set()
 
-    def profile(frame, event, argument):
+    def called(frame, event, argument):
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE):
+        if name.startswith(PACKAGE):
             found.add(name[len(PACKAGE) :].replace(os.sep, "/"))
 
-    sys.setprofile(profile)
+    sys.settrace(called)  # unlike a profiler, not called for C functions and returns
     try:
         result = outcome(work)
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     return found, result
 
 
