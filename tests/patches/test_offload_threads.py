@@ -130,6 +130,14 @@ def shows(**other):
 )
 def test_generate(model_dir, tmp_path, kind):
     model = layers_on_disk(new_model(model_dir, kind), tmp_path)
+    linear = offloaded_linear(model)
+    assert_as_in_one_thread(lambda number: generated(model, number), calls=4, meet=linear)
+
+
+@pytest.mark.slow
+def test_generate_many_times(model_dir, tmp_path):
+    """The threads meet anywhere."""
+    model = layers_on_disk(new_model(model_dir), tmp_path)
     assert_as_in_one_thread(lambda number: generated(model, number), calls=15)
 
 
