@@ -18,7 +18,7 @@ NEW_TOKENS = 12  # the window has 8
 @pytest.fixture
 def model(model_dir, monkeypatch):
     pretend(monkeypatch)
-    return new_model(model_dir, "nf4")
+    return new_model(model_dir)
 
 
 @pytest.fixture
