@@ -737,8 +737,9 @@ def servers(variables):
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(RANKS):
-            # Sets of strings have another order in each process, here always.
-            own = {**environment, "PYTHONHASHSEED": str(1 + rank)}
+            # Sets of strings have another order in each process, here always.  bitsandbytes would
+            # import the compiler, for seconds; nothing is compiled.
+            own = {**environment, "PYTHONHASHSEED": str(1 + rank), "TORCHDYNAMO_DISABLE": "1"}
             each = subprocess.Popen(command, env=own, cwd=ROOT, stdin=subprocess.PIPE, text=True)
             started.append(stack.enter_context(each))  # its end closes the pipe, and waits
         yield started

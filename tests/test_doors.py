@@ -24,7 +24,7 @@ from tests import doors, support
 from tests.doors import DOORS, Own, layers_of
 from tests.pretended_gpu import pretend
 
-TOKENS = 6
+TOKENS = 4
 DATA = Path(__file__).with_name("doors.json")
 #: bitsandbytes 0.46.1 has no library for CUDA 13
 STACKS = {"newest": NEWEST, "users": USERS, "oldest": {**FLOORS, "bitsandbytes": "0.48.0"}}
