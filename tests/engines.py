@@ -700,8 +700,9 @@ def serve():
         if process == 0:
             try:
                 play_as(rank, Path(folder), Path(out), limit)
-            finally:
-                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
         os.waitpid(process, 0)
         stored(Path(out) / f"end-{rank}", None)
 
