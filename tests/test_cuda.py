@@ -232,6 +232,7 @@ def test_int8_with_towers_on_the_cpu(model_dir, adapter_dir):
     check(split, model_dir, adapter_dir, "int8")
 
 
+@pytest.mark.usefixtures("offloaded_eight_bit")
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_int8_decoder_layers_offloaded(model_dir, adapter_dir, where, tmp_path):
     from accelerate import dispatch_model
@@ -257,6 +258,7 @@ def int8_with_an_automatic_map(model_dir):
     return split
 
 
+@pytest.mark.usefixtures("offloaded_eight_bit")
 def test_int8_with_an_automatic_map(model_dir, adapter_dir):
     split = int8_with_an_automatic_map(model_dir)
     check(split, model_dir, adapter_dir, "int8", quantized_elsewhere=True)

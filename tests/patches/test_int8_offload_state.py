@@ -49,6 +49,7 @@ def test_weights_are_dropped():
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("offloaded_eight_bit")
 def test_gpu_memory_is_freed(model_dir):
     expected = logits(load_model(model_dir, "int8", {"": 0}))
     gemma4_compat.limit_page_locked(0)  # accelerate copies the layers
