@@ -387,7 +387,7 @@ def test_a_launch_that_fails(model_dir, monkeypatch):
     monkeypatch.setattr(kernel, "current_device", lambda: lambda: -1)
     launch.reset()
     monkeypatch.setattr(kernel, "_launch", lambda *_: fail)
-    monkeypatch.setattr(kernel, "_ALIGNMENT", 1)
+    monkeypatch.setattr(kernel, "ALIGNMENT", 1)
     layers = adapters_of(model)
     for layer in layers:
         layer.base_layer.register_forward_hook(lambda *_: runs.append(0))

@@ -57,11 +57,11 @@ def layer_in_kernels(original: Any) -> Any:
     new, cells = calling(layer_forward), original.__closure__ or ()
     if all(cell.cell_contents is not original for cell in cells):
         return new(original)
-    inner, own = original.__wrapped__, CellType()
-    others = {id(original): own, id(inner): CellType(new(inner))}
+    inner, own = new(original.__wrapped__), CellType()
+    others = {id(original): own, id(original.__wrapped__): CellType(inner)}
     closure = tuple(others.get(id(cell.cell_contents), cell) for cell in cells)
     copied = FunctionType(original.__code__, original.__globals__, closure=closure)
-    own.cell_contents = wraps(original)(copied)
+    own.cell_contents = wraps(inner)(copied)
     return copied
 
 
