@@ -68,11 +68,10 @@ class Layer:
         return any(own.slot.inherits(e.slot) for own in self.entries for e in other.entries)
 
     def references(self) -> int:
-        """How many references to its replacements, present or former, others have."""
+        """How many references to its replacements, present or former, exist."""
         alive = [function for function in (each() for each in self.made) if function is not None]
         self.made[:] = [weakref.ref(function) for function in alive]
-        own = {id(cell) for function in alive for cell in function.__closure__ or ()}
-        return sum(id(holder) not in own for holder in holders(alive))
+        return len(holders(alive))
 
 
 class Stack:

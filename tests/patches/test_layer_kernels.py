@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 
 import pytest
 import torch
 from torch import nn
 
 import gemma4_compat
-from gemma4_compat.runtime.kernels import decoder_layer, launch
+from gemma4_compat.runtime.kernels import decoder_layer, launch, replacing
 from tests.patches.test_norm_kernels import launched, logits, make
 
 FAMILIES = ("gemma4", "unified")
@@ -218,31 +219,118 @@ def test_the_order_of_a_layer(kind, shape, monkeypatch):
     assert not torch.equal(logits(model, ids), expected)
 
 
+def checkpointed(model, reentrant=False):
+    """The number of layers that ran in a checkpoint in a training step, and the gradients."""
+    calls = []
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        checkpoint = layer._gradient_checkpointing_func
+        layer._gradient_checkpointing_func = lambda *args, _run=checkpoint, **kwargs: (
+            calls.append(1) or _run(*args, **kwargs)
+        )
+    ids = torch.arange(5, 11)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return len(calls), [parameter.grad for parameter in model.parameters()]
+
+
+def subclass(layer):  # as fully_shard does
+    layer.__class__ = type("Sub", (type(layer),), {})
+
+
+def keep_forward(layer):  # as accelerate's hooks do
+    layer.forward = layer.forward
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("cls", ["own", "subclass"])
-def test_gradient_checkpointing(cls, reentrant):
-    """Each layer runs in one checkpoint, as without the patch, and its gradients are the same."""
-
-    def step():
-        model, calls = make("gemma4", "cpu", torch.float32).train(), []
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        for layer in model.model.layers:
-            if cls == "subclass":  # such as fully_shard makes
-                layer.__class__ = type("Sub", (type(layer),), {})
-            checkpoint = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = lambda *args, _run=checkpoint, **kwargs: (
-                calls.append(1) or _run(*args, **kwargs)
-            )
-        ids = torch.arange(5, 11)[None]
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return len(calls), [parameter.grad for parameter in model.parameters()]
-
-    calls, gradients = step()
+@pytest.mark.parametrize("change", [subclass, keep_forward, lambda layer: None])
+@pytest.mark.parametrize("when", ["always", "then", "before"])
+def test_gradient_checkpointing(change, reentrant, when):
+    """Each layer runs in one checkpoint, also if the patch is put in place or undone meanwhile."""
     with gemma4_compat.disabled("layer_kernels"):
-        expected_calls, expected = step()
-    assert calls == expected_calls == 4
+        _, expected = checkpointed(make("gemma4", "cpu", torch.float32), reentrant)
+    assert gemma4_compat.status()["layer_kernels"].state == "applied"
+    with gemma4_compat.disabled("layer_kernels") if when == "then" else nullcontext():
+        model = make("gemma4", "cpu", torch.float32)
+        for layer in model.model.layers:
+            change(layer)
+    with gemma4_compat.disabled("layer_kernels") if when == "before" else nullcontext():
+        calls, gradients = checkpointed(model, reentrant)
+    assert calls == 4
     assert all(map(torch.equal, gradients, expected))
+
+
+@pytest.mark.parametrize("name", ["DecoderLayer", "MLP"])
+def test_a_wrapper_around_the_forward_of_a_class(name, monkeypatch):
+    """It runs with few tokens, too."""
+    model, ids, calls = make("gemma4", "cpu", torch.float32), torch.tensor([[7]]), []
+    layer = model.model.layers[0]
+    cls = type(layer if name == "DecoderLayer" else layer.mlp)
+    monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
+    gemma4_compat.uninstall("layer_kernels")
+    try:
+        usual = cls.forward
+
+        @wraps(usual)
+        def forward(self, *args, **kwargs):
+            calls.append(1)
+            return 2 * usual(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "forward", forward)
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits
+            gemma4_compat.install("layer_kernels")
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+        assert len(calls) == 8
+        gemma4_compat.uninstall("layer_kernels")
+    finally:
+        monkeypatch.undo()
+        gemma4_compat.install("layer_kernels")
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_the_order_of_calls(observed, monkeypatch):
+    """A hook of the activation runs before up_proj."""
+    model, ids = make("gemma4", "cpu", torch.float32), torch.tensor([[7]])
+    own = ("act_fn",) if observed else ()
+
+    def events():
+        seen = []
+        hooks = [
+            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+            for name, module in model.named_modules()
+            if not name.endswith("act_fn") or name.endswith(own or "none")
+        ]
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    expected = events()
+    without_kernels(model, monkeypatch)
+    assert events() == expected
+
+
+def compiled(module):
+    module.compile(backend="eager")
+
+
+def call_of_a_class(module):
+    module.__class__ = type("Own", (type(module),), {"__call__": lambda self, x: x})
+
+
+def forward_of_another(module):
+    module.forward = type(module)(256).forward
+
+
+@pytest.mark.parametrize("change", [compiled, call_of_a_class, forward_of_another])
+def test_what_a_call_runs(change):
+    norm = make("gemma4", "cpu").model.norm
+    assert replacing.runs_only(norm, type(norm).forward)
+    assert decoder_layer._is_usual(norm)
+    change(norm)
+    assert not replacing.runs_only(norm, type(norm).forward)
 
 
 def test_torch_compile():

@@ -48,21 +48,38 @@ _MORE = {
 _MLP = {"down_proj", "act_fn", "gate_proj", "up_proj"}
 
 
+#: What closures of transformers refer to themselves by, and the functions that it is without us.
+_cells: list[tuple[CellType, Any]] = []
+
+
 def layer_in_kernels(original: Any) -> Any:
     """A layer's forward that uses the kernels.
 
     In newer releases, a closure is around it that checkpoints only if it is the class's forward
-    itself (``GradientCheckpointingLayer.__init_subclass__``).  So a copy of it is around ours.
+    itself (``GradientCheckpointingLayer.__init_subclass__``).  So a copy of it is around ours, and
+    both take the copy for themselves: instances may keep the original, as accelerate's hooks do.
     """
-    new, cells = calling(layer_forward), original.__closure__ or ()
-    if all(cell.cell_contents is not original for cell in cells):
+    new, code = calling(layer_forward), original.__code__
+    if code.co_name not in code.co_freevars:
         return new(original)
-    inner, own = new(original.__wrapped__), CellType()
-    others = {id(original): own, id(original.__wrapped__): CellType(inner)}
-    closure = tuple(others.get(id(cell.cell_contents), cell) for cell in cells)
-    copied = FunctionType(original.__code__, original.__globals__, closure=closure)
-    own.cell_contents = wraps(inner)(copied)
+    cells = dict(zip(code.co_freevars, original.__closure__, strict=True))
+    inner, usual = new(original.__wrapped__), original.__wrapped__
+    closure = tuple(
+        CellType(inner) if cell.cell_contents is usual else cell for cell in cells.values()
+    )
+    copied = wraps(inner)(FunctionType(code, original.__globals__, closure=closure))
+    own = cells[code.co_name]
+    _cells.append((own, original))
+    own.cell_contents = copied
     return copied
+
+
+def release() -> None:
+    """Let transformers' closures be themselves again, and forget the captured steps."""
+    while _cells:
+        own, original = _cells.pop()
+        own.cell_contents = original
+    forget()
 
 
 def mend(part: Part, family: Family) -> None:
@@ -77,10 +94,10 @@ def mend(part: Part, family: Family) -> None:
             return drifted(f"{layer} computes in another way")
         return fixed_if(of_mlp != _MLP, f"{mlp} has other kernels")
 
-    part.replaces(family.module, layer)(layer_in_kernels)
     part.around(family.module, mlp)(mlp_forward)
+    part.replaces(family.module, layer)(layer_in_kernels)  # the last one, since it changes a cell
 
 
 for each in (GEMMA4, UNIFIED):
     mend(PATCH.part(each.name, each.requirement), each)
-PATCH.on_revert(forget)
+PATCH.on_revert(release)

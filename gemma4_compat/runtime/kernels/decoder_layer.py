@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +27,30 @@ from .replacing import (
 )
 from .rms_norm import weight_of
 from .trials import pattern, require_equal
-from .watch import is_upstreams
 
 LAUNCHER = Launcher("gated", "transformers computes activations and products in its own kernels")
 _FILE = Path(__file__).with_name("gated.cu")
 _THREADS, _VALUES = 256, 4  # of a block, of a thread
-_are_upstreams = cache(lambda *functions: all(map(is_upstreams, functions)))
 
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
     import torch
 
-    if torch.compiler.is_compiling() or not _are_few(hidden_states):
+    if (
+        torch.compiler.is_compiling()
+        or not _are_few(hidden_states)
+        or not _is_transformers(original)
+        or getattr(self, "enable_moe_block", False)
+    ):
         return original(self, hidden_states, *args, **kwargs)
-    names = _names_after_hidden_states(original)
+    code = inspect.unwrap(original).__code__
+    names = code.co_varnames[2 : code.co_argcount]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if (
         len(given) < len(args) + len(kwargs)  # transformers raises the error
         or "past_key_values" in given.keys() - set(names)  # has another name now
-        or getattr(self, "enable_moe_block", False)
+        or self.layer_scalar is None
     ):
         return original(self, hidden_states, *args, **kwargs)
     given = {**dict.fromkeys(names), **given}
@@ -63,23 +66,33 @@ def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kw
     return added(norm, outputs, residual, self.layer_scalar)[0]
 
 
-@cache
-def _names_after_hidden_states(original: Any) -> tuple[str, ...]:
-    code = inspect.unwrap(original).__code__
-    return tuple(code.co_varnames[2 : code.co_argcount])
-
-
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     """An MLP's forward; with a few tokens, it uses the kernel."""
     import torch
 
-    if torch.compiler.is_compiling() or not _are_few(x):
+    if (
+        torch.compiler.is_compiling()
+        or not _are_few(x)
+        or not _is_transformers(original)
+        or not is_gelu(self.act_fn)  # which may be called before up_proj only
+    ):
         return original(self, x)
     return self.down_proj(gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
 def _are_few(x: Any) -> bool:
-    return plain()(x) and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+    return plain()(x) and x.dim() > 0 and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+
+
+def _is_transformers(function: Any) -> bool:
+    """Whether a function, and each that it wraps, is of transformers or of this package."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        library = str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0]
+        if library not in ("transformers", __name__.partition(".")[0]):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def added(norm: Any, x: Any, residual: Any, scalar: Any = None, following: Any = None) -> Any:
@@ -108,7 +121,9 @@ def _added(norm: Any, x: Any, residual: Any, scalar: Any, following: Any) -> Any
         if len(weights) < len(norms) or any(each is None for each in weights):
             return None
         pairs = zip(norms, weights, strict=True)
-        kinds = {(type(norm), norm.eps, weight.dtype) for norm, weight in pairs}
+        kinds = {
+            (type(norm).forward, type(norm)._norm, norm.eps, weight.dtype) for norm, weight in pairs
+        }
         if (
             len(kinds) > 1
             or any(each.data_ptr() % ALIGNMENT for each in weights)
@@ -134,13 +149,13 @@ def _added(norm: Any, x: Any, residual: Any, scalar: Any, following: Any) -> Any
 def _is_usual(norm: Any) -> bool:
     """Whether a call of a module runs transformers' RMS norm alone."""
     cls, own = type(norm), vars(norm)
-    functions = cls.forward, getattr(cls, "_norm", len)
     return (
         own.get("with_scale") is True
         and type(own.get("eps")) is float
         and "_norm" not in own
         and runs_only(norm, cls.forward)
-        and _are_upstreams(*functions)
+        and _is_transformers(cls.forward)
+        and _is_transformers(getattr(cls, "_norm", len))
     )
 
 

@@ -81,20 +81,24 @@ def runs_only(module: Any, forward: Any) -> bool:
     """
     from torch.nn.modules import module as nn_module
 
-    state = vars(module)
+    kind, state, usual = type(module), vars(module), nn_module.Module
     called = state.get("forward")
     if "_hf_hook" in state:
         from accelerate.hooks import AlignDevicesHook
 
-        hooked, called = called, state["_old_forward"]
+        hooked, called = called, state.get("_old_forward")
         if (
             type(state["_hf_hook"]) is not AlignDevicesHook
             or type(hooked) is not partial
             or getattr(hooked, "__wrapped__", None) != called
         ):
             return False
-    return (called is None or getattr(called, "__func__", None) is forward) and not (
-        state["_forward_hooks"]
+    is_own = getattr(called, "__func__", None) is forward and called.__self__ is module
+    return (called is None or is_own) and not (
+        kind.__call__ is not usual.__call__
+        or kind._call_impl is not usual._call_impl
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]

@@ -81,6 +81,8 @@ def weight_of(norm: Any, size: int, index: int) -> Any:
     weight = norm._parameters.get("weight")
     if type(weight) is not torch.nn.Parameter and type(weight) is not torch.Tensor:
         return None
+    if hasattr(type(norm), "weight"):  # a property of a user's class
+        return None
     if weight.get_device() != index or weight.numel() != size or weight.dim() != 1:
         return None
     return weight if weight.is_contiguous() else None
