@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 #: bytes of a kernel's longest load
 ALIGNMENT = 16
+#: A call of a module runs these functions of its class.
+_CALLS = ("__call__", "_call_impl")
 #: With so many tokens or fewer, the kernels for one token's products and attention compute them.
 FEW_TOKENS = 8
 
@@ -95,8 +97,7 @@ def runs_only(module: Any, forward: Any) -> bool:
             return False
     is_own = getattr(called, "__func__", None) is forward and called.__self__ is module
     return (called is None or is_own) and not (
-        kind.__call__ is not usual.__call__
-        or kind._call_impl is not usual._call_impl
+        any(getattr(kind, name, None) is not getattr(usual, name, None) for name in _CALLS)
         or getattr(module, "_compiled_call_impl", None) is not None
         or state["_forward_hooks"]
         or state["_forward_pre_hooks"]
