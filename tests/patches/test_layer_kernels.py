@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from contextlib import nullcontext
 from functools import partial, wraps
@@ -234,6 +235,16 @@ def checkpointed(model, reentrant=False):
     return len(calls), [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.fixture
+def installed_again(monkeypatch):
+    """Afterwards, the patch is put in place where nothing has the functions that it replaces."""
+    yield
+    monkeypatch.undo()
+    gc.collect()
+    gemma4_compat.uninstall("layer_kernels")
+    gemma4_compat.install("layer_kernels")
+
+
 def subclass(layer):  # as fully_shard does
     layer.__class__ = type("Sub", (type(layer),), {})
 
@@ -245,7 +256,7 @@ def keep_forward(layer):  # as accelerate's hooks do
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("change", [subclass, keep_forward, lambda layer: None])
 @pytest.mark.parametrize("when", ["always", "then", "before"])
-def test_gradient_checkpointing(change, reentrant, when):
+def test_gradient_checkpointing(change, reentrant, when, installed_again):
     """Each layer runs in one checkpoint, also if the patch is put in place or undone meanwhile."""
     with gemma4_compat.disabled("layer_kernels"):
         _, expected = checkpointed(make("gemma4", "cpu", torch.float32), reentrant)
@@ -261,14 +272,13 @@ def test_gradient_checkpointing(change, reentrant, when):
 
 
 @pytest.mark.parametrize("name", ["DecoderLayer", "MLP"])
-def test_a_wrapper_around_the_forward_of_a_class(name, monkeypatch):
+def test_a_wrapper_around_the_forward_of_a_class(name, monkeypatch, installed_again):
     """It runs with few tokens, too."""
     model, ids, calls = make("gemma4", "cpu", torch.float32), torch.tensor([[7]]), []
     layer = model.model.layers[0]
     cls = type(layer if name == "DecoderLayer" else layer.mlp)
     monkeypatch.setattr(decoder_layer, "plain", lambda: lambda tensor: not tensor.requires_grad)
-    gemma4_compat.uninstall("layer_kernels")
-    try:
+    with gemma4_compat.disabled("layer_kernels"):
         usual = cls.forward
 
         @wraps(usual)
@@ -279,13 +289,10 @@ def test_a_wrapper_around_the_forward_of_a_class(name, monkeypatch):
         monkeypatch.setattr(cls, "forward", forward)
         with torch.no_grad():
             expected = model(ids, use_cache=False).logits
-            gemma4_compat.install("layer_kernels")
-            assert torch.equal(model(ids, use_cache=False).logits, expected)
-        assert len(calls) == 8
-        gemma4_compat.uninstall("layer_kernels")
-    finally:
-        monkeypatch.undo()
-        gemma4_compat.install("layer_kernels")
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert len(calls) == 8
+    gemma4_compat.uninstall("layer_kernels")  # before the wrapper goes
 
 
 @pytest.mark.parametrize("observed", [False, True])
