@@ -27,22 +27,17 @@ from .replacing import (
 )
 from .rms_norm import weight_of
 from .trials import pattern, require_equal
+from .watch import wrapped_by
 
 LAUNCHER = Launcher("gated", "transformers computes activations and products in its own kernels")
 _FILE = Path(__file__).with_name("gated.cu")
 _THREADS, _VALUES = 256, 4  # of a block, of a thread
+_PACKAGE = __name__.partition(".")[0]
 
 
 def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward; with a few tokens and without experts, it uses the kernels."""
-    import torch
-
-    if (
-        torch.compiler.is_compiling()
-        or not _are_few(hidden_states)
-        or not _is_transformers(original)
-        or getattr(self, "enable_moe_block", False)
-    ):
+    if not _may_run(original, hidden_states) or getattr(self, "enable_moe_block", False):
         return original(self, hidden_states, *args, **kwargs)
     code = inspect.unwrap(original).__code__
     names = code.co_varnames[2 : code.co_argcount]
@@ -68,31 +63,29 @@ def layer_forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kw
 
 def mlp_forward(original: Any, self: Any, x: Any) -> Any:
     """An MLP's forward; with a few tokens, it uses the kernel."""
-    import torch
-
-    if (
-        torch.compiler.is_compiling()
-        or not _are_few(x)
-        or not _is_transformers(original)
-        or not is_gelu(self.act_fn)  # which may be called before up_proj only
-    ):
+    # Another activation may be called before up_proj only.
+    if not _may_run(original, x) or not is_gelu(self.act_fn):
         return original(self, x)
     return self.down_proj(gated(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
-def _are_few(x: Any) -> bool:
-    return plain()(x) and x.dim() > 0 and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+def _may_run(original: Any, x: Any) -> bool:
+    """Whether these are a few tokens on a GPU, and the forward is that of transformers."""
+    import torch
+
+    return (
+        not torch.compiler.is_compiling()  # which should see the original
+        and plain()(x)
+        and x.dim() > 0
+        and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+        and _is_transformers(original)
+    )
 
 
 def _is_transformers(function: Any) -> bool:
     """Whether a function, and each that it wraps, is of transformers or of this package."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        library = str(getattr(function, "__globals__", {}).get("__name__")).partition(".")[0]
-        if library not in ("transformers", __name__.partition(".")[0]):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+    names = (getattr(each, "__globals__", {}).get("__name__") for each in wrapped_by(function))
+    return {str(name).partition(".")[0] for name in names} <= {"transformers", _PACKAGE}
 
 
 def added(norm: Any, x: Any, residual: Any, scalar: Any = None, following: Any = None) -> Any:
@@ -180,7 +173,7 @@ def _equal_sum(norm: Any, x: Any, weights: Any, scalar: Any, following: Any) -> 
         if following is not None:
             require_equal(then, following(right))
 
-    launches = rms_norm_launch.compared(norm, x, weights[0], {"rms_norm": 8}, compare)
+    launches = rms_norm_launch.compared(norm, x, weights[0], rms_norm_launch.NORM, compare)
     return None if launches is None else launches[0]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from ...model.parts import is_ours
 from . import compiler
 from .launch import Launcher
-from .replacing import FEW_TOKENS, current_device, dtypes, raw_stream
+from .replacing import ALIGNMENT, FEW_TOKENS, current_device, dtypes, raw_stream
 from .trials import maxima_of, pattern, require_near, values_of
 
 LAUNCHER = Launcher("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
@@ -129,7 +129,7 @@ def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
         at = inputs.data_ptr()
         packed = weight.data_ptr()
         if (
-            (at | packed) % 16
+            (at | packed) % ALIGNMENT
             or 2 * weight.numel() * weight.itemsize != outputs * size
             or maxima.numel() * state.blocksize != outputs * size
             or weight.get_device() != index

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import compiler
 from .launch import Launcher
-from .replacing import current_device, dtypes, raw_stream
+from .replacing import ALIGNMENT, current_device, dtypes, raw_stream
 from .trials import pattern, require_near
 
 #: A kind is a layout: with a growing cache, each token has another one.
@@ -30,7 +30,6 @@ _SIZES = (32, 64, 128, 256, 512)  # of a head
 _LEAST, _MOST, _ONE_BLOCK = 16, 1024, 32
 _LONGEST = 4096 * _MOST  # keys
 _FAR = 2**31  # strides are 32-bit numbers in the kernel
-_ALIGNED = 16  # bytes of a load
 
 
 class _Launch(NamedTuple):
@@ -95,7 +94,7 @@ def _launched(plan: _Launch, index: int, *tensors: Any) -> Any:
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
     shape, stride, device = tensor.shape, tensor.stride(), tensor.device
-    return type(tensor), shape, stride, tensor.dtype, device, tensor.data_ptr() % _ALIGNED
+    return type(tensor), shape, stride, tensor.dtype, device, tensor.data_ptr() % ALIGNMENT
 
 
 def _plan_of(scale: float, query: Any, key: Any, value: Any, mask: Any = None) -> _Launch | None:
@@ -213,8 +212,8 @@ def _fits(query: Any, key: Any, value: Any, mask: Any) -> bool:
 
 def _is_aligned(tensor: Any) -> bool:
     """Whether the kernel can read 16 bytes at a time, and count with 32-bit strides."""
-    return tensor.data_ptr() % _ALIGNED == 0 and all(
-        stride * tensor.itemsize % _ALIGNED == 0 and stride < _FAR
+    return tensor.data_ptr() % ALIGNMENT == 0 and all(
+        stride * tensor.itemsize % ALIGNMENT == 0 and stride < _FAR
         for stride, count in zip(tensor.stride()[:3], tensor.shape[:3], strict=True)
         if count > 1
     )

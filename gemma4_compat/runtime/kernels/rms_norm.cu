@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 // The rows of grad are in the order batch, head, token, and those of the others batch, token, head.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_gradient(
     Four<INPUT>* __restrict__ out, const Four<INPUT>* in, const Four<OUTPUT>* grad,
-    const Four<WEIGHT>* weight, long long heads, long long tokens, long long rows, int fours, float factor, float eps
+    const Four<WEIGHT>* weight, long long heads, long long tokens, long long rows, int fours,
+    float factor, float eps
 ) {
     wait_for_previous();
     const size_t row = (size_t)blockIdx.x * blockDim.y + threadIdx.y;

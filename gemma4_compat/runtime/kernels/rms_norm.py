@@ -12,7 +12,7 @@ from typing import Any
 
 from .replacing import ALIGNMENT, current_device, plain, raw_stream
 from .rms_norm_gradient import differentiable
-from .rms_norm_launch import LAUNCHER, MANY_ROWS, Launch, compared
+from .rms_norm_launch import LAUNCHER, MANY_ROWS, NORM, Launch, compared
 from .trials import require_equal
 
 
@@ -99,5 +99,5 @@ def _equal_kind(original: Any, module: Any, inputs: Any, weight: Any) -> Launch 
         kind(stream, len(trial), out.data_ptr(), trial.data_ptr(), weights)
         require_equal(out, original(module, trial))
 
-    kinds = compared(module, inputs, weight, {"rms_norm": 8}, compare)
+    kinds = compared(module, inputs, weight, NORM, compare)
     return None if kinds is None else kinds[0]

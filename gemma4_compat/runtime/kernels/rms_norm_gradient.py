@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 from .replacing import ALIGNMENT, raw_stream
-from .rms_norm_launch import LAUNCHER, Launch, compared
+from .rms_norm_launch import LAUNCHER, NORM, Launch, compared
 from .trials import pattern, require_equal
 
 _HEADS = 4  # of a trial
 #: The kernels, and how many pointers and numbers each gets.
-_KERNELS = {"rms_norm": 8, "rms_norm_gradient": 7}
+_KERNELS = {**NORM, "rms_norm_gradient": 7}
 #: Modules whose kernel was not launched once.  A checkpoint raises if its recomputation keeps other
 #: tensors than the first forward did.
 _left_out: weakref.WeakSet[Any] = weakref.WeakSet()

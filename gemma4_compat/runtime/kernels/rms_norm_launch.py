@@ -25,6 +25,8 @@ _FILE = Path(__file__).with_name("rms_norm.cu")
 _SIZES = range(4 * _WARP, 15 * _MAX_THREADS + 1, 4)
 #: PyTorch adds the rows of this number and of all larger ones in the same order (``_threads``).
 MANY_ROWS = _MAX_THREADS // _WARP
+#: The kernel of a norm, and how many pointers and numbers it gets.
+NORM = {"rms_norm": 8}
 _ROWS_IN_BLOCK = 4  # if a warp computes a row
 _TRIALS = 8
 _VALUES = 1 << 19  # of the trial with most rows

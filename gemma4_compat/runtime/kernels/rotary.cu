@@ -16,9 +16,8 @@ __device__ __forceinline__ Input turned(Input own, Input cos, float other, Input
 //
 // fours: of a half.  heads: rows with the same angle.  tokens: rows of cos and sin, which repeat.
 extern "C" __global__ void rotary(
-    Values* out, const Values* in, const Values* cos,
-    const Values* sin, long long count, long long fours, long long heads,
-    long long tokens
+    Values* out, const Values* in, const Values* cos, const Values* sin, long long count,
+    long long fours, long long heads, long long tokens
 ) {
     wait_for_previous();
     const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x;

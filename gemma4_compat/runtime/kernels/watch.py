@@ -73,12 +73,18 @@ def watched() -> Iterator[Watch]:
 
 def is_upstreams(function: Any) -> bool:
     """Whether a function, and each that it wraps (``functools.wraps``), is of a known library."""
+    return all(
+        isinstance(each, FunctionType) and _is_known(each.__code__, each.__globals__)
+        for each in wrapped_by(function)
+    )
+
+
+def wrapped_by(function: Any) -> Iterator[Any]:
+    """A function, and each that it wraps (``functools.wraps``); of a method, its function."""
     while function is not None:
-        plain = getattr(function, "__func__", function)
-        if not isinstance(plain, FunctionType) or not _is_known(plain.__code__, plain.__globals__):
-            return False
-        function = getattr(plain, "__wrapped__", None)
-    return True
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def is_of_user(error: Exception) -> bool:
