@@ -154,17 +154,18 @@ def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
     moments: list[float] = []
 
     class Clock:
-        """A streamer: ``generate`` passes it each token at once."""
+        """The tokenizer of a streamer, which decodes each token when it arrives."""
 
-        def put(self, tokens: Any) -> None:
+        def decode(self, tokens: Any, **_: Any) -> str:
             moments.append(time.perf_counter())
+            return ""
 
-        def end(self) -> None:
-            pass
+    from transformers import TextStreamer
 
-    generate(count, streamer=Clock())
-    # generate puts the prompt first, then the token from the prompt's forward.
-    return [after - before for before, after in itertools.pairwise(moments[1:])]
+    with contextlib.redirect_stdout(None):  # where it writes the text
+        generate(count, streamer=TextStreamer(Clock(), skip_prompt=True))
+    # The first token is from the prompt's forward; the end decodes all tokens again.
+    return [after - before for before, after in itertools.pairwise(moments[:count])]
 
 
 def prefill(model: Any, text: Text, batch: int, length: int, repeats: int = 3) -> float:

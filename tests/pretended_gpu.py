@@ -87,6 +87,17 @@ class Generator(torch.Generator):
         return self
 
 
+class Event:
+    def __init__(self, device, blocking):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 class Driver:
     def cudaHostRegister(self, address, size, flags):
         registered.add(address)
@@ -111,11 +122,13 @@ def pretend(patch, streamed=True, in_place=False):
         "CUDAGraph": Graph,
         "graph_pool_handle": object,
         "get_rng_state": lambda device: torch.get_rng_state(),
+        "set_rng_state": lambda state, device: torch.set_rng_state(state),
         "default_generators": {None: SimpleNamespace(graphsafe_set_state=lambda state: None)},
     }
     for name, value in cuda.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch, "Generator", Generator)
+    patch.setattr(torch, "Event", Event)
     patch.setattr(page_locked, "_forget_the_error", lambda: None)
     patch.setattr(blocks, "STREAMED_TO", ("cpu", "cuda") if streamed else ())
     recording = torch._C._len_torch_dispatch_stack

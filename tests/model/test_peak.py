@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import gemma4_compat
 from gemma4_compat.model import meta
 from gemma4_compat.planning import peak
 from tests.shapes import E2B_TEXT, write_config
@@ -185,7 +186,7 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
     model = on_gpu(wide_dir, kind).eval()
     ids = torch.full((1, past + 2048), 3, device=0)
     caches = []
-    for _ in range(2):
+    for _ in range(4):  # ``measured`` runs twice
         caches.append(DynamicCache(config=model.config))
         with torch.no_grad():
             for start in range(0, past, 2048):
@@ -199,8 +200,11 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
         return cache
 
     plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
-    real = measured(run)
-    assert real <= peak.forward_peak(plain, 2048, past) <= 1.15 * real
+    planned = peak.forward_peak(plain, 2048, past)
+    assert measured(run) <= planned
+    with gemma4_compat.disabled("norm_kernels"):  # they need no float32 copies
+        real = measured(run)
+    assert real <= planned <= 1.15 * real
 
 
 @pytest.mark.cuda

@@ -24,6 +24,7 @@ from gemma4_compat.runtime.capture import decoding as steps
 from gemma4_compat.runtime.capture.graph import CaptureFailed
 from gemma4_compat.runtime.capture.snapshot import Snapshot
 from gemma4_compat.tiny import text_inputs
+from tests.pretended_gpu import Event
 from tests.support import fails, load_model, new_model
 
 
@@ -53,6 +54,7 @@ class Step:
 
 @pytest.fixture(autouse=True)
 def captured_on_cpu(monkeypatch):
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
     monkeypatch.setattr(steps, "Step", Step)
     monkeypatch.setattr(Step, "made", 0)

@@ -180,9 +180,11 @@ class Decoder:
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.watched = 0  # eager steps that ran functions that a graph cannot stand for
         self.obstacle: str | None = None
+        self.replayed = False  # whether the last step was
 
     def __call__(self, **inputs: Any) -> Any:
         ids = inputs.get("input_ids")
+        self.replayed = False
         if ids is None or ids.shape[-1] != 1:
             return self.model(**inputs)
         return self.run(Forward(self.model), inputs)
@@ -284,7 +286,9 @@ class Decoder:
                 return lambda: forward.function(**inputs)
             step = self._captured(forward, state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
-        return step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
+        output = step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
+        self.replayed = True
+        return output
 
     def _as_usual(
         self, forward: Forward, inputs: dict[str, Any], state: ModelState, kind: Any

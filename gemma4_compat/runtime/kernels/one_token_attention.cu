@@ -4,8 +4,11 @@
 // block computes a range of keys ("split"); the second kernel combines the ranges.  Scores, weights
 // and sums are float32.  The order of all sums depends on the shapes alone.
 //
+// Keys and values come through shared memory: a thread copies what it will read itself, STAGES steps
+// ahead, so that its registers are free and no other thread waits for it.
+//
 // Constants from the compiler's command line: INPUT, the dtype; SIZE of a head, a power of two from 32
-// to 512; HEADS that a block computes, at most 8; MASK: 0 none, 1 bool, 2 the dtype.
+// to 512; HEADS that a block computes, at most 8; MASK: 0 none, 1 bool, 2 the dtype; STAGES of copies.
 
 #include "values.cuh"
 
@@ -35,15 +38,39 @@ __device__ __forceinline__ float bias_of(const Mask* mask, long long at) {
 
 constexpr int POWER = HEADS > 4 ? 8 : HEADS > 2 ? 4 : HEADS;  // HEADS, or the next power of two
 constexpr int KEYS = 4;  // that a warp reads at once
-constexpr bool AHEAD = HEADS <= 4;  // whether registers hold the next keys, too
 constexpr int OWN = SIZE / 32, VECTOR = OWN < 8 ? OWN : 8, PARTS = OWN / VECTOR;
+constexpr int SLOTS = STAGES * KEYS * PARTS;  // of 16 bytes, that a thread copies to
 
-// The keys that a warp reads at once, and what the mask adds to the lane's own score.
-struct Keys {
-    Pack<VECTOR> packs[KEYS][PARTS];
-    float bias;
-    bool seen;
-};
+// Copies a pack to shared memory, if the GPU can without waiting.
+template <class Pack>
+__device__ __forceinline__ void copy(Pack* to, const Pack* from) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned address = (unsigned)__cvta_generic_to_shared(to);
+    if constexpr (sizeof(Pack) == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
+        return;
+    } else if constexpr (sizeof(Pack) >= 4) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+            :: "r"(address), "l"(from), "n"(sizeof(Pack)) : "memory");
+        return;
+    }
+#endif
+    *to = *from;
+}
+
+// Ends a stage of copies, and waits for the stage that was ended LATER stages ago.
+template <int LATER>
+__device__ __forceinline__ void wait_for_stage() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void end_stage() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 
 // Grid: batch * groups * splits, where a group is HEADS query heads.
 extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_token_attention(
@@ -52,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     int value_batch, int value_head, int value_row, int mask_batch, int mask_head, int mask_row
 ) {
     wait_for_previous();
-    extern __shared__ float weights[];  // [range][POWER]
+    extern __shared__ float4 shared[];  // a column for each thread's copies, then the weights
+    float4* const slots = shared + threadIdx.x;  // [STAGES * KEYS * PARTS, or more]
+    float* const weights = (float*)(shared + SLOTS * THREADS);  // [range][POWER]
     __shared__ float maxima[WARPS][POWER], totals[WARPS][POWER];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const int split = blockIdx.x % splits, batch = blockIdx.x / splits / groups;
@@ -63,27 +92,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     values += (long long)batch * value_batch + (long long)(group / groups_of_key) * value_head;
     const long long mask_at = (long long)batch * mask_batch + (long long)head * mask_head;
 
+    // What the mask adds to the scores, and to those of no head.
+    for (int i = threadIdx.x; i < count * POWER; i += THREADS) {
+        const int h = i % POWER;
+        weights[i] = h >= HEADS ? NONE : bias_of(
+            mask, mask_at + (long long)h * mask_head + (long long)(first + i / POWER) * mask_row
+        );
+    }
+    __syncthreads();
+
     // Scores.  A lane gets the score of one key and head, or several lanes the same.
     constexpr int SAME = 32 / (KEYS * POWER), KEY_STEP = POWER * SAME;
     const int my_head = lane / SAME % POWER, my_key = lane / KEY_STEP;
-    const auto fetch = [&](Keys& to, int start) {
-        to.bias = NONE;
-        if (start + my_key < count && my_head < HEADS) {
-            to.bias = bias_of(
-                mask, mask_at + (long long)my_head * mask_head
-                    + (long long)(first + start + my_key) * mask_row
-            );
-        }
-        to.seen = __any_sync(0xffffffff, to.bias != NONE);
-        if (!to.seen) return;
+    const auto bias_at = [&](int start) {
+        return start + my_key < count ? weights[(start + my_key) * POWER + my_head] : NONE;
+    };
+    const auto copy_keys = [&](int start, int stage) {
+        if (__any_sync(0xffffffff, bias_at(start) != NONE)) {
 #pragma unroll
-        for (int key = 0; key < KEYS; ++key) {
-            const Input* row = keys + (long long)min(first + start + key, length - 1) * key_row;
+            for (int key = 0; key < KEYS; ++key) {
+                const Input* row = keys + (long long)min(first + start + key, length - 1) * key_row;
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                to.packs[key][part] = ((const Pack<VECTOR>*)row)[part * 32 + lane];
+                for (int part = 0; part < PARTS; ++part) {
+                    float4* const slot = slots + ((stage * KEYS + key) * PARTS + part) * THREADS;
+                    copy((Pack<VECTOR>*)slot, (const Pack<VECTOR>*)row + part * 32 + lane);
+                }
             }
         }
+        end_stage();
     };
     float query[HEADS][OWN];
 #pragma unroll
@@ -96,36 +132,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
             for (int i = 0; i < VECTOR; ++i) query[h][part * VECTOR + i] = pack.values[i].get();
         }
     }
-    Keys now, next;
-    fetch(now, warp * KEYS);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) copy_keys((i * WARPS + warp) * KEYS, i);
     float maximum = NONE;
+    int stage = 0;
     for (int start = warp * KEYS; start < count; start += WARPS * KEYS) {
-        if (AHEAD) fetch(next, start + WARPS * KEYS);
+        copy_keys(start + (STAGES - 1) * WARPS * KEYS, stage == 0 ? STAGES - 1 : stage - 1);
+        wait_for_stage<STAGES - 1>();
+        const float bias = bias_at(start);
         float score = NONE;
-        if (now.seen) {
+        if (__any_sync(0xffffffff, bias != NONE)) {
             float scores[KEYS * POWER] = {};
 #pragma unroll
             for (int key = 0; key < KEYS; ++key) {
 #pragma unroll
-                for (int i = 0; i < OWN; ++i) {
-                    const float value = now.packs[key][i / VECTOR].values[i % VECTOR].get();
+                for (int part = 0; part < PARTS; ++part) {
+                    const float4* slot = slots + ((stage * KEYS + key) * PARTS + part) * THREADS;
+                    const Pack<VECTOR> pack = *(const Pack<VECTOR>*)slot;
 #pragma unroll
-                    for (int h = 0; h < HEADS; ++h) {
-                        float& sum = scores[key * POWER + h];
-                        sum = fmaf(query[h][i], value, sum);
+                    for (int i = 0; i < VECTOR; ++i) {
+                        const float value = pack.values[i].get();
+#pragma unroll
+                        for (int h = 0; h < HEADS; ++h) {
+                            float& sum = scores[key * POWER + h];
+                            sum = fmaf(query[h][part * VECTOR + i], value, sum);
+                        }
                     }
                 }
             }
             add_lanes<KEYS * POWER, 16, 1>(scores, lane);
-            if (now.bias != NONE) score = scores[0] * scale + now.bias;
+            if (bias != NONE) score = scores[0] * scale + bias;
         }
+        __syncwarp();  // another lane may have read what the mask adds
         if (start + my_key < count) weights[(start + my_key) * POWER + my_head] = score;
         maximum = fmaxf(maximum, score);
-        if (AHEAD) {
-            now = next;
-        } else {
-            fetch(now, start + WARPS * KEYS);
-        }
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     for (int step = 16; step >= KEY_STEP; step >>= 1) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, step));
@@ -136,16 +177,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     constexpr int SLICE = SIZE / WARPS, MINE = SLICE < 8 ? SLICE : 8;
     constexpr int LANES = SLICE / MINE, ROWS = 32 / LANES;
     const int row = lane / LANES, column = warp * SLICE + lane % LANES * MINE;
-    struct Values { Pack<MINE> packs[KEYS]; } these, those;
-    const auto read = [&](Values& to, int start) {
+    constexpr int MORE = SLOTS / KEYS;  // stages
+    const auto copy_values = [&](int start, int stage) {
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) {
-            const int at = min(first + start + i * ROWS, length - 1);
-            to.packs[i] = *(const Pack<MINE>*)(values + (long long)at * value_row + column);
+            const int at = start + i * ROWS;
+            if (at >= count) break;
+            const Input* from = values + (long long)(first + at) * value_row + column;
+            copy((Pack<MINE>*)(slots + (stage * KEYS + i) * THREADS), (const Pack<MINE>*)from);
         }
+        end_stage();
+    };
+    const auto begin = [&] {
+#pragma unroll
+        for (int i = 0; i < MORE - 1; ++i) copy_values(row + i * ROWS * KEYS, i);
     };
     const bool early = __any_sync(0xffffffff, maximum != NONE);
-    if (early) read(these, row);
+    __syncwarp();
+    if (early) begin();
     __syncthreads();
 
     // Weights.  A thread computes weights of one head.
@@ -177,12 +226,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
     // Sums.
     float sum[HEADS * MINE] = {};
     if (all != 0.0f) {
-        if (!early) read(these, row);
+        if (!early) begin();
+        stage = 0;
         for (int start = row; start < count; start += ROWS * KEYS) {
-            read(those, start + ROWS * KEYS);
+            copy_values(start + (MORE - 1) * ROWS * KEYS, stage == 0 ? MORE - 1 : stage - 1);
+            wait_for_stage<MORE - 1>();
 #pragma unroll
             for (int k = 0; k < KEYS; ++k) {
                 if (start + k * ROWS < count) {
+                    const Pack<MINE> pack = *(const Pack<MINE>*)(slots + (stage * KEYS + k) * THREADS);
                     const float* weight = weights + (start + k * ROWS) * POWER;
 #pragma unroll
                     for (int h = 0; h < HEADS; ++h) {
@@ -190,12 +242,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, SIZE > 256 ? 1 : 2) one_to
 #pragma unroll
                         for (int i = 0; i < MINE; ++i) {
                             float& to = sum[h * MINE + i];
-                            to = fmaf(factor, these.packs[k].values[i].get(), to);
+                            to = fmaf(factor, pack.values[i].get(), to);
                         }
                     }
                 }
             }
-            these = those;
+            stage = stage == MORE - 1 ? 0 : stage + 1;
         }
     }
     // Over the rows of the warp; a lane ends with the columns of MINE that its row selects.

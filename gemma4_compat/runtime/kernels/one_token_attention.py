@@ -27,7 +27,7 @@ _HEADS = 8  # that one block computes, at most
 _FEW = 4096  # keys, with which blocks of half as many heads use more of the GPU
 _SIZES = (32, 64, 128, 256, 512)  # of a head
 #: Keys of one block, at least and at most.  So many keys or fewer are computed by one block.
-_LEAST, _MOST, _ONE_BLOCK = 16, 1024, 32
+_LEAST, _MOST, _ONE_BLOCK = 16, 768, 32
 _LONGEST = 4096 * _MOST  # keys
 _FAR = 2**31  # strides are 32-bit numbers in the kernel
 
@@ -118,6 +118,8 @@ def _plan(
     kind: tuple[Any, ...], keys: int, scale: float, query: Any, key: Any, value: Any, mask: Any
 ) -> _Launch:
     """With so many keys of a block."""
+    import torch
+
     device, dtype, size, per_block, masked, _ = kind
     (batch, heads, _, _), (_, key_heads, length, _) = query.shape, key.shape
     groups, splits = heads // per_block, -(-length // keys)
@@ -128,8 +130,11 @@ def _plan(
         *(float(scale), splits, length, keys, groups, heads // key_heads // per_block),
         *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
     )
+    stages = 2 if torch.cuda.get_device_capability(device)[0] >= 8 else 1  # else a copy waits
     constants = {"INPUT": dtypes()[dtype], "SIZE": size, "HEADS": per_block, "MASK": masked}
-    shared = 4 * _MOST * (1 << (per_block - 1).bit_length())
+    constants["STAGES"] = stages
+    copies, weights = 64 * stages * max(size, 256), 4 << (per_block - 1).bit_length()
+    shared = copies + weights * _MOST
     attend = compiler.compiled(_FILE, "one_token_attention", device, shared, **constants)
     combine, block = None, (_THREADS, 1)
     if splits > 1:
@@ -138,7 +143,9 @@ def _plan(
         combine = compiler.launcher(combined, 2, (splits, batch * heads), block, early=True)
     return _Launch(
         key=kind,
-        attend=compiler.launcher(attend, 6, numbers, block, early=True),
+        attend=compiler.launcher(
+            attend, 6, numbers, block, shared=copies + weights * keys, early=True
+        ),
         blocks=batch * groups * splits,
         combine=combine,
         combining=batch * heads * max(size // 64, 1),
