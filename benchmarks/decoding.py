@@ -45,18 +45,21 @@ def prompt(length: int, seed: int = 0, end: int = 400) -> Any:
 
 
 def call(model: Any, ids: Any, count: int, way: str, **options: Any) -> Any:
-    """Greedily generate ``count`` tokens after ``ids``: a prompt, or the length of a random one."""
+    """Greedily generate ``count`` tokens after ``ids``: a prompt, or the length of a random one.
+
+    ``min_new_tokens`` would add kernels to each step, so a token that does not occur ends the text.
+    """
     import torch
 
     if isinstance(ids, int):
         ids = prompt(ids)
+    end = model.config.get_text_config().vocab_size - 1
     return model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
-        min_new_tokens=count,
         do_sample=False,
-        **{**WAYS[way], **options},
+        **{"eos_token_id": end, "pad_token_id": 0, **WAYS[way], **options},
     )
 
 

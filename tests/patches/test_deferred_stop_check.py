@@ -7,6 +7,8 @@ The CPU stands in for a GPU, unless a test is marked ``cuda``.
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ transformers = pytest.importorskip("transformers")
 if Version(transformers.__version__) < Version("5.17"):
     pytest.skip("stop checks are deferred since transformers 5.17", allow_module_level=True)
 
-TOKENS = 14  # the sliding window has 8
+from transformers.generation import logits_process, stopping_criteria  # noqa: E402
+from transformers.generation import utils as generation  # noqa: E402
+
+PROMPT, TOKENS = 5, 14  # the sliding window has 8
 PLACES = ["pretended", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -34,39 +39,49 @@ def model(request, model_dir, monkeypatch):
     return new_model(model_dir)
 
 
-class Tokens:
-    """A streamer's tokenizer: notes the tokens, and how many steps have begun when each arrives."""
-
-    def __init__(self, begun=()):
-        self.begun, self.tokens, self.moments = begun, [], []
-
-    def decode(self, tokens, **options):
-        if len(tokens) > len(self.tokens):  # the last call of a streamer has no new ones
-            self.moments.append(len(self.begun))
-        self.tokens = list(tokens)
-        return ""
-
-
-def streamer_to(tokens):
-    return transformers.TextStreamer(tokens, skip_prompt=True)
-
-
 @pytest.fixture
 def begun(monkeypatch):
     """A list that gets an entry when a step of one token begins."""
     steps, original = [], decoding.Decoder.__call__
 
     def call(self, **inputs):
-        steps.append(inputs["input_ids"])
+        steps.append("a step")
         return original(self, **inputs)
 
     monkeypatch.setattr(decoding.Decoder, "__call__", call)
     return steps
 
 
+@functools.cache
+def tokenizer():
+    """One of transformers' own, whose tokens are numbers."""
+    from tokenizers import Tokenizer, models
+
+    words = {str(number): number for number in range(600)}
+    own = Tokenizer(models.WordLevel(words, unk_token="0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+
+
+class Arrivals:
+    """The queue of a streamer: notes the texts, and how many steps have begun at each."""
+
+    def __init__(self, begun=()):
+        self.begun, self.texts, self.moments = begun, [], []
+
+    def put(self, text, timeout=None):
+        self.texts.append(text)
+        self.moments.append(len(self.begun))
+
+
+def streamer_to(queue):
+    streamer = transformers.TextIteratorStreamer(tokenizer(), skip_prompt=True)
+    streamer.text_queue = queue
+    return streamer
+
+
 def generate(model, batch=1, tokens=TOKENS, **options):
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(5, 400, (batch, 5), generator=generator).to(model.device)
+    ids = torch.randint(5, 400, (batch, PROMPT), generator=generator).to(model.device)
     given = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, **options}
     given["repetition_penalty"] = 5.0  # else random weights repeat one token
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **given)
@@ -79,7 +94,7 @@ def warm(model, **options):
 
 def late_token(tokens):
     """The token whose first place is the last one, but the end: one that a text can end with."""
-    generated = tokens[5:-2].tolist()
+    generated = tokens[PROMPT:-2].tolist()
     return max(generated, key=generated.index)
 
 
@@ -96,9 +111,9 @@ def random_state(model):
 def test_the_next_step_has_begun_when_a_token_arrives(model, begun):
     warm(model)
     begun.clear()
-    arrived = Tokens(begun)
-    generate(model, streamer=streamer_to(arrived), eos_token_id=None)
-    ahead = [steps - token for token, steps in enumerate(arrived.moments)]
+    arrivals = Arrivals(begun)
+    generate(model, streamer=streamer_to(arrivals), eos_token_id=None)
+    ahead = [steps - token for token, steps in enumerate(arrivals.moments[:TOKENS])]
     # The first step follows the prompt, and the last one is known to be the last.
     assert ahead[2:-1] == [1] * (TOKENS - 3), "it waits for Python between two steps"
     assert len(begun) == TOKENS - 1  # max_new_tokens ends the text: no step too many
@@ -110,15 +125,14 @@ def test_a_text_that_ends(model, begun, batch, sampled):
     """The same tokens, streamed and returned, and the same random numbers afterwards."""
     options = {"batch": batch, "do_sample": sampled, "top_k": 50}
     torch.manual_seed(1)
-    all_tokens = generate(model, **options, eos_token_id=None)
-    ends = [late_token(row) for row in all_tokens]
+    ends = [late_token(row) for row in generate(model, **options, eos_token_id=None)]
 
     def run(streamed):
         torch.manual_seed(1)
-        arrived = Tokens()
-        streamer = streamer_to(arrived) if streamed else None
+        arrivals = Arrivals()
+        streamer = streamer_to(arrivals) if streamed else None
         tokens = generate(model, **options, eos_token_id=ends, streamer=streamer)
-        return tokens, random_state(model), arrived.tokens
+        return tokens, random_state(model), arrivals.texts
 
     for streamed in (False, True) if batch == 1 else (False,):
         with without():
@@ -126,7 +140,7 @@ def test_a_text_that_ends(model, begun, batch, sampled):
         warm(model, **options)
         begun.clear()
         found = run(streamed)
-        steps = found[0].shape[1] - 5
+        steps = found[0].shape[1] - PROMPT
         assert 4 < steps < TOKENS
         assert len(begun) == steps, "the last of them is one too many"
         assert torch.equal(found[0], expected[0])
@@ -134,143 +148,271 @@ def test_a_text_that_ends(model, begun, batch, sampled):
         assert found[2] == expected[2]
 
 
-def test_random_numbers_that_others_draw_are_not_drawn_again(model):
-    torch.manual_seed(1)
+def test_random_numbers_that_others_draw_are_not_drawn_again(model, monkeypatch):
     options = {"do_sample": True, "top_k": 50}
-    end = late_token(generate(model, **options, eos_token_id=None)[0])
-    warm(model, **options)
-
-    class Drawing(Tokens):
-        def decode(self, tokens, **options):
-            torch.rand(3, device=model.device)
-            self.state = random_state(model)
-            return ""
-
     torch.manual_seed(1)
-    drawing = Drawing()
-    generate(model, **options, eos_token_id=end, streamer=streamer_to(drawing))
-    assert torch.equal(random_state(model), drawing.state)
+    end = late_token(generate(model, **options, eos_token_id=None)[0])
+    drawn, original = [], decoding.Decoder.__call__
+
+    def call(self, **inputs):
+        drawn.append(torch.rand(1, device=model.device).item())  # as another thread may
+        return original(self, **inputs)
+
+    monkeypatch.setattr(decoding.Decoder, "__call__", call)
+    for seed in range(1, 6):
+        torch.manual_seed(seed)
+        drawn.clear()
+        generate(model, **options, eos_token_id=[end, *range(100)])
+        assert torch.rand(1, device=model.device).item() not in drawn
 
 
-class Counting(transformers.StoppingCriteria):
-    def __init__(self):
-        self.calls = 0
+# -- where the step could be noticed --------------------------------------------------------------
 
+
+class Counting:
+    """What the user gives; ``calls`` has an entry for each call."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+
+class CountingCriterion(Counting, transformers.StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
+        self.calls.append("criterion")
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-class CountingProcessor(transformers.LogitsProcessor):
-    def __init__(self):
-        self.calls = 0
-
+class CountingProcessor(Counting, transformers.LogitsProcessor):
     def __call__(self, input_ids, scores):
-        self.calls += 1
+        self.calls.append("processor")
         return scores
 
 
-class CountingEnd(transformers.generation.stopping_criteria.EosTokenCriteria):
-    """A subclass that only adds state to what transformers has."""
+class CountingModule(Counting, torch.nn.Module):
+    def __init__(self, calls):
+        torch.nn.Module.__init__(self)
+        self.calls = calls
+
+    def forward(self, input_ids, scores):
+        self.calls.append("module")
+        return scores
 
 
-def counting_tokens(model):
-    calls = []
-
-    def allowed(batch, ids):
-        calls.append(ids)
-        return range(model.config.get_text_config().vocab_size)
-
-    return {"prefix_allowed_tokens_fn": allowed}, lambda: len(calls)
+class OwnEnd(stopping_criteria.EosTokenCriteria):
+    """It may have a state."""
 
 
-def counting_criterion(model):
-    criterion = Counting()
-    return {"stopping_criteria": [criterion]}, lambda: criterion.calls
+def nested(model, calls, patch):
+    criteria = transformers.StoppingCriteriaList([CountingCriterion(calls)])
+    return {"stopping_criteria": [criteria]}
 
 
-def counting_processor(model):
-    processor = CountingProcessor()
-    return {"logits_processor": [processor]}, lambda: processor.calls
+def subclass(model, calls, patch):
+    return {"stopping_criteria": [OwnEnd(torch.tensor([1], device=model.device))]}
 
 
-def own_subclass(model):
-    criterion = CountingEnd(torch.tensor([1], device=model.device))
-    return {"stopping_criteria": [criterion]}, lambda: 0
+def allowed(model, calls, patch):
+    size = model.config.get_text_config().vocab_size
+    return {"prefix_allowed_tokens_fn": lambda batch, ids: calls.append(batch) or range(size)}
 
 
-def own_method(name):
-    def case(model):
-        calls, original = [], getattr(model, name)
+def replaced(owner, name):
+    """A case in which the user's function is around one of transformers."""
 
-        def method(*args, **kwargs):
+    def case(model, calls, patch):
+        at = model if owner is None else owner
+        original = getattr(at, name)
+
+        def own(*args, **kwargs):
             calls.append(name)
             return original(*args, **kwargs)
 
-        setattr(model, name, method)
-        return {}, lambda: len(calls)
+        patch.setattr(at, name, own)
+        return {"streamer": streamer_to(Arrivals())} if "text" in name else {}
 
     return case
 
 
-def streamer(model):
+def streamer(model, calls, patch):
     """It may change the model between two steps, such as its adapter."""
 
-    class Streamer(transformers.TextStreamer):
+    class Streamer(transformers.TextIteratorStreamer):
         def put(self, tokens):
-            moments.append(len(model.begun))
+            calls.append(len(model.begun))
 
-    moments = []
-    return {"streamer": Streamer(None)}, lambda: tuple(moments)
-
-
-def hook(model):
-    calls = []
-    model.register_forward_hook(lambda *args: calls.append(args))
-    return {}, lambda: len(calls)
+    return {"streamer": Streamer(tokenizer())}
 
 
-def a_returned_cache(model):
-    return {"return_dict_in_generate": True}, lambda: 0
+def streamer_with_its_own(name, of_tokenizer=False):
+    def case(model, calls, patch):
+        own = streamer_to(Arrivals())
+        at = own.tokenizer if of_tokenizer else own
+        original = getattr(at, name)
+
+        def noting(*args, **kwargs):
+            calls.append(len(model.begun))
+            return original(*args, **kwargs)
+
+        patch.setattr(at, name, noting, raising=False)
+        return {"streamer": own}
+
+    return case
 
 
-def a_cache_of_the_user(model):
-    cache = transformers.StaticCache(config=model.config.get_text_config(), max_cache_len=40)
+def tokenizer_of_the_user(model, calls, patch):
+    class Tokenizer:
+        def decode(self, tokens, **options):
+            calls.append(len(model.begun))
+            return ""
 
-    def written():
-        layers = [each for each in cache.layers if isinstance(each.keys, torch.Tensor)]
-        return (layers[-1].keys != 0).any(-1).any(1).sum().item()
+    return {"streamer": transformers.TextStreamer(Tokenizer(), skip_prompt=True)}
 
-    return {cache_name(): cache, "cache_implementation": None}, written
+
+def watermark(model, calls, patch):
+    options = {"keys": [654, 400, 836], "sampling_table_size": 64, "sampling_table_seed": 0}
+    options |= {"ngram_len": 5, "context_history_size": 64, "device": model.device}
+    own = logits_process.SynthIDTextWatermarkLogitsProcessor(**options)
+    calls.append(own)
+    return {"logits_processor": [own]}
+
+
+def hook(model, calls, patch):
+    calls.append(model.register_forward_hook(lambda *args: calls.append("hook")))
+    return {}
+
+
+def own_cache(model, calls, patch):
+    config = model.config.get_text_config()
+    calls.append(transformers.StaticCache(config=config, max_cache_len=40))
+    return {cache_name(): calls[0], "cache_implementation": None}
 
 
 CASES = {
-    "criterion": counting_criterion,
-    "processor": counting_processor,
-    "allowed tokens": counting_tokens,
-    "subclass": own_subclass,
-    "inputs": own_method("prepare_inputs_for_generation"),
-    "arguments": own_method("_update_model_kwargs_for_generation"),
+    "criterion": lambda model, calls, patch: {"stopping_criteria": [CountingCriterion(calls)]},
+    "processor": lambda model, calls, patch: {"logits_processor": [CountingProcessor(calls)]},
+    "module": lambda model, calls, patch: {"logits_processor": [CountingModule(calls)]},
+    "nested list": nested,
+    "subclass": subclass,
+    "allowed tokens": allowed,
+    "watermark": watermark,
+    "inputs": replaced(None, "prepare_inputs_for_generation"),
+    "masks": replaced(None, "create_masks_for_generate"),
+    "arguments": replaced(None, "_update_model_kwargs_for_generation"),
+    "unfinished": replaced(None, "_has_unfinished_sequences"),
+    "replaced criterion": replaced(stopping_criteria.EosTokenCriteria, "__call__"),
+    "replaced list": replaced(logits_process.LogitsProcessorList, "__call__"),
+    "replaced check": replaced(generation.StopCheck, "__call__"),
+    "replaced streamer": replaced(transformers.TextIteratorStreamer, "on_finalized_text"),
     "streamer": streamer,
+    "streamer with its own put": streamer_with_its_own("put"),
+    "tokenizer with its own decode": streamer_with_its_own("decode", of_tokenizer=True),
+    "tokenizer": tokenizer_of_the_user,
     "hook": hook,
-    "returned cache": a_returned_cache,
-    "own cache": a_cache_of_the_user,
+    "returned cache": lambda model, calls, patch: {"return_dict_in_generate": True},
+    "own cache": own_cache,
 }
 
 
+def plain(call):
+    """What a test can compare of an entry."""
+    if isinstance(call, logits_process.SynthIDTextWatermarkLogitsProcessor):
+        return call.state.num_calls
+    if isinstance(call, transformers.StaticCache):
+        layers = [each for each in call.layers if isinstance(each.keys, torch.Tensor)]
+        return (layers[-1].keys != 0).any(-1).sum().item()
+    if hasattr(call, "remove"):
+        return call.remove()
+    return call
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, case):
-    end = late_token(generate(model, eos_token_id=None)[0])
+def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch, case):
+    ends = {"min_new_tokens": 6, "eos_token_id": [*range(250)]}
+    warm(model)
     seen, model.begun = [], begun
     for context in (without(), contextlib.nullcontext()):
-        with context:
-            options, count = CASES[case](model)
+        calls = []
+        with context, monkeypatch.context() as patch:
+            options = CASES[case](model, calls, patch)
             begun.clear()
-            found = generate(model, **options, eos_token_id=end)
-            tokens = getattr(found, "sequences", found)
-            seen.append((tokens.tolist(), len(begun), count()))
+            found = generate(model, **options, **ends)
+            tokens = getattr(found, "sequences", found).tolist()
+            seen.append((tokens, len(begun), [plain(call) for call in calls]))
     assert seen[0] == seen[1]
-    assert 4 < seen[1][1] == len(seen[1][0][0]) - 6  # the prompt, and the prompt's own token
+    steps = len(seen[1][0][0]) - PROMPT - 1
+    assert 4 < steps < TOKENS - 1
+    assert seen[1][1] == steps, "a step was one too many"
+
+
+def test_numbers_of_the_users_own_generator(model, begun, monkeypatch):
+    """``generate`` takes no generator, so a user replaces the function that draws."""
+    own, original = torch.Generator(model.device), torch.multinomial
+
+    def multinomial(*args, **kwargs):
+        return original(*args, **{**kwargs, "generator": own})
+
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    seen = []
+    for context in (without(), contextlib.nullcontext()):
+        own.manual_seed(1)
+        with context:
+            seen.append([generate(model, do_sample=True, eos_token_id=[*range(60)]) for _ in "123"])
+    assert all(torch.equal(*pair) for pair in zip(*seen, strict=True))
+
+
+def test_without_page_locked_memory(model, begun, monkeypatch):
+    """With another default device, or without memory, there is none: transformers would raise."""
+    expected = generate(model)
+    original = torch.zeros
+
+    def zeros(*args, **kwargs):
+        if "pin_memory" in kwargs:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert torch.equal(generate(model), expected)
+
+
+@pytest.mark.cuda
+def test_another_default_device(model_dir):
+    model = load_model(model_dir, "nf4", {"": 0})
+    expected = generate(model)
+    with torch.device("cuda"):
+        assert torch.equal(generate(model), expected)
+
+
+@pytest.mark.cuda
+def test_a_text_that_ends_on_the_second_gpu(model_dir, begun):
+    """The thread's current device is the first one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = load_model(model_dir, "nf4", {"": 1})
+    end = late_token(generate(model, eos_token_id=None)[0])
+    with without():
+        expected = generate(model, eos_token_id=end)
+    original = decoding.Decoder.run
+
+    def late(self, *args):
+        output = original(self, *args)
+        with torch.cuda.device(1):
+            torch.cuda._sleep(20_000_000)  # so that answers are late
+        return output
+
+    found = []
+
+    def run():
+        arrivals = Arrivals()
+        tokens = generate(model, eos_token_id=end, streamer=streamer_to(arrivals))
+        found.append((tokens, "".join(arrivals.texts[:-1]).split()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding.Decoder, "run", late)
+        thread = threading.Thread(target=run)  # its current device is the first one
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0][0], expected)
+    assert [int(each) for each in found[0][1]] == expected[0, PROMPT:].tolist()
 
 
 def test_a_generation_inside_of_a_streamer(model):
@@ -278,25 +420,25 @@ def test_a_generation_inside_of_a_streamer(model):
     expected = generate(model), generate(model, tokens=4)
     inner = []
 
-    class Nested(Tokens):
-        def decode(self, tokens, **options):
-            if len(tokens) == 4:
+    class Nested(Arrivals):
+        def put(self, text, timeout=None):
+            super().put(text)
+            if len(self.texts) == 4:
                 inner.append(generate(model, tokens=4))
-            return super().decode(tokens)
 
     assert torch.equal(generate(model, streamer=streamer_to(Nested())), expected[0])
     assert torch.equal(inner[0], expected[1])
 
 
-def test_a_streamer_that_raises(model):
+def test_a_queue_that_raises(model):
     """Nothing of the call that ended is used in the next one."""
     expected = generate(model)
 
-    class Full(Tokens):
-        def decode(self, tokens, **options):
-            if len(tokens) == 6:
+    class Full(Arrivals):
+        def put(self, text, timeout=None):
+            super().put(text)
+            if len(self.texts) == 6:
                 raise ValueError("full")
-            return ""
 
     with pytest.raises(ValueError, match="full"):
         generate(model, streamer=streamer_to(Full()))

@@ -7,23 +7,24 @@ step that was one too many.  ``DeferredStopCheck.is_supported`` allows it on App
 should enable it for cuda if we observe perf gains".
 
 The fix allows it where the steps are replayed (``captured_decoding``).  The step that is one too
-many runs only if nobody can notice it.  ``generate`` waits as before with ``synced_gpus``, with a
-cache that it returns, with a streamer, logits processors, stopping criteria or methods of the model
-that are not transformers' own, and in steps that are not replayed, where hooks run.  Random numbers
-that were drawn for the dropped token are drawn again by the next call.  A streamer of transformers
-gets each token one step later.
+many runs only if nobody can notice it: ``generate`` waits as before with a cache that it returns,
+with ``synced_gpus``, where a step is not replayed, and where any other function than transformers'
+own may run between two steps, such as a logits processor, a stopping criterion, a streamer or a
+method of a subclass.  Random numbers that were drawn for the dropped token are drawn again by the
+next call.  A streamer gets each token one step later.
 """
 
 from __future__ import annotations
 
 import threading
+from types import BuiltinFunctionType
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...runtime.capture import conditions
 from ...runtime.capture.decoding import Decoder
-from ...runtime.kernels.watch import KNOWN, is_upstreams
+from ...runtime.kernels.watch import is_upstreams
 
 PATCH = Patch(
     name="deferred_stop_check",
@@ -32,25 +33,46 @@ PATCH = Patch(
     affects=("transformers>=5.17",),
     changes=(
         "generate begins the next captured decode step before it reads whether the sequences have "
-        "ended.  transformers' streamers get each token one step later."
+        "ended.  A streamer gets each token one step later."
     ),
     requires=("captured_decoding",),
     unreported="transformers allows it on Apple's GPUs, and asks for figures of others.",
 )
 
 _GENERATION = "transformers.generation.utils"
-_STREAMERS = "transformers.generation.streamers"
+#: Of the model: what runs between two steps.
+_METHODS = (
+    "prepare_inputs_for_generation", "create_masks_for_generate",
+    "_update_model_kwargs_for_generation", "_has_unfinished_sequences",
+)  # fmt: skip
+_LISTS = ("LogitsProcessorList", "StoppingCriteriaList")
+#: Logits processors and stopping criteria that keep nothing from one step to another.
+_STATELESS = (
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
+    "TopPLogitsWarper", "TypicalLogitsWarper",
+    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
+)  # fmt: skip
+_STREAMERS = ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer")
 
 _thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
 
 
 @PATCH.probe
 def stop_checks_are_deferred_on_some_devices() -> Finding:
-    """Look at the devices in ``is_supported``, and at what ``_sample`` uses."""
-    names = code_at(_GENERATION, "GenerationMixin._sample").co_names
-    missing = {"get_compiled_call", "DeferredStopCheck", "is_supported", "finish"} - set(names)
-    if missing:
-        return drifted(f"GenerationMixin._sample does not use {', '.join(sorted(missing))}")
+    """Look at the devices in ``is_supported``, and at what is used."""
+    used = {
+        "GenerationMixin._sample": ("get_compiled_call", "DeferredStopCheck", "finish"),
+        "DeferredStopCheck.__call__": ("slots", "rotate"),
+    }
+    for name, names in used.items():
+        missing = set(names) - set(code_at(_GENERATION, name).co_names)
+        if missing:
+            return drifted(f"{name} does not use {', '.join(sorted(missing))}")
     if not mentions(code_at(_GENERATION, "DeferredStopCheck.is_supported"), "mps"):
         return fixed("transformers does not ask for Apple's GPUs")
     return broken()
@@ -62,36 +84,54 @@ class _Call:
     def __init__(self, model: Any, arguments: dict[str, Any]) -> None:
         self.model, self.arguments = model, arguments
         self.decoder: Decoder | None = None
-        #: The generator's device, and its states after the last two steps.
-        self.random: tuple[Any, list[Any]] = None, []
+        self.tokens: Any = None  # of the last step
+        self.random: list[Any] = []  # the states of the generator after the last two steps
 
     def allows_another_step(self) -> bool:
         """Whether only functions of transformers run between two steps."""
-        given, model = self.arguments, self.model
-        methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-        lists = given.get("logits_processor"), given.get("stopping_criteria")
-        streamer = given.get("streamer")
+        import torch
+        from transformers.generation.utils import StopCheck
+
+        given, streamer = self.arguments, self.arguments.get("streamer")
+        lists: list[Any] = [given.get("logits_processor"), given.get("stopping_criteria")]
+        functions = [getattr(self.model, name, None) for name in _METHODS]
         return (
             self.decoder is not None
-            and (streamer is None or type(streamer).__module__ == _STREAMERS)
             and not given.get("synced_gpus")
-            and all(map(is_upstreams, methods))
-            and all(each is not None and all(map(_is_upstreams_own, each)) for each in lists)
+            and all(map(is_upstreams, (*functions, StopCheck.__call__, StopCheck.finish)))
+            and all(_is_own(each, _LISTS) for each in lists)
+            and all(_is_own(each, _STATELESS) for processors in lists for each in processors)
+            and (streamer is None or _is_own_streamer(streamer))
+            and (not self.samples or isinstance(torch.multinomial, BuiltinFunctionType))
         )
 
-    def note_random_numbers(self, device: Any) -> None:
+    @property
+    def samples(self) -> bool:
+        return bool(self.arguments["generation_config"].do_sample)
+
+    def note(self, tokens: Any) -> None:
+        """Note the tokens of a step, and the random numbers that they took."""
         import torch
 
-        if self.arguments["generation_config"].do_sample:
-            self.random = device, [*self.random[1][-1:], torch.cuda.get_rng_state(device)]
+        self.tokens = tokens
+        if self.samples:
+            self.random = [*self.random[-1:], torch.cuda.get_rng_state(tokens.device)]
 
     def take_back_random_numbers(self) -> None:
-        """Restore the state before the last step, unless others have drawn numbers since."""
+        """Restore the generator as it was before the last step, if only that step has used it."""
         import torch
 
-        device, states = self.random
-        if len(states) == 2 and torch.equal(torch.cuda.get_rng_state(device), states[1]):
-            torch.cuda.set_rng_state(states[0], device)
+        if len(self.random) < 2:
+            return
+        (before, after), device = self.random, self.tokens.device
+        again = torch.Generator(device)
+        again.set_state(before)
+        size = len(self.tokens), self.model.config.get_text_config(decoder=True).vocab_size
+        scores = torch.ones(size, dtype=torch.float32, device=device)
+        torch.multinomial(scores, 1, generator=again)
+        now = torch.cuda.get_rng_state(device)
+        if torch.equal(again.get_state(), after) and torch.equal(now, after):
+            torch.cuda.set_rng_state(before, device)
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._sample")
@@ -113,37 +153,41 @@ def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
 
 @PATCH.around(_GENERATION, "DeferredStopCheck.is_supported")
 def is_supported(
-    original: Any, device: Any, cache: Any, cache_is_returned: Any, is_assistant: Any
+    original: Any, device: Any, cache: Any, cache_is_returned: Any, *args: Any, **kwargs: Any
 ) -> Any:
     call = _running()
-    return original(device, cache, cache_is_returned, is_assistant=is_assistant) or (
+    return original(device, cache, cache_is_returned, *args, **kwargs) or (
         call is not None
         and device.type in conditions.CAPTURED_ON
         and not cache_is_returned
-        and not is_assistant
+        and not any((*args, *kwargs.values()))  # such as is_assistant
         and call.allows_another_step()
+        and _can_allocate(device)
     )
 
 
 @PATCH.around(_GENERATION, "DeferredStopCheck.__call__")
 def is_last_step(
-    original: Any, self: Any, unfinished_sequences: Any, tokens: Any, length: Any
+    original: Any, self: Any, unfinished_sequences: Any, tokens: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    import torch
+
     call = _running()
     if call is None or call.decoder is None:
-        return original(self, unfinished_sequences, tokens, length)
-    call.note_random_numbers(tokens.device)
-    stops = original(self, unfinished_sequences, tokens, length)
-    if not stops and not call.decoder.replayed:
-        all_ended, _, copied = self.slots[1]
-        copied.synchronize()
-        return bool(all_ended)
+        return original(self, unfinished_sequences, tokens, *args, **kwargs)
+    call.note(tokens)
+    with torch.cuda.device(tokens.device):  # whose stream an event is recorded on
+        stops = original(self, unfinished_sequences, tokens, *args, **kwargs)
+        if not stops and not call.decoder.replayed:
+            all_ended, _, copied = self.slots[1]
+            copied.synchronize()
+            return bool(all_ended)
     return stops
 
 
 @PATCH.around(_GENERATION, "DeferredStopCheck.finish")
-def finish(original: Any, self: Any) -> Any:
-    steps, call = original(self), _running()
+def finish(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    steps, call = original(self, *args, **kwargs), _running()
     if steps and call is not None:
         call.take_back_random_numbers()
     return steps
@@ -153,11 +197,32 @@ def _running() -> _Call | None:
     return getattr(_thread, "call", None)
 
 
-def _is_upstreams_own(processor: Any) -> bool:
-    """Whether a logits processor or stopping criterion runs no function of the user."""
-    kind = type(processor)
+def _is_own(value: Any, names: tuple[str, ...], functions: tuple[str, ...] = ("__call__",)) -> bool:
+    """Whether this is of one of these classes of transformers, with its functions as they are."""
+    kind = type(value)
     return (
-        kind.__module__.partition(".")[0] in KNOWN
-        and is_upstreams(kind.__call__)
-        and not any(map(callable, vars(processor).values()))
+        kind.__module__.startswith("transformers.generation.")
+        and kind.__name__ in names
+        and all(is_upstreams(getattr(kind, name)) for name in functions)
+        and vars(value).keys().isdisjoint(functions)
     )
+
+
+def _is_own_streamer(streamer: Any) -> bool:
+    if not _is_own(streamer, _STREAMERS, ("put", "end", "on_finalized_text")):
+        return False
+    tokenizer = streamer.tokenizer
+    kind = type(tokenizer)
+    is_plain = kind.__module__.startswith("transformers.") and "decode" not in vars(tokenizer)
+    return is_plain and is_upstreams(kind.decode)
+
+
+def _can_allocate(device: Any) -> bool:
+    """Whether page-locked memory can be allocated as ``DeferredStopCheck`` does."""
+    import torch
+
+    try:
+        torch.zeros((), pin_memory=device.type == "cuda")
+    except RuntimeError:  # another default device, or no memory
+        return False
+    return True
