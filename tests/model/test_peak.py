@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-import gemma4_compat
 from gemma4_compat.model import meta
 from gemma4_compat.planning import peak
 from tests.shapes import E2B_TEXT, write_config
 from tests.support import load_model, quantization
 
 KIB = 1024
+#: Tokens of a forward: with so many, up to 1 MiB that is not split off each tensor counts little.
+FORWARD = 4096
 
 
 def test_counts_what_exists_at_once():
@@ -184,9 +185,9 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
     from transformers import DynamicCache
 
     model = on_gpu(wide_dir, kind).eval()
-    ids = torch.full((1, past + 2048), 3, device=0)
+    ids = torch.full((1, past + FORWARD), 3, device=0)
     caches = []
-    for _ in range(4):  # ``measured`` runs twice
+    for _ in range(2):
         caches.append(DynamicCache(config=model.config))
         with torch.no_grad():
             for start in range(0, past, 2048):
@@ -200,11 +201,8 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
         return cache
 
     plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
-    planned = peak.forward_peak(plain, 2048, past)
-    assert measured(run) <= planned
-    with gemma4_compat.disabled("norm_kernels"):  # they need no float32 copies
-        real = measured(run)
-    assert real <= planned <= 1.15 * real
+    real = measured(run)
+    assert real <= peak.forward_peak(plain, FORWARD, past) <= 1.15 * real
 
 
 @pytest.mark.cuda

@@ -80,8 +80,9 @@ def streamer_to(queue):
 
 
 def generate(model, batch=1, tokens=TOKENS, **options):
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(5, 400, (batch, PROMPT), generator=generator).to(model.device)
+    generator = torch.Generator("cpu").manual_seed(3)
+    ids = torch.randint(5, 400, (batch, PROMPT), generator=generator, device="cpu")
+    ids = ids.to(model.device)
     given = {"do_sample": False, "cache_implementation": "static", "pad_token_id": 0, **options}
     given["repetition_penalty"] = 5.0  # else random weights repeat one token
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **given)
