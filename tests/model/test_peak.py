@@ -12,8 +12,6 @@ from tests.shapes import E2B_TEXT, write_config
 from tests.support import load_model, quantization
 
 KIB = 1024
-#: Tokens of a forward: with so many, up to 1 MiB that is not split off each tensor counts little.
-FORWARD = 4096
 
 
 def test_counts_what_exists_at_once():
@@ -185,7 +183,7 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
     from transformers import DynamicCache
 
     model = on_gpu(wide_dir, kind).eval()
-    ids = torch.full((1, past + FORWARD), 3, device=0)
+    ids = torch.full((1, past + 2048), 3, device=0)
     caches = []
     for _ in range(2):
         caches.append(DynamicCache(config=model.config))
@@ -202,7 +200,8 @@ def test_a_forward_on_a_gpu(wide_dir, kind, past):
 
     plain = meta.meta_model(wide_dir, None if kind is None else meta.bnb_config("nf4"))
     real = measured(run)
-    assert real <= peak.forward_peak(plain, FORWARD, past) <= 1.15 * real
+    # Of so small a peak, the MiB that is not split off each large tensor is up to a sixth.
+    assert real <= peak.forward_peak(plain, 2048, past) <= 1.2 * real
 
 
 @pytest.mark.cuda
