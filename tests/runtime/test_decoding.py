@@ -8,6 +8,7 @@ import logging
 import pickle
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -55,6 +56,7 @@ class Step:
 @pytest.fixture(autouse=True)
 def captured_on_cpu(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
     monkeypatch.setattr(steps, "Step", Step)
     monkeypatch.setattr(Step, "made", 0)
