@@ -17,13 +17,14 @@ next call.  A streamer gets each token one step later.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from types import BuiltinFunctionType
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...runtime.capture import conditions
-from ...runtime.capture.decoding import Decoder
+from ...runtime.capture.decoding import Decoder, seen_obstacle
 from ...runtime.kernels.watch import is_upstreams
 
 PATCH = Patch(
@@ -92,17 +93,19 @@ class _Call:
         import torch
         from transformers.generation.utils import StopCheck
 
+        if self.decoder is None or self.decoder.obstacle or seen_obstacle(self.model):
+            return False
         given, streamer = self.arguments, self.arguments.get("streamer")
         lists: list[Any] = [given.get("logits_processor"), given.get("stopping_criteria")]
-        functions = [getattr(self.model, name, None) for name in _METHODS]
+        places = vars(self.model), *map(vars, type(self.model).__mro__)
+        functions = [place.get(name) for place in places for name in _METHODS]
         return (
-            self.decoder is not None
-            and not given.get("synced_gpus")
+            not given.get("synced_gpus")
             and all(map(is_upstreams, (*functions, StopCheck.__call__, StopCheck.finish)))
             and all(_is_own(each, _LISTS) for each in lists)
             and all(_is_own(each, _STATELESS) for processors in lists for each in processors)
             and (streamer is None or _is_own_streamer(streamer))
-            and (not self.samples or isinstance(torch.multinomial, BuiltinFunctionType))
+            and isinstance(torch.multinomial if self.samples else torch.argmax, BuiltinFunctionType)
         )
 
     @property
@@ -127,10 +130,11 @@ class _Call:
         again = torch.Generator(device)
         again.set_state(before)
         size = len(self.tokens), self.model.config.get_text_config(decoder=True).vocab_size
-        scores = torch.ones(size, dtype=torch.float32, device=device)
-        torch.multinomial(scores, 1, generator=again)
-        now = torch.cuda.get_rng_state(device)
-        if torch.equal(again.get_state(), after) and torch.equal(now, after):
+        with suppress(RuntimeError):  # without memory, the text is complete all the same
+            scores = torch.ones(size, dtype=torch.float32, device=device)
+            torch.multinomial(scores, 1, generator=again)
+        was_alone = torch.equal(again.get_state(), after)
+        if was_alone and torch.equal(torch.cuda.get_rng_state(device), after):
             torch.cuda.set_rng_state(before, device)
 
 
@@ -146,7 +150,12 @@ def sample(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")
 def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     function, call = original(self, *args, **kwargs), _running()
-    if call is not None and call.model is self and isinstance(function, Decoder):
+    if (
+        call is not None
+        and call.decoder is None  # else it is for the chunks of a prompt
+        and call.model is self
+        and isinstance(function, Decoder)
+    ):
         call.decoder = function
     return function
 
@@ -178,7 +187,7 @@ def is_last_step(
     call.note(tokens)
     with torch.cuda.device(tokens.device):  # whose stream an event is recorded on
         stops = original(self, unfinished_sequences, tokens, *args, **kwargs)
-        if not stops and not call.decoder.replayed:
+        if not stops and not (call.decoder.replayed and call.decoder.is_known):
             all_ended, _, copied = self.slots[1]
             copied.synchronize()
             return bool(all_ended)

@@ -181,6 +181,7 @@ class Decoder:
         self.watched = 0  # eager steps that ran functions that a graph cannot stand for
         self.obstacle: str | None = None
         self.replayed = False  # whether the last step was
+        self.is_known = False  # whether no code of the user made the last step's inputs
 
     def __call__(self, **inputs: Any) -> Any:
         ids = inputs.get("input_ids")
@@ -213,6 +214,7 @@ class Decoder:
             if counting:
                 kind = kind_of_step(arguments, length, counting)
                 inputs = self.inputs.made(kind, arguments, length)
+        self.is_known = inputs is not None
         if inputs is not None:
             return inputs
         if not self.inputs.can_learn(kind):
@@ -220,7 +222,8 @@ class Decoder:
         with watched() as watch:
             inputs = make()
         with _logged():
-            if watch.unknown() is None:  # a user's function may make other masks next time
+            self.is_known = watch.unknown() is None
+            if self.is_known:  # a user's function may make other masks next time
                 self.inputs.learn(kind, inputs, arguments, length)
         return inputs
 
