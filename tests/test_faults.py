@@ -462,6 +462,11 @@ def difference(found, expected):
     return [(i, one.dtype, one.shape) for i, (one, other) in pairs if not torch.equal(one, other)]
 
 
+def forget_what_is_left():
+    for counted in (page_locked._counted, registered, objects._replaced):
+        counted.clear()
+
+
 class Check:
     """Runs a scene undisturbed, then with failures."""
 
@@ -499,8 +504,7 @@ class Check:
         del subject
         problem = problem or changed(self.idle, ignored=self.ignored)
         if problem is not None:  # the next points begin without what is left over
-            for counted in (page_locked._counted, registered, objects._replaced):
-                counted.clear()
+            forget_what_is_left()
             gc.collect()
             self.idle = levels()
         return problem
@@ -569,6 +573,8 @@ def check(name, stage, sample=None, only=lambda point: True, part=slice(None)):
             place_as(patch, scene.streamed, scene.in_place)
         gc.unfreeze()
         gc.collect()
+        if stage.device.type == "cpu":
+            forget_what_is_left()  # of other tests' models, which may be freed at any time
         gc.freeze()  # what exists by now need not be looked at again
         checked = Check(scene, stage)
         points = [point for point in checked.trace.points() if only(point)]
