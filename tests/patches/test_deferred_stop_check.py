@@ -30,6 +30,8 @@ from transformers.generation import utils as generation  # noqa: E402
 from transformers.models.gemma4 import modeling_gemma4  # noqa: E402
 
 PROMPT, TOKENS = 5, 14  # the sliding window has 8
+#: A text ends after six tokens or a few more.
+ENDS = {"min_new_tokens": 6, "eos_token_id": [*range(250)]}
 PLACES = ["pretended", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -125,7 +127,7 @@ def test_the_next_step_has_begun_when_a_token_arrives(model, begun):
 
 def test_after_a_prompt_in_chunks(model, begun):
     """Their forwards are called in another way than the steps."""
-    options = {"prefill_chunk_size": 3, "min_new_tokens": 6, "eos_token_id": [*range(250)]}
+    options = {**ENDS, "prefill_chunk_size": 3}
     warm(model, **options)
     begun.clear()
     tokens = generate(model, **options)[0, PROMPT:]
@@ -144,7 +146,7 @@ def test_tokens_are_not_late_where_steps_stay_eager(model, begun):
 
 def test_without_memory_at_the_end(model, monkeypatch):
     """The text is complete by then."""
-    options = {"do_sample": True, "min_new_tokens": 6, "eos_token_id": [*range(250)]}
+    options = {**ENDS, "do_sample": True}
     warm(model, **options)
     torch.manual_seed(1)
     expected = generate(model, **options)
@@ -390,7 +392,6 @@ def plain(call):
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch, case):
-    ends = {"min_new_tokens": 6, "eos_token_id": [*range(250)]}
     warm(model)
     seen, model.begun = [], begun
     for context in (without(), contextlib.nullcontext()):
@@ -398,7 +399,7 @@ def test_no_step_is_too_many_where_it_could_be_noticed(model, begun, monkeypatch
         with context, monkeypatch.context() as patch:
             options = CASES[case](model, calls, patch)
             begun.clear()
-            found = generate(model, **options, **ends)
+            found = generate(model, **options, **ENDS)
             tokens = getattr(found, "sequences", found).tolist()
             seen.append((tokens, len(begun), [plain(call) for call in calls]))
     assert seen[0] == seen[1]

@@ -118,8 +118,6 @@ def _plan(
     kind: tuple[Any, ...], keys: int, scale: float, query: Any, key: Any, value: Any, mask: Any
 ) -> _Launch:
     """With so many keys of a block."""
-    import torch
-
     device, dtype, size, per_block, masked, _ = kind
     (batch, heads, _, _), (_, key_heads, length, _) = query.shape, key.shape
     groups, splits = heads // per_block, -(-length // keys)
@@ -130,7 +128,7 @@ def _plan(
         *(float(scale), splits, length, keys, groups, heads // key_heads // per_block),
         *(*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *strides),
     )
-    stages = 2 if torch.cuda.get_device_capability(device)[0] >= 8 else 1  # else a copy waits
+    stages = 2 if _properties(device).major >= 8 else 1  # else a copy waits
     constants = {"INPUT": dtypes()[dtype], "SIZE": size, "HEADS": per_block, "MASK": masked}
     constants["STAGES"] = stages
     copies, weights = 64 * stages * max(size, 256), 4 << (per_block - 1).bit_length()
@@ -230,13 +228,13 @@ def _keys_of_a_block(length: int, rows: int, size: int, device: Any) -> int:
     """So many keys that all blocks run at once, if a block may have so many."""
     if length <= _ONE_BLOCK:
         return length
-    blocks = _processors(device) * (1 if size > 256 else 2)
+    blocks: int = _properties(device).multi_processor_count * (1 if size > 256 else 2)
     keys = -(-length * rows // blocks)
     return min(max(-(-keys // _LEAST) * _LEAST, _LEAST), _MOST)
 
 
 @cache
-def _processors(device: Any) -> int:
+def _properties(device: Any) -> Any:
     import torch
 
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return torch.cuda.get_device_properties(device)
