@@ -127,6 +127,7 @@ def pretend(patch, streamed=True, in_place=False):
     }
     for name, value in cuda.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     patch.setattr(torch, "Generator", Generator)
     patch.setattr(torch, "Event", Event)
     patch.setattr(page_locked, "_forget_the_error", lambda: None)

@@ -82,7 +82,7 @@ def generated(model, inputs=None, static=True, tokens=NEW_TOKENS, **options):
         max_new_tokens=tokens,
         output_logits=True,
         return_dict_in_generate=True,
-        **{"do_sample": False, "min_new_tokens": tokens, **options},
+        **{"do_sample": False, "eos_token_id": None, **options},
     )
     return output.sequences.cpu(), torch.cat(output.logits).cpu()
 
@@ -352,11 +352,10 @@ def test_several_sequences_raise_as_upstream(model):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize(("ends", "number"), [(None, 3), ([9], 3), ([5], 2), ([4, 7], 1)])
+@pytest.mark.parametrize(("ends", "number"), [((), 3), ([9], 3), ([5], 2), ([4, 7], 1)])
 def test_drafts_after_an_end(ends, number):
     from gemma4_compat.runtime.capture.drafting import until_end
 
-    ends = None if ends is None else torch.tensor(ends)
     assert until_end(torch.tensor([4, 5, 5]), ends) == number
 
 
@@ -371,6 +370,124 @@ def test_the_end_of_the_text(model, forced):
     padded = torch.cat([alone, alone.new_zeros(1, DRAFTS)], dim=1)
     forced(padded, (DRAFTS,))
     assert torch.equal(generated(model, assistant_model=drafter, **options)[0], alone)
+
+
+# -- drafts begin before transformers asks for them ------------------------------------------------
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """A list that gets what runs: checks, drafts that begin ahead, those that were asked for."""
+    from gemma4_compat.runtime.capture.drafting import Drafting
+
+    ran, run = [], Drafting.run
+
+    def noted(self, function, has_layers, usual, **inputs):
+        kind = "check" if has_layers else "drafts ahead" if usual is None else "drafts"
+        ran.append(kind)
+        return run(self, function, has_layers, usual, **inputs)
+
+    monkeypatch.setattr(Drafting, "run", noted)
+    return ran
+
+
+class Tokens:
+    """A streamer that notes when tokens arrive."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def put(self, tokens):
+        self.ran.append("tokens")
+
+    def end(self): ...
+
+
+def test_drafts_begin_during_the_check(model, order):
+    """Transformers reads which drafts are accepted while the next ones are computed."""
+    drafter = drafter_of(model)
+    generated(model, assistant_model=drafter)
+    order.clear()
+    generated(model, assistant_model=drafter, streamer=Tokens(order))
+    rounds = order[order.index("check") :]
+    assert rounds == ["check", "drafts ahead", "tokens"] * (len(rounds) // 3)
+    assert len(rounds) > 12
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"repetition_penalty": 2.0}], ids=str)
+def test_drafts_wait_where_other_tokens_are_chosen(model, order, options):
+    drafter = drafter_of(model)
+    for _ in range(2):
+        generated(model, assistant_model=drafter, **options)
+    assert order.count("drafts") > 4
+    assert "drafts ahead" not in order
+
+
+@pytest.mark.parametrize("place", ["pretended", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("numbers", [(0,), (3, 0, 2, 1)], ids=str)
+def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers):
+    """Those that began ahead, and those that transformers asked for."""
+    from gemma4_compat.runtime.capture.drafting import _Drafts
+
+    if place == "pretended":
+        pretend(monkeypatch)
+    model = new_model(model_dir).float() if place == "pretended" else load_in("whole", model_dir)
+    drafter = drafter_of(model)
+    expected = generated(model, tokens=24)[0]
+
+    def logits_of_drafts():
+        forced(expected, numbers)
+        candidates, drafts = _Drafts.get_candidates, []
+
+        def noted(self, *args, **kwargs):
+            ids, logits = candidates(self, *args, **kwargs)
+            drafts.append(logits)
+            return ids, logits
+
+        monkeypatch.setattr(_Drafts, "get_candidates", noted)
+        generated(model, assistant_model=drafter, tokens=24)
+        return [each.cpu() for each in drafts if each is not None]
+
+    logits_of_drafts()
+    ahead = logits_of_drafts()
+    monkeypatch.setattr(_Drafts, "begin", lambda self, *args: None)
+    asked = logits_of_drafts()
+    assert len(ahead) == len(asked) > 4
+    assert all(map(torch.equal, ahead, asked))
+
+
+def test_drafts_that_find_no_memory(model, monkeypatch):
+    from gemma4_compat.runtime.capture.drafting import Drafting
+
+    drafter, run = drafter_of(model), Drafting.run
+    expected = generated(model, assistant_model=drafter)
+
+    def without_memory(self, function, has_layers, usual, **inputs):
+        if usual is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, function, has_layers, usual, **inputs)
+
+    monkeypatch.setattr(Drafting, "run", without_memory)
+    for _ in range(2):
+        assert_same(generated(model, assistant_model=drafter), expected)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_call_that_ends_with_an_error(model, order, error):
+    """Nothing of it keeps its cache."""
+
+    class Interrupted(Tokens):
+        def put(self, tokens):
+            if order.count("drafts ahead") > 3:
+                raise error
+
+    drafter = drafter_of(model)
+    expected = generated(model, assistant_model=drafter)
+    with pytest.raises(error):
+        generated(model, assistant_model=drafter, streamer=Interrupted(order))
+    before = steps_of(model)
+    assert_same(generated(model, assistant_model=drafter), expected)
+    assert steps_of(model) <= max(before, STEPS)
 
 
 # -- what keeps the rounds eager ------------------------------------------------------------------

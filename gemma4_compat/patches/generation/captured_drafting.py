@@ -119,6 +119,7 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     with ExitStack() as stack:
         warn, for_decode = partial(_warn_once, self), stack if _switches_experts() else None
         drafting = Drafting(self, cache, drafts, drafter, warn, for_decode)
+        stack.callback(drafting.end)
         return original(drafting, input_ids, *args, **kwargs)
 
 

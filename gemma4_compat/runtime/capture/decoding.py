@@ -154,6 +154,7 @@ class Forward:
         has_layers: whether it runs the decoder's layers, which may be offloaded.
         usual: runs the same as transformers does, with the user's code.  It runs once before, to
             see whether there is such code, and wherever a step is not captured.
+        optional: whether the step is only replayed, and returns ``None`` if that is not possible.
     """
 
     function: Callable[..., Any]
@@ -161,6 +162,7 @@ class Forward:
     in_place: bool = False
     has_layers: bool = True
     usual: Callable[[], Any] | None = None
+    optional: bool = False
 
 
 class Decoder:
@@ -201,6 +203,8 @@ class Decoder:
                 else:
                     if output is not None:
                         return output()
+            if forward.optional:
+                return None
             return forward.function(**inputs) if forward.usual is None else forward.usual()
 
     def prepared(self, make: Callable[[], Any], arguments: dict[str, Any]) -> Any:
@@ -278,6 +282,8 @@ class Decoder:
             if not forward.in_place:
                 self.decoding.decoders[id(cache)] = self
         step = memory.steps.get((state, kind))
+        if step is None and forward.optional:
+            return None
         if step is None:
             self.kinds.add(kind)
             if len(self.kinds) > _NEW_KINDS:

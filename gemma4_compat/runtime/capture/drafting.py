@@ -10,8 +10,8 @@ A drafter's drafts decide how many tokens a round gives, and never which ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from ...model.caches import cache_name
 from .decoding import Decoder, Forward
-from .graph import NotCaptured
+from .graph import NotCaptured, stream_for
 from .rollback import RollbackCache, last_of_each_kind, masks, rows_of
 
 #: The inputs of a check that say nothing new: its tokens follow all others, and are text.
@@ -66,6 +66,7 @@ class Drafting:
         self._decoder = Decoder(model, warn, drafter)
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
         self._for_decode = for_decode
+        self._drafts: _Drafts | None = None  # those that may begin before transformers asks
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.model, name)
@@ -75,7 +76,13 @@ class Drafting:
 
     def _generator(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         generator = original(*args, **kwargs)
-        return _Drafts(generator, self) if type(generator).__name__ == _GENERATOR else generator
+        if type(generator).__name__ != _GENERATOR:
+            return generator
+        drafts = _Drafts(generator, self)
+        # else the next token is not the likeliest
+        if not kwargs["generation_config"].do_sample and not kwargs["logits_processor"]:
+            self._drafts = drafts
+        return drafts
 
     def __call__(self, **inputs: Any) -> Any:
         ids, is_prompt = inputs.get("input_ids"), not self._cache.tokens
@@ -127,9 +134,17 @@ class Drafting:
         if not isinstance(outputs.hidden_states, torch.Tensor):
             return outputs  # as transformers computes them
         cache.count(start + count, start + rows)
+        if self._drafts is not None:
+            self._drafts.begin(filled[:, 1:count], start, outputs)
         outputs.logits = outputs.logits[:, :count]
         outputs.hidden_states = (outputs.hidden_states,)
         return outputs
+
+    def end(self) -> None:
+        """Let what follows the call wait for drafts that nobody has asked for."""
+        if self._drafts is not None:
+            self._drafts.wait()
+            self._drafts = None  # both hold the cache
 
     @property
     def is_captured(self) -> bool:
@@ -146,16 +161,19 @@ class Drafting:
         self,
         function: Callable[..., Any],
         has_layers: bool,
-        usual: Callable[[], Any],
+        usual: Callable[[], Any] | None,
+        start: Any = None,
         **inputs: Any,
     ) -> Any:
-        """Run a step that also gets the number of tokens in the cache, and the cache."""
-        ids = inputs["input_ids"]
-        start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)
+        """Run a step that also gets the number of tokens in the cache, and the cache.
+
+        Without ``usual``, return ``None`` if it cannot be replayed.
+        """
+        if start is None:
+            ids = inputs["input_ids"]
+            start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)
         inputs["start"] = start
-        forward = Forward(
-            function, tuple(inputs), in_place=True, has_layers=has_layers, usual=usual
-        )
+        forward = Forward(function, tuple(inputs), True, has_layers, usual, optional=usual is None)
         return self._decoder.run(forward, {**inputs, cache_name(): self._cache})
 
     def _check(self, input_ids: Any, start: Any, **cache: Any) -> Any:
@@ -181,9 +199,45 @@ class _Drafts:
     def __init__(self, generator: Any, drafting: Drafting) -> None:
         self._generator, self._drafting = generator, drafting
         self._after_prompt = True
+        ends = getattr(generator, "eos_token_id", None)
+        self._ends = () if ends is None else ends.tolist()
+        self._begun: dict[str, Any] | None = None  # drafts that the GPU computes
+        self._device: Any = None  # where some have begun
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
+
+    def begin(self, drafts: Any, start: int, outputs: Any) -> None:
+        """Begin the next drafts while transformers reads which drafts a check accepts.
+
+        They are computed beside its small operations.  Wrong ones would only be rejected.
+
+        Args:
+            drafts: those of the check, shape ``(1, drafts)``.
+            start: the number of tokens before it.
+            outputs: of the check.
+        """
+        self._device = drafts.device
+        stream, own = torch.cuda.current_stream(self._device), stream_for("drafts", self._device)
+        own.wait_stream(stream)
+        with torch.cuda.stream(own), suppress(torch.OutOfMemoryError):
+            tokens = outputs.logits.argmax(dim=-1)
+            is_right = drafts == tokens[:, : drafts.shape[1]]
+            number = is_right.long().cumprod(dim=-1).sum(dim=-1)
+            inputs = {
+                "input_ids": tokens.index_select(1, number),
+                "hidden": outputs.hidden_states.index_select(1, number),
+                "start": number + start + 1,
+            }
+            self._begun = self._drafting.run(self._draft, False, None, **inputs)
+            for each in (self._begun or {}).values():
+                each.record_stream(stream)
+
+    def wait(self) -> None:
+        """Let the current stream wait for the drafts that have begun."""
+        if self._device is not None:
+            own = stream_for("drafts", self._device)
+            torch.cuda.current_stream(self._device).wait_stream(own)
 
     def get_candidates(
         self,
@@ -206,15 +260,19 @@ class _Drafts:
 
         if is_first_iteration or most <= 0 or not drafting.is_captured:
             return usual()
-        last = -1 if self._after_prompt else int(n_last_matches)
-        hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
-        inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden}
-        drafts = drafting.run(self._draft, False, usual, **inputs)
+        drafts, self._begun = self._begun, None
+        if drafts is None:
+            last = -1 if self._after_prompt else int(n_last_matches)
+            hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
+            inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden}
+            drafts = drafting.run(self._draft, False, usual, **inputs)
+        self.wait()
         self._after_prompt = generator.is_main_model_prefill = False
         if not isinstance(drafts, dict):
             return drafts  # as transformers makes them
         # Before transformers 5.17, what follows an accepted end of the text would be accepted, too.
-        most = until_end(drafts["tokens"][0, :most], getattr(generator, "eos_token_id", None))
+        if self._ends:
+            most = until_end(drafts["tokens"][0, :most], self._ends)
         ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
         return ids, drafts["logits"][:, :most]
 
@@ -242,12 +300,10 @@ class _Drafts:
         return {"tokens": torch.cat(tokens, dim=1), "logits": torch.cat(logits, dim=1)}
 
 
-def until_end(tokens: Any, ends: Any) -> int:
+def until_end(tokens: Any, ends: Collection[int]) -> int:
     """The number of tokens up to the first one that ends a text, with that one."""
-    if ends is None:
-        return len(tokens)
-    found = torch.isin(tokens, ends.to(tokens.device)).nonzero()
-    return int(found[0]) + 1 if len(found) else len(tokens)
+    found = (number for number, token in enumerate(tokens.tolist(), 1) if token in ends)
+    return next(found, len(tokens))
 
 
 def _logits_of(drafter: Any, state: Any) -> Any:

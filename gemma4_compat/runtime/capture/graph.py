@@ -140,7 +140,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
         if device in _short:  # a capture cannot use the memory that PyTorch's cache holds
             _short.discard(device)
             torch.cuda.empty_cache()
-        stream = _capturing_stream(device)
+        stream = stream_for("captures", device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), _random_numbers_kept(device):
             try:
@@ -159,8 +159,8 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
 
 
 @cached
-def _capturing_stream(device: Any) -> Any:
-    """One stream for all captures, because cuBLAS keeps 32 MiB for each stream."""
+def stream_for(use: str, device: Any) -> Any:
+    """One stream for all captures, because cuBLAS keeps 32 MiB for each stream; one for drafts."""
     import torch
 
     return torch.cuda.Stream(device)
