@@ -9,15 +9,14 @@ line gives the speed for each number of accepted drafts.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 from .cases import CASES, load
 from .decoding import call, timed
+from .measure import token_seconds
 
 DRAFTS = 3
 CONTEXT = 64
@@ -59,20 +58,11 @@ def drafter_of(model: Any) -> Any:
 
 def rounds_of(model: Any, drafter: Any, way: str) -> list[float]:
     """The seconds of each round, without the first ones, of which some are captured."""
-    from transformers.generation.streamers import BaseStreamer
 
-    class Times(BaseStreamer):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.at: list[float] = []
+    def generate(count: int, **options: Any) -> Any:
+        return call(model, CONTEXT, count, way, assistant_model=drafter, **options)
 
-        def put(self, value: Any) -> None:  # on the CPU, so the GPU has computed it
-            self.at.append(time.perf_counter())
-
-        def end(self) -> None: ...
-
-    times = Times()
-    call(model, CONTEXT, TOKENS, way, assistant_model=drafter, streamer=times)
-    return [after - before for before, after in itertools.pairwise(times.at)][4:-1]
+    return token_seconds(generate, TOKENS)[4:-3]  # accepted drafts leave fewer rounds
 
 
 def main() -> None:

@@ -110,7 +110,9 @@ class Driver:
 
 
 def pretend(patch, streamed=True, in_place=False):
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None, wait_event=lambda event: None, record_event=lambda: None
+    )
     cuda = {
         "is_available": lambda: sys._getframe(1).f_globals["__name__"].endswith(OURS),
         "cudart": Driver,

@@ -30,6 +30,8 @@ from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name, with_all_layers
 from ...model.parts import is_ours
+from ...runtime.capture.between_steps import only_transformers_runs
+from ...runtime.capture.conditions import streams_layers
 from ...runtime.capture.decoding import decoding_of
 from ...runtime.kernels.watch import is_upstreams
 
@@ -110,7 +112,8 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
         text = with_all_layers(self.config.get_text_config(decoder=True))
         kwargs[cache_name()] = StaticCache(config=text, max_cache_len=cache.longest)
         return original(self, input_ids, *args, **kwargs)
-    cache.make_room(drafts + 1)
+    ahead = only_transformers_runs(self, kwargs) and not streams_layers(self)
+    cache.make_room(2 * (drafts + 1))  # of this check and the next; a ring's length can round
     decoding_of(self).lend(cache, 1)
     if config.prompt_lookup_num_tokens is not None:
         drafter = None
@@ -118,7 +121,7 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
     with ExitStack() as stack:
         warn, for_decode = partial(_warn_once, self), stack if _switches_experts() else None
-        drafting = Drafting(self, cache, drafts, drafter, warn, for_decode)
+        drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, ahead)
         stack.callback(drafting.end)
         return original(drafting, input_ids, *args, **kwargs)
 

@@ -24,6 +24,7 @@ from typing import Any
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...runtime.capture import conditions
+from ...runtime.capture.between_steps import only_transformers_runs
 from ...runtime.capture.decoding import Decoder, seen_obstacle
 from ...runtime.kernels.watch import is_upstreams
 
@@ -41,25 +42,6 @@ PATCH = Patch(
 )
 
 _GENERATION = "transformers.generation.utils"
-#: Of the model: what runs between two steps.
-_METHODS = (
-    "prepare_inputs_for_generation", "create_masks_for_generate",
-    "_update_model_kwargs_for_generation", "_has_unfinished_sequences",
-)  # fmt: skip
-_LISTS = ("LogitsProcessorList", "StoppingCriteriaList")
-#: Logits processors and stopping criteria that keep nothing from one step to another.
-_STATELESS = (
-    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty",
-    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization",
-    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper",
-    "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper",
-    "TopPLogitsWarper", "TypicalLogitsWarper",
-    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
-)  # fmt: skip
-_STREAMERS = ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer")
-
 _thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
 
 
@@ -95,17 +77,11 @@ class _Call:
 
         if self.decoder is None or self.decoder.obstacle or seen_obstacle(self.model):
             return False
-        given, streamer = self.arguments, self.arguments.get("streamer")
-        lists: list[Any] = [given.get("logits_processor"), given.get("stopping_criteria")]
-        places = vars(self.model), *map(vars, type(self.model).__mro__)
-        functions = [place.get(name) for place in places for name in _METHODS]
+        chooses = torch.multinomial if self.samples else torch.argmax
         return (
-            not given.get("synced_gpus")
-            and all(map(is_upstreams, (*functions, StopCheck.__call__, StopCheck.finish)))
-            and all(_is_own(each, _LISTS) for each in lists)
-            and all(_is_own(each, _STATELESS) for processors in lists for each in processors)
-            and (streamer is None or _is_own_streamer(streamer))
-            and isinstance(torch.multinomial if self.samples else torch.argmax, BuiltinFunctionType)
+            only_transformers_runs(self.model, self.arguments)
+            and all(map(is_upstreams, (StopCheck.__call__, StopCheck.finish)))
+            and isinstance(chooses, BuiltinFunctionType)
         )
 
     @property
@@ -204,26 +180,6 @@ def finish(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _running() -> _Call | None:
     return getattr(_thread, "call", None)
-
-
-def _is_own(value: Any, names: tuple[str, ...], functions: tuple[str, ...] = ("__call__",)) -> bool:
-    """Whether this is of one of these classes of transformers, with its functions as they are."""
-    kind = type(value)
-    return (
-        kind.__module__.startswith("transformers.generation.")
-        and kind.__name__ in names
-        and all(is_upstreams(getattr(kind, name)) for name in functions)
-        and vars(value).keys().isdisjoint(functions)
-    )
-
-
-def _is_own_streamer(streamer: Any) -> bool:
-    if not _is_own(streamer, _STREAMERS, ("put", "end", "on_finalized_text")):
-        return False
-    tokenizer = streamer.tokenizer
-    kind = type(tokenizer)
-    is_plain = kind.__module__.startswith("transformers.") and "decode" not in vars(tokenizer)
-    return is_plain and is_upstreams(kind.decode)
 
 
 def _can_allocate(device: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from ...model.hooks import execution_device, offload_hook
 from ...model.parts import tower_of
 from ...model.tensors import address, own_tensors
-from ..host.blocks import why_not_streamed
+from ..host.blocks import streamed_layers, why_not_streamed
 from ..host.page_locked import in_place_of
 from .cudnn import is_allowed
 from .graph import NotCaptured
@@ -109,6 +109,11 @@ def hooks_so_far() -> int:
 def modules_of_a_step(model: Any) -> dict[str, Any]:
     """The modules that a decode step runs, by name: all but the towers."""
     return {name: module for name, module in model.named_modules() if tower_of(name) not in _TOWERS}
+
+
+def streams_layers(model: Any) -> bool:
+    """Whether a step copies layers from the CPU."""
+    return bool(streamed_layers(modules_of_a_step(model).values()))
 
 
 def device_or_obstacle(model: Any, modules: dict[str, Any]) -> tuple[Any, str | None]:

@@ -10,8 +10,8 @@ A drafter's drafts decide how many tokens a round gives, and never which ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from ...model.caches import cache_name
+from ..kernels.watch import is_upstreams
 from .decoding import Decoder, Forward
-from .graph import NotCaptured, stream_for
+from .drafts import Drafts
+from .graph import NotCaptured
 from .rollback import RollbackCache, last_of_each_kind, masks, rows_of
 
 #: The inputs of a check that say nothing new: its tokens follow all others, and are text.
@@ -50,6 +52,8 @@ class Drafting:
         warn: is called with the reason why steps are not captured.
         for_decode: is closed after the call; ``None`` if transformers does not choose another
             implementation of experts for the checks.
+        checks_ahead: whether a check may begin before transformers asks for it, which no code of a
+            user notices.  The cache then needs room for two checks.
     """
 
     def __init__(
@@ -60,13 +64,16 @@ class Drafting:
         drafter: Any,
         warn: Callable[[str], Any],
         for_decode: ExitStack | None,
+        checks_ahead: bool,
     ) -> None:
         self.model, self.drafts, self.drafter = model, drafts, drafter
         self._cache = cache
         self._decoder = Decoder(model, warn, drafter)
         self._in_order = False  # whether the prompt has all tokens, at the usual positions
         self._for_decode = for_decode
-        self._drafts: _Drafts | None = None  # those that may begin before transformers asks
+        self._checks_ahead = checks_ahead
+        self._drafts: Drafts | None = None  # those that may begin before transformers asks
+        self._begun: tuple[Any, Any, Any] | None = None  # a check: tokens, start and outputs
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.model, name)
@@ -78,10 +85,11 @@ class Drafting:
         generator = original(*args, **kwargs)
         if type(generator).__name__ != _GENERATOR:
             return generator
-        drafts = _Drafts(generator, self)
+        drafts = Drafts(generator, self)
         # else the next token is not the likeliest
         if not kwargs["generation_config"].do_sample and not kwargs["logits_processor"]:
             self._drafts = drafts
+        self._checks_ahead &= is_upstreams(generator.update_candidate_strategy)
         return drafts
 
     def __call__(self, **inputs: Any) -> Any:
@@ -100,6 +108,8 @@ class Drafting:
         return outputs
 
     def _eager(self, inputs: dict[str, Any]) -> Any:
+        if self._drafts is not None:
+            self._drafts.wait()
         if not inputs.pop("output_hidden_states", False):
             return self.model(**inputs)
         # transformers would keep the states of all tokens and layers
@@ -130,7 +140,10 @@ class Drafting:
         rows = self.drafts + 1 if count > 1 else 1
         filled = torch.nn.functional.pad(inputs["input_ids"], (0, rows - count))
         start = cache.tokens
-        outputs = self.run(self._check, True, partial(self._eager, inputs), input_ids=filled)
+        outputs = self._of_begun(inputs["input_ids"], start)
+        if outputs is None:
+            usual = partial(self._eager, inputs)
+            outputs = self.run(self._check, True, usual, input_ids=filled)
         if not isinstance(outputs.hidden_states, torch.Tensor):
             return outputs  # as transformers computes them
         cache.count(start + count, start + rows)
@@ -140,11 +153,39 @@ class Drafting:
         outputs.hidden_states = (outputs.hidden_states,)
         return outputs
 
+    def begin(self, ids: Any, start: Any) -> Sequence[Any]:
+        """Begin the check of these tokens, shape ``(1, drafts + 1)``, after ``start`` others.
+
+        Return the tensors that it writes.
+        """
+        if not self._checks_ahead:
+            return ()
+        outputs = self.run(self._check, True, None, start, input_ids=ids)
+        if outputs is None:
+            return ()
+        self._begun = ids, start, outputs
+        tokens = self._cache.tokens  # the last check's, so this one starts before them
+        self._cache.count(tokens, tokens + self.drafts + 1)
+        return outputs.logits, outputs.hidden_states
+
+    def _of_begun(self, ids: Any, start: int) -> Any:
+        """The outputs of the check that has begun, if it is that of these tokens."""
+        begun, self._begun = self._begun, None
+        count = ids.shape[1]
+        if begun is None or self._drafts is None or count == 1:  # one token has other kernels
+            return None
+        begun_ids, begun_start, outputs = begun
+        given = torch.cat([ids[0], torch.full((1,), start, device=ids.device)])
+        if not torch.equal(given, torch.cat([begun_ids[0, :count], begun_start])):
+            return None
+        self._drafts.wait()
+        return outputs
+
     def end(self) -> None:
-        """Let what follows the call wait for drafts that nobody has asked for."""
+        """Let what follows the call wait for what nobody has asked for."""
         if self._drafts is not None:
             self._drafts.wait()
-            self._drafts = None  # both hold the cache
+        self._drafts = self._begun = None  # they hold the cache
 
     @property
     def is_captured(self) -> bool:
@@ -191,132 +232,6 @@ class Drafting:
             )
         outputs.hidden_states = states.pop()
         return outputs
-
-
-class _Drafts:
-    """Stands in for transformers' generator of the drafts of a ``gemma4_assistant``."""
-
-    def __init__(self, generator: Any, drafting: Drafting) -> None:
-        self._generator, self._drafting = generator, drafting
-        self._after_prompt = True
-        ends = getattr(generator, "eos_token_id", None)
-        self._ends = () if ends is None else ends.tolist()
-        self._begun: dict[str, Any] | None = None  # drafts that the GPU computes
-        self._device: Any = None  # where some have begun
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generator, name)
-
-    def begin(self, drafts: Any, start: int, outputs: Any) -> None:
-        """Begin the next drafts while transformers reads which drafts a check accepts.
-
-        They are computed beside its small operations.  Wrong ones would only be rejected.
-
-        Args:
-            drafts: those of the check, shape ``(1, drafts)``.
-            start: the number of tokens before it.
-            outputs: of the check.
-        """
-        self._device = drafts.device
-        stream, own = torch.cuda.current_stream(self._device), stream_for("drafts", self._device)
-        own.wait_stream(stream)
-        with torch.cuda.stream(own), suppress(torch.OutOfMemoryError):
-            tokens = outputs.logits.argmax(dim=-1)
-            is_right = drafts == tokens[:, : drafts.shape[1]]
-            number = is_right.long().cumprod(dim=-1).sum(dim=-1)
-            inputs = {
-                "input_ids": tokens.index_select(1, number),
-                "hidden": outputs.hidden_states.index_select(1, number),
-                "start": number + start + 1,
-            }
-            self._begun = self._drafting.run(self._draft, False, None, **inputs)
-            for each in (self._begun or {}).values():
-                each.record_stream(stream)
-
-    def wait(self) -> None:
-        """Let the current stream wait for the drafts that have begun."""
-        if self._device is not None:
-            own = stream_for("drafts", self._device)
-            torch.cuda.current_stream(self._device).wait_stream(own)
-
-    def get_candidates(
-        self,
-        input_ids: Any,
-        model_outputs: Any,
-        is_first_iteration: bool,
-        n_last_matches: Any,
-        **kw: Any,
-    ) -> Any:
-        """The tokens with the drafts behind them, and the drafter's logits."""
-        generator, drafting = self._generator, self._drafting
-        most = min(drafting.drafts, generator.main_model_max_length - input_ids.shape[1] - 1)
-
-        def usual() -> Any:
-            drafting.complete(model_outputs)
-            given = {"model_outputs": model_outputs, "n_last_matches": n_last_matches, **kw}
-            return generator.get_candidates(
-                input_ids, is_first_iteration=is_first_iteration, **given
-            )
-
-        if is_first_iteration or most <= 0 or not drafting.is_captured:
-            return usual()
-        drafts, self._begun = self._begun, None
-        if drafts is None:
-            last = -1 if self._after_prompt else int(n_last_matches)
-            hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
-            inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden}
-            drafts = drafting.run(self._draft, False, usual, **inputs)
-        self.wait()
-        self._after_prompt = generator.is_main_model_prefill = False
-        if not isinstance(drafts, dict):
-            return drafts  # as transformers makes them
-        # Before transformers 5.17, what follows an accepted end of the text would be accepted, too.
-        if self._ends:
-            most = until_end(drafts["tokens"][0, :most], self._ends)
-        ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
-        return ids, drafts["logits"][:, :most]
-
-    def _draft(self, input_ids: Any, hidden: Any, start: Any, **cache: Any) -> dict[str, Any]:
-        """As many drafts as a round has; transformers' generator makes them in the same way."""
-        [own] = cache.values()
-        drafter, embedding = self._drafting.drafter, self._generator.target_model_input_embeddings
-        layers = last_of_each_kind(own)
-        shared = {name: (layer.keys, layer.values) for name, layer in layers.items()}
-        # The drafter's window has one token more, and the drafter's own token has no key.
-        seen = masks(own, start - 1, start, extra=1)
-        tokens, logits = [], []
-        for _ in range(self._drafting.drafts):
-            embeds = torch.cat([embedding(input_ids), hidden], dim=-1)
-            state = drafter.model(
-                inputs_embeds=drafter.pre_projection(embeds),
-                attention_mask=seen,
-                position_ids=start[None],
-                shared_kv_states=shared,
-                use_cache=False,
-            ).last_hidden_state
-            logits.append(_logits_of(drafter, state))
-            input_ids, hidden = logits[-1].argmax(dim=-1), drafter.post_projection(state)
-            tokens.append(input_ids)
-        return {"tokens": torch.cat(tokens, dim=1), "logits": torch.cat(logits, dim=1)}
-
-
-def until_end(tokens: Any, ends: Collection[int]) -> int:
-    """The number of tokens up to the first one that ends a text, with that one."""
-    found = (number for number, token in enumerate(tokens.tolist(), 1) if token in ends)
-    return next(found, len(tokens))
-
-
-def _logits_of(drafter: Any, state: Any) -> Any:
-    """The drafter's logits, as `Gemma4AssistantMaskedEmbedder` makes them, without ``.item()``."""
-    weight, embedder = drafter.lm_head.weight, drafter.masked_embedding
-    if not drafter.config.use_ordered_embeddings:
-        return drafter.lm_head(state)
-    best = embedder.centroids(state).topk(embedder.centroid_intermediate_top_k).indices
-    ordering = embedder.token_ordering.long().view(embedder.num_centroids, -1)
-    tokens = ordering[best].flatten(-2)  # (1, 1, tokens)
-    known = torch.nn.functional.linear(state[0], weight[tokens[0, 0]])[None]
-    shape = (1, 1, len(weight))
-    return (known.amin(-1, keepdim=True) - 1).expand(shape).scatter(-1, tokens, known)
 
 
 @contextmanager

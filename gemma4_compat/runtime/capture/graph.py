@@ -107,11 +107,7 @@ class Step:
         copies = {k: v if v is None else torch.empty_like(v) for k, v in self.output.items()}
         with _lock_of(_replays, self.device), torch.cuda.device(self.device):
             # Steps share a cuBLAS workspace, so they must run one after the other.
-            stream = torch.cuda.current_stream()
-            last = _last_stream.get(self.device, stream)
-            if last != stream:
-                stream.wait_stream(last)
-            _last_stream[self.device] = stream
+            _last_stream[self.device] = _after_replays(self.device)
             for own, new in zip(self.inputs, new_inputs, strict=True):
                 own.copy_(new, non_blocking=True)
             self.graph.replay()
@@ -120,6 +116,25 @@ class Step:
             layer.cumulative_length_int += tokens
         # The GPU works meanwhile.
         return lambda: self.kind(**{k: cache if v is None else v for k, v in copies.items()})
+
+
+def wait_for_replays(device: Any) -> None:
+    """Let the current stream wait for the steps of all threads: one too many may still run."""
+    import torch
+
+    with _lock_of(_replays, device), torch.cuda.device(device):
+        _after_replays(device)
+
+
+def _after_replays(device: Any) -> Any:
+    """The current stream, which waits for the latest replay."""
+    import torch
+
+    stream = torch.cuda.current_stream()
+    last = _last_stream.get(device, stream)
+    if last != stream:
+        stream.wait_stream(last)
+    return stream
 
 
 def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
