@@ -46,8 +46,11 @@ class Drafts:
         self._device, self._ready = drafts.device, None
         stream, own = torch.cuda.current_stream(self._device), stream_for("drafts", self._device)
         own.wait_stream(stream)
+        _share((drafts, outputs.logits, outputs.hidden_states), own)
         with torch.cuda.stream(own), suppress(torch.OutOfMemoryError):
-            tokens = outputs.logits.argmax(dim=-1)
+            # As transformers chooses them: a check that begins after too few tokens would write
+            # over the keys and values of the others.
+            tokens = outputs.logits.to(torch.float32).argmax(dim=-1)
             is_right = drafts == tokens[:, : drafts.shape[1]]
             number = is_right.long().cumprod(dim=-1).sum(dim=-1)
             next_start, last = number + start + 1, tokens.index_select(1, number)
@@ -134,7 +137,7 @@ class Drafts:
 
 
 def _share(tensors: Iterable[Any], stream: Any) -> None:
-    """Keep the memory of tensors of the current stream until this one has read them, too."""
+    """Keep the memory of these tensors until a stream that did not make them has read them."""
     for each in tensors:
         each.record_stream(stream)
 
