@@ -23,6 +23,7 @@ from gemma4_compat.runtime.capture import cache_memory, decoding, drafts, graph
 from gemma4_compat.tiny import image_inputs
 from tests.patches.test_captured_decoding import load_in
 from tests.pretended_gpu import pretend
+from tests.pretended_streams import pretend_side_stream
 from tests.support import load_model, new_model
 
 transformers = pytest.importorskip("transformers")
@@ -505,6 +506,21 @@ def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers)
     asked = logits_of_drafts()
     assert len(ahead) == len(asked) > 4
     assert all(map(torch.equal, ahead, asked))
+
+
+@pytest.mark.parametrize("streamer", [False, True])
+@pytest.mark.parametrize("numbers", [None, (3, 0, 2, 1)], ids=str)
+def test_streams_wait_for_each_other(model, monkeypatch, forced, numbers, streamer):
+    side, drafter = pretend_side_stream(monkeypatch), drafter_of(model)
+    expected = generated(model)
+    options = {"streamer": Tokens([])} if streamer else {}
+    if numbers is not None:
+        forced(expected[0], numbers)
+    for _ in range(3):
+        found = generated(model, assistant_model=drafter, **options)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert side.waits > 20
 
 
 @pytest.mark.parametrize("check", [True, False])

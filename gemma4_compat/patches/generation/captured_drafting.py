@@ -12,6 +12,11 @@ the check, and the drafts of a ``gemma4_assistant``, as CUDA graphs
 ``captured_decoding``, whose conditions hold here, too, the first round runs eagerly, and code of
 the user keeps all rounds eager.
 
+Greedy drafts are computed while transformers still reads which of the last ones are right.  So is
+their check, on a second stream of the GPU, if all layers are on the GPU and only functions of
+transformers run between two rounds (``runtime/capture/between_steps.py``): no streamer, stopping
+criterion or logits processor of the user.  The last check of a call is one that nobody needs.
+
 Greedy tokens are those of the same rounds without capture, bit for bit.  They may differ from those
 of a dynamic cache, or of a call without drafts, by the rounding of other kernels.  Nothing changes
 without ``cache_implementation="static"``, and with an assistant of another kind.
