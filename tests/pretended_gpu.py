@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from gemma4_compat.runtime.capture import conditions
+from gemma4_compat.runtime.capture import conditions, graph
 from gemma4_compat.runtime.host import blocks, page_locked, parts
 
 #: The modules for which there is a GPU.
@@ -139,3 +139,4 @@ def pretend(patch, streamed=True, in_place=False):
         patch.setattr(module, "is_capturing", lambda device: recording() > 0)
     patch.setattr(blocks, "on_gpu", lambda host, device: host if in_place else None)
     patch.setattr(conditions, "CAPTURED_ON", ("cpu",))
+    patch.setattr(graph, "_last_stream", {})

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .graph import stream_for
 from .rollback import last_of_each_kind, masks
 
-if TYPE_CHECKING:
-    from .drafting import Drafting
-
 
 class Drafts:
-    """Stands in for transformers' generator of the drafts of a ``gemma4_assistant``."""
+    """Stands in for transformers' generator of the drafts of a ``gemma4_assistant``.
 
-    def __init__(self, generator: Any, drafting: Drafting) -> None:
+    Args:
+        generator: transformers' own.
+        drafting: the ``Drafting`` of the call.
+    """
+
+    def __init__(self, generator: Any, drafting: Any) -> None:
         self._generator, self._drafting = generator, drafting
         self._after_prompt = True
         ends = getattr(generator, "eos_token_id", None)

@@ -122,8 +122,9 @@ def wait_for_replays(device: Any) -> None:
     """Let the current stream wait for the steps of all threads: one too many may still run."""
     import torch
 
-    with _lock_of(_replays, device), torch.cuda.device(device):
-        _after_replays(device)
+    if device in _last_stream:
+        with _lock_of(_replays, device), torch.cuda.device(device):
+            _after_replays(device)
 
 
 def _after_replays(device: Any) -> Any:
