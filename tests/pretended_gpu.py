@@ -111,7 +111,10 @@ class Driver:
 
 def pretend(patch, streamed=True, in_place=False):
     stream = SimpleNamespace(
-        wait_stream=lambda other: None, wait_event=lambda event: None, record_event=lambda: None
+        wait_stream=lambda other: None,
+        wait_event=lambda event: None,
+        record_event=lambda: None,
+        synchronize=lambda: None,
     )
     cuda = {
         "is_available": lambda: sys._getframe(1).f_globals["__name__"].endswith(OURS),

@@ -75,6 +75,9 @@ class Side(TorchDispatchMode):
 
     def wait_stream(self, other): ...
 
+    def synchronize(self):
+        self.is_waited_for()
+
     def is_waited_for(self, values=None):
         """Another stream sees what was written, or what was written before an event."""
         alive, self.waits = self.alive(), self.waits + 1

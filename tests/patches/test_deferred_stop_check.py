@@ -135,6 +135,19 @@ def test_after_a_prompt_in_chunks(model, begun):
     assert len(begun) == len(tokens), "the last of them is one too many"
 
 
+def test_a_call_waits_for_the_step_too_many(model_dir, begun, monkeypatch):
+    """Its memory may be freed afterwards, or lent to a call on another stream."""
+    pretend(monkeypatch)
+    model, waited = new_model(model_dir), []
+    monkeypatch.setattr(torch.cuda.current_stream(), "synchronize", lambda: waited.append("waited"))
+    warm(model, **ENDS)
+    begun.clear()
+    waited.clear()
+    tokens = generate(model, **ENDS)[0, PROMPT:]
+    assert len(begun) == len(tokens)
+    assert waited
+
+
 def test_tokens_are_not_late_where_steps_stay_eager(model, begun):
     model.register_forward_hook(lambda *args: None)
     warm(model)

@@ -96,6 +96,13 @@ class _Call:
         if self.samples:
             self.random = [*self.random[-1:], torch.cuda.get_rng_state(tokens.device)]
 
+    def wait(self) -> None:
+        """Wait for a step too many: the memory that it uses may be freed or lent afterwards."""
+        import torch
+
+        if self.tokens is not None:
+            torch.cuda.current_stream(self.tokens.device).synchronize()
+
     def take_back_random_numbers(self) -> None:
         """Restore the generator as it was before the last step, if only that step has used it."""
         import torch
@@ -116,11 +123,13 @@ class _Call:
 
 @PATCH.around(_GENERATION, "GenerationMixin._sample")
 def sample(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    outer, _thread.call = _running(), _Call(self, kwargs)
+    outer, call = _running(), _Call(self, kwargs)
+    _thread.call = call
     try:
         return original(self, *args, **kwargs)
     finally:
         _thread.call = outer
+        call.wait()
 
 
 @PATCH.around("transformers.modeling_utils", "PreTrainedModel.get_compiled_call")

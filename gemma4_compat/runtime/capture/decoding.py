@@ -31,15 +31,7 @@ from .conditions import (
     modules_of_a_step,
     unknown_input,
 )
-from .graph import (
-    CaptureFailed,
-    NotCaptured,
-    Step,
-    flattened,
-    no_garbage_collection,
-    reason_of,
-    wait_for_replays,
-)
+from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
 from .inputs import Inputs, kind_of_step
 from .state import ModelState
 
@@ -142,7 +134,6 @@ class Decoding(NotCopied):
                 return
             fitting = [memory for memory in free if memory.fits(cache, batch_size)]
             if fitting:
-                wait_for_replays(fitting[-1].device)
                 fitting[-1].lend_to(cache)
             else:
                 for memory in free:

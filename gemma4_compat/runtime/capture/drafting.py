@@ -182,9 +182,9 @@ class Drafting:
         return outputs
 
     def end(self) -> None:
-        """Let what follows the call wait for what nobody has asked for."""
+        """Wait for what nobody has asked for: the memory that it uses may be freed or lent now."""
         if self._drafts is not None:
-            self._drafts.wait()
+            self._drafts.end()
         self._drafts = self._begun = None  # they hold the cache
 
     @property

@@ -76,6 +76,11 @@ class Drafts:
         elif self._ready is not None:
             stream.wait_event(self._ready)
 
+    def end(self) -> None:
+        """Wait on the CPU for all that has begun."""
+        if self._device is not None:
+            stream_for("drafts", self._device).synchronize()
+
     def get_candidates(
         self,
         input_ids: Any,

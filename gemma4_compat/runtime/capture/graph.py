@@ -107,7 +107,11 @@ class Step:
         copies = {k: v if v is None else torch.empty_like(v) for k, v in self.output.items()}
         with _lock_of(_replays, self.device), torch.cuda.device(self.device):
             # Steps share a cuBLAS workspace, so they must run one after the other.
-            _last_stream[self.device] = _after_replays(self.device)
+            stream = torch.cuda.current_stream()
+            last = _last_stream.get(self.device, stream)
+            if last != stream:
+                stream.wait_stream(last)
+            _last_stream[self.device] = stream
             for own, new in zip(self.inputs, new_inputs, strict=True):
                 own.copy_(new, non_blocking=True)
             self.graph.replay()
@@ -116,26 +120,6 @@ class Step:
             layer.cumulative_length_int += tokens
         # The GPU works meanwhile.
         return lambda: self.kind(**{k: cache if v is None else v for k, v in copies.items()})
-
-
-def wait_for_replays(device: Any) -> None:
-    """Let the current stream wait for the steps of all threads: one too many may still run."""
-    import torch
-
-    if device in _last_stream:
-        with _lock_of(_replays, device), torch.cuda.device(device):
-            _after_replays(device)
-
-
-def _after_replays(device: Any) -> Any:
-    """The current stream, which waits for the latest replay."""
-    import torch
-
-    stream = torch.cuda.current_stream()
-    last = _last_stream.get(device, stream)
-    if last != stream:
-        stream.wait_stream(last)
-    return stream
 
 
 def _copy(tensors: dict[str, Any], copies: dict[str, Any]) -> None:
