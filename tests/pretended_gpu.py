@@ -113,7 +113,7 @@ def pretend(patch, streamed=True, in_place=False):
     stream = SimpleNamespace(
         wait_stream=lambda other: None,
         wait_event=lambda event: None,
-        record_event=lambda: None,
+        record_event=lambda: SimpleNamespace(synchronize=lambda: None),
         synchronize=lambda: None,
     )
     cuda = {

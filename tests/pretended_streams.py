@@ -71,7 +71,8 @@ class Side(TorchDispatchMode):
         put({address: old for address, (_, old, _) in self.alive().items()})
 
     def record_event(self):
-        return SimpleNamespace(values=self.values())
+        values = self.values()
+        return SimpleNamespace(values=values, synchronize=lambda: self.is_waited_for(values))
 
     def wait_stream(self, other): ...
 

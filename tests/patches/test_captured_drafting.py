@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from gemma4_compat.errors import ModelError
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import decoding
+from gemma4_compat.runtime.capture import decoding, drafts
 from gemma4_compat.tiny import image_inputs
 from tests.patches.test_captured_decoding import load_in
 from tests.pretended_gpu import pretend
@@ -122,6 +122,32 @@ def forced(monkeypatch):
         monkeypatch.setattr(Drafts, "get_candidates", candidates)
 
     return force
+
+
+@pytest.fixture
+def right(monkeypatch):
+    """A function that lets the steps of a drafter themselves make so many right drafts in turn."""
+    original = drafts.Drafts._draft
+
+    def let(expected, numbers):
+        device, size = expected.device, 1024
+        tokens = torch.zeros(size, dtype=torch.long, device=device)
+        tokens[: expected.shape[1]] = expected[0]
+        number = torch.tensor(numbers, device=device).repeat(size)[:size]  # by the place of a round
+        code = """
+def draft(self, size, start, **inputs):
+    made, places = original(self, size=size, start=start, **inputs), start + 1 + offsets[:size]
+    own = tokens.index_select(0, places)
+    is_right = offsets[:size] < number.index_select(0, start)
+    return {**made, "tokens": where(is_right, own, own + 1)[None]}
+"""
+        names = {"original": original, "tokens": tokens, "number": number, "where": torch.where}
+        names["offsets"] = torch.arange(size, device=device)
+        # the name of a file of the package: no code of a user
+        exec(compile(code, drafts.__file__, "exec"), names)
+        monkeypatch.setattr(drafts.Drafts, "_draft", names["draft"])
+
+    return let
 
 
 @pytest.fixture
@@ -415,6 +441,78 @@ def test_a_round_begins_during_the_check_before(model, order):
     assert_same(generated(model, assistant_model=drafter, streamer=Tokens(order)), expected)
 
 
+@pytest.mark.parametrize("numbers", [(0,), (1,), (3,), (3, 0, 2, 1)], ids=str)
+def test_accepted_by_a_check_that_has_begun(model, right, order, numbers):
+    drafter = drafter_of(model)
+    expected = generated(model, static=False, tokens=40)
+    right(expected[0], numbers)
+    for _ in range(2):
+        order.clear()
+        found = generated(model, assistant_model=drafter, tokens=40)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+    assert order.count("check ahead") > 8
+    assert order.count("check") <= 2, "a check that had begun was not used"
+
+
+def test_a_tie_in_float32(model_dir, monkeypatch, right):
+    """Which transformers chooses tokens in: a check that began too early would write over keys."""
+    pretend(monkeypatch)
+    model = new_model(model_dir).double()
+    found = generated(model, static=False)[0]
+    common = found[0, 12:].mode().values
+    other = max(set(range(int(common) + 1, 512)) - set(found[0].tolist()))
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        weight[other] = weight[common] * (1 + 1e-13)
+    expected = generated(model, static=False)
+    right(expected[0], (3,))
+    drafter = drafter_of(model)
+    for _ in range(3):
+        found = generated(model, assistant_model=drafter)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+
+
+def test_another_number_of_drafts(model, right, caplog):
+    """In memory of the same size, with the steps of the first number."""
+    text = model.config.get_text_config()
+    text.sliding_window = 200
+    for layer in model.model.language_model.layers:
+        if getattr(layer.self_attn, "sliding_window", None):
+            layer.self_attn.sliding_window = 200
+    drafter = drafter_of(model)
+    expected = generated(model, static=False, tokens=40)
+    right(expected[0], (15,))
+    for number, tokens in ((15, 16), (15, 16), (DRAFTS, 40), (DRAFTS, 40)):
+        drafter.generation_config.num_assistant_tokens = number
+        found = generated(model, assistant_model=drafter, tokens=tokens)[0]
+        assert torch.equal(found, expected[0][:, : 12 + tokens])
+    assert not warned(caplog)
+
+
+def test_drafts_that_began_elsewhere(model, right):
+    """As after an accepted end that does not end this text."""
+    from transformers import EosTokenCriteria, StoppingCriteriaList
+
+    drafter, lengths = drafter_of(model), []
+    expected = generated(model, static=False, tokens=40)[0]
+    right(expected, (2, 1, 2, 0, 0))
+    ends = sorted({int(each) for each in expected[0, 14:]}, key=expected[0].tolist().index)[:6]
+    begin = drafts.Drafts.begin
+    for ahead in (begin, lambda self, *args: None):
+        drafts.Drafts.begin = ahead
+        try:
+            for end in ends:
+                own = StoppingCriteriaList([EosTokenCriteria(eos_token_id=int(expected[0, -1]))])
+                options = {"eos_token_id": end, "stopping_criteria": own}
+                found = generated(model, assistant_model=drafter, tokens=40, **options)[0]
+                lengths.append(found.shape)
+        finally:
+            drafts.Drafts.begin = begin
+    assert lengths[:6] == lengths[6:]
+
+
 def test_drafts_begin_during_the_check(model, order):
     """Where a user's streamer could change the model: drafts do not decide which tokens follow."""
     drafter = drafter_of(model)
@@ -468,13 +566,12 @@ def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers)
 
 
 @pytest.mark.parametrize("streamer", [False, True])
-@pytest.mark.parametrize("numbers", [None, (3, 0, 2, 1)], ids=str)
-def test_streams_wait_for_each_other(model, monkeypatch, forced, numbers, streamer):
+@pytest.mark.parametrize("way", ["forced", "right"])
+def test_streams_wait_for_each_other(model, monkeypatch, request, way, streamer):
     side, drafter = pretend_side_stream(monkeypatch), drafter_of(model)
     expected = generated(model)
     options = {"streamer": Tokens([])} if streamer else {}
-    if numbers is not None:
-        forced(expected[0], numbers)
+    request.getfixturevalue(way)(expected[0], (3, 0, 2, 1))
     for _ in range(3):
         found = generated(model, assistant_model=drafter, **options)
         assert torch.equal(found[0], expected[0])
@@ -483,21 +580,32 @@ def test_streams_wait_for_each_other(model, monkeypatch, forced, numbers, stream
     assert side.waits > 20
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_drafts_that_find_no_memory(model, monkeypatch, check):
-    from gemma4_compat.runtime.capture.drafting import Drafting
-
-    drafter, run = drafter_of(model), Drafting.run
-    expected = generated(model, assistant_model=drafter)
-
-    def without_memory(self, function, has_layers, usual, *start, **inputs):
-        if usual is None and has_layers is check:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return run(self, function, has_layers, usual, *start, **inputs)
-
-    monkeypatch.setattr(Drafting, "run", without_memory)
+@pytest.mark.parametrize("moment", [1, 4, 9])
+def test_drafts_that_find_no_memory(model, monkeypatch, caplog, moment):
+    """They are made when transformers asks for them."""
+    drafter, begin, empty = drafter_of(model), drafts.Drafts.begin, torch.empty_like
     for _ in range(2):
-        assert_same(generated(model, assistant_model=drafter), expected)
+        expected = generated(model, assistant_model=drafter)
+    failures = []
+
+    def without_memory(self, *args):
+        calls = []
+
+        def empty_like(*args, **kwargs):
+            calls.append("a tensor")
+            if len(calls) == moment:
+                failures.append("no memory")
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return empty(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", empty_like)
+            begin(self, *args)
+
+    monkeypatch.setattr(drafts.Drafts, "begin", without_memory)
+    assert_same(generated(model, assistant_model=drafter), expected)
+    assert not warned(caplog)
+    assert bool(failures) == (moment < 5)  # a round has four tensors
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -179,6 +179,7 @@ class Decoder:
         self.memory: Memory | None = None
         self.layers: Layers | None = None
         self.inputs = Inputs()
+        self.steps: set[Step] = set()  # that may run, while another thread's call drops them
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.watched = 0  # eager steps that ran functions that a graph cannot stand for
         self.obstacle: str | None = None
@@ -199,7 +200,8 @@ class Decoder:
                 try:
                     output = self._replayed(forward, inputs, stack)
                 except Exception as error:
-                    self.give_up(error)
+                    if not (forward.optional and is_short_of_memory(error)):
+                        self.give_up(error)
                 else:
                     if output is not None:
                         return output()
@@ -295,6 +297,7 @@ class Decoder:
                 return lambda: forward.function(**inputs)
             step = self._captured(forward, state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
+        self.steps.add(step)
         output = step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
         self.replayed = True
         return output

@@ -188,6 +188,11 @@ class Drafting:
         self._drafts = self._begun = None  # they hold the cache
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens in the cache."""
+        return self._cache.tokens
+
+    @property
     def is_captured(self) -> bool:
         """Whether the rounds are captured, as far as is known now."""
         return self._in_order and self._decoder.obstacle is None
@@ -210,6 +215,8 @@ class Drafting:
 
         Without ``usual``, return ``None`` if it cannot be replayed.
         """
+        if usual is not None and self._drafts is not None:
+            self._drafts.wait()
         if start is None:
             ids = inputs["input_ids"]
             start = torch.full((1,), self._cache.tokens, dtype=torch.long, device=ids.device)

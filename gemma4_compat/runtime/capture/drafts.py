@@ -33,6 +33,7 @@ class Drafts:
         self._begun: dict[str, Any] | None = None  # drafts that the GPU computes
         self._device: Any = None  # where some have begun
         self._ready: Any = None  # the event that they are computed
+        self._start: Any = None  # the number of tokens before them, on the CPU, and its event
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -56,9 +57,12 @@ class Drafts:
             is_right = drafts == tokens[:, : drafts.shape[1]]
             number = is_right.long().cumprod(dim=-1).sum(dim=-1)
             next_start, last = number + start + 1, tokens.index_select(1, number)
+            self._start = next_start.to("cpu", non_blocking=True), own.record_event()
             hidden = outputs.hidden_states.index_select(1, number)
             run = self._drafting.run
-            begun = run(self._draft, False, None, next_start, input_ids=last, hidden=hidden)
+            size = self._drafting.drafts
+            given = {"input_ids": last, "hidden": hidden, "size": size}
+            begun = run(self._draft, False, None, next_start, **given)
             if begun is None:
                 return
             ids = torch.cat([last, begun["tokens"]], dim=1)
@@ -103,11 +107,11 @@ class Drafts:
 
         if is_first_iteration or most <= 0 or not drafting.is_captured:
             return usual()
-        drafts, self._begun = self._begun, None
+        drafts = self._of_begun()
         if drafts is None:
             last = -1 if self._after_prompt else int(n_last_matches)
             hidden = model_outputs.hidden_states[-1][:, last:][:, :1]
-            inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden}
+            inputs = {"input_ids": input_ids[:, -1:], "hidden": hidden, "size": drafting.drafts}
             drafts = drafting.run(self._draft, False, usual, **inputs)
         self.wait(for_check=False)
         self._after_prompt = generator.is_main_model_prefill = False
@@ -119,8 +123,19 @@ class Drafts:
         ids = torch.cat([input_ids, drafts["tokens"][:, :most]], dim=1)
         return ids, drafts["logits"][:, :most]
 
-    def _draft(self, input_ids: Any, hidden: Any, start: Any, **cache: Any) -> dict[str, Any]:
-        """As many drafts as a round has; transformers' generator makes them in the same way."""
+    def _of_begun(self) -> dict[str, Any] | None:
+        """The drafts that have begun, if they follow the tokens that transformers accepted."""
+        drafts, self._begun = self._begun, None
+        if drafts is None:
+            return None
+        start, known = self._start
+        known.synchronize()
+        return drafts if int(start) == self._drafting.tokens else None
+
+    def _draft(
+        self, input_ids: Any, hidden: Any, size: int, start: Any, **cache: Any
+    ) -> dict[str, Any]:
+        """The ``size`` drafts of a round; transformers' generator makes them in the same way."""
         [own] = cache.values()
         drafter, embedding = self._drafting.drafter, self._generator.target_model_input_embeddings
         layers = last_of_each_kind(own)
@@ -128,7 +143,7 @@ class Drafts:
         # The drafter's window has one token more, and the drafter's own token has no key.
         seen = masks(own, start - 1, start, extra=1)
         tokens, logits = [], []
-        for _ in range(self._drafting.drafts):
+        for _ in range(size):
             embeds = torch.cat([embedding(input_ids), hidden], dim=-1)
             state = drafter.model(
                 inputs_embeds=drafter.pre_projection(embeds),

@@ -6,7 +6,6 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache as cached
 from typing import Any
 
 from ...model.caches import cache_name
@@ -18,6 +17,7 @@ _Locks = dict[Any, threading.Lock]  # by device
 _captures: _Locks = {}
 _replays: _Locks = {}
 _last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
+_streams: dict[tuple[str, Any], Any] = {}  # by use and device
 _short: set[Any] = set()  # devices whose memory was short in the latest capture
 _pausing = threading.Lock()
 _pauses: dict[object, int] = {}  # of the garbage collector: its threshold before the first
@@ -158,12 +158,12 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
         return output
 
 
-@cached
 def stream_for(use: str, device: Any) -> Any:
     """One stream for all captures, because cuBLAS keeps 32 MiB for each stream; one for drafts."""
     import torch
 
-    return torch.cuda.Stream(device)
+    own = _streams.get((use, device))
+    return own or _streams.setdefault((use, device), torch.cuda.Stream(device))
 
 
 @contextmanager
