@@ -46,11 +46,12 @@ class Drafts:
             start: the number of tokens before it.
             outputs: of the check.
         """
-        self._device, self._ready = drafts.device, None
+        self._device, self._ready, self._begun = drafts.device, None, None
         stream, own = torch.cuda.current_stream(self._device), stream_for("drafts", self._device)
         own.wait_stream(stream)
         _share((drafts, outputs.logits, outputs.hidden_states), own)
-        with torch.cuda.stream(own), suppress(torch.OutOfMemoryError):
+        # Without memory, such as page-locked memory, they are made when transformers asks for them.
+        with torch.cuda.stream(own), suppress(RuntimeError):
             # As transformers chooses them: a check that begins after too few tokens would write
             # over the keys and values of the others.
             tokens = outputs.logits.to(torch.float32).argmax(dim=-1)
@@ -59,10 +60,8 @@ class Drafts:
             next_start, last = number + start + 1, tokens.index_select(1, number)
             self._start = next_start.to("cpu", non_blocking=True), own.record_event()
             hidden = outputs.hidden_states.index_select(1, number)
-            run = self._drafting.run
-            size = self._drafting.drafts
-            given = {"input_ids": last, "hidden": hidden, "size": size}
-            begun = run(self._draft, False, None, next_start, **given)
+            given = {"input_ids": last, "hidden": hidden, "size": self._drafting.drafts}
+            begun = self._drafting.run(self._draft, False, None, next_start, **given)
             if begun is None:
                 return
             ids = torch.cat([last, begun["tokens"]], dim=1)
