@@ -107,10 +107,11 @@ def test_experts_one_weight_at_a_time(tmp_path):
 
 @pytest.mark.cuda
 def test_without_memory_the_cpu_quantizes(caplog):
-    # No free memory in the blocks of other tests is as large.
-    values = torch.ones(2**28, dtype=torch.bfloat16)
     whole = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    free = max((each["size"] for each in blocks if each["state"] == "inactive"), default=0)
+    values = torch.ones(max(2**20, free), dtype=torch.bfloat16)  # twice the largest free block
     torch.cuda.set_per_process_memory_fraction(2**20 / whole)
     try:
         with gemma4_compat.quantize_on(0):
