@@ -10,6 +10,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,7 +57,9 @@ class Step:
 @pytest.fixture(autouse=True)
 def captured_on_cpu(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
+    stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(conditions, "CAPTURED_ON", ("cpu",))
     monkeypatch.setattr(steps, "Step", Step)
     monkeypatch.setattr(Step, "made", 0)
