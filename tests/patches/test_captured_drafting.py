@@ -441,17 +441,16 @@ def test_a_round_begins_during_the_check_before(model, order):
     assert_same(generated(model, assistant_model=drafter, streamer=Tokens(order)), expected)
 
 
-@pytest.mark.parametrize("numbers", [(0,), (1,), (3,), (3, 0, 2, 1)], ids=str)
-def test_accepted_by_a_check_that_has_begun(model, right, order, numbers):
+def test_accepted_by_a_check_that_has_begun(model, right, order):
     drafter = drafter_of(model)
-    expected = generated(model, static=False, tokens=40)
-    right(expected[0], numbers)
-    for _ in range(2):
+    expected = generated(model, static=False, tokens=30)
+    for numbers in ((1,), (3, 0, 2, 1), (3,)):
+        right(expected[0], numbers)
         order.clear()
-        found = generated(model, assistant_model=drafter, tokens=40)
+        found = generated(model, assistant_model=drafter, tokens=30)
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
-    assert order.count("check ahead") > 8
+    assert order.count("check ahead") > 6
     assert order.count("check") <= 2, "a check that had begun was not used"
 
 
@@ -496,7 +495,7 @@ def test_drafts_that_began_elsewhere(model, right, monkeypatch):
     from transformers import EosTokenCriteria, StoppingCriteriaList
 
     drafter, candidates = drafter_of(model), drafts.Drafts.get_candidates
-    expected = generated(model, static=False, tokens=40)[0]
+    expected = generated(model, static=False, tokens=24)[0]
     right(expected, (2,))
 
     def rounds(ahead):
@@ -513,7 +512,7 @@ def test_drafts_that_began_elsewhere(model, right, monkeypatch):
         options = {"eos_token_id": sorted({*expected[0, 12:].tolist()}), "stopping_criteria": own}
         for _ in range(2):
             found.clear()
-            generated(model, assistant_model=drafter, tokens=24, **options)
+            generated(model, assistant_model=drafter, tokens=16, **options)
         return found
 
     assert rounds(drafts.Drafts.begin) == rounds(lambda self, *args: None)
@@ -539,8 +538,7 @@ def test_drafts_wait_where_other_tokens_are_chosen(model, order, options):
 
 
 @pytest.mark.parametrize("place", ["pretended", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("numbers", [(0,), (3, 0, 2, 1)], ids=str)
-def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers):
+def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place):
     """Those that began ahead, and those that transformers asked for."""
     from gemma4_compat.runtime.capture.drafts import Drafts
 
@@ -551,7 +549,7 @@ def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers)
     expected = generated(model, tokens=24)[0]
 
     def logits_of_drafts():
-        forced(expected, numbers)
+        forced(expected, (3, 0, 2, 1))
         candidates, drafts = Drafts.get_candidates, []
 
         def noted(self, *args, **kwargs):
@@ -572,17 +570,17 @@ def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place, numbers)
 
 
 @pytest.mark.parametrize("streamer", [False, True])
-@pytest.mark.parametrize("way", ["forced", "right"])
-def test_streams_wait_for_each_other(model, monkeypatch, request, way, streamer):
+def test_streams_wait_for_each_other(model, monkeypatch, right, forced, streamer):
     side, drafter = pretend_side_stream(monkeypatch), drafter_of(model)
     expected = generated(model)
     options = {"streamer": Tokens([])} if streamer else {}
-    request.getfixturevalue(way)(expected[0], (3, 0, 2, 1))
-    for _ in range(3):
-        found = generated(model, assistant_model=drafter, **options)
-        assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
-        assert not side.written, "the call ended before its last check"
+    for way in (right, forced):
+        way(expected[0], (3, 0, 2, 1))
+        for _ in range(2):
+            found = generated(model, assistant_model=drafter, **options)
+            assert torch.equal(found[0], expected[0])
+            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+            assert not side.written, "the call ended before its last check"
     assert side.waits > 20
 
 
