@@ -64,30 +64,33 @@ class Side(TorchDispatchMode):
 
     @contextlib.contextmanager
     def current(self):
-        put(self.new)
+        put({at: value for at, value in self.new.items() if at in self.alive()})
         with self:
             yield
         self.new = self.values()
         put({address: old for address, (_, old, _) in self.alive().items()})
 
     def record_event(self):
-        values = self.values()
-        return SimpleNamespace(values=values, synchronize=lambda: self.is_waited_for(values))
+        held = {address: entry[2] for address, entry in self.alive().items()}
+        event = SimpleNamespace(values=self.values(), held=held)
+        event.synchronize = lambda: self.is_waited_for(event)
+        return event
 
     def wait_stream(self, other): ...
 
     def synchronize(self):
         self.is_waited_for()
 
-    def is_waited_for(self, values=None):
+    def is_waited_for(self, event=None):
         """Another stream sees what was written, or what was written before an event."""
         alive, self.waits = self.alive(), self.waits + 1
         freed = {
             str(f) for f, each, own in self.read if each.expired() and own not in self.recorded
         }
         assert not freed, f"memory was freed before {freed} had read it"
-        if values is not None:
-            return put({address: value for address, value in values.items() if address in alive})
+        if event is not None:  # what was not freed since
+            same = [at for at, held in event.held.items() if at in alive and alive[at][2] is held]
+            return put({at: event.values[at] for at in same})
         put({address: value for address, value in self.new.items() if address in alive})
         self.written, self.new, self.read, self.recorded = {}, {}, [], set()
         return None
@@ -100,22 +103,23 @@ def put(values):
 
 def pretend_side_stream(patch):
     """After ``pretend``: drafts have a stream of their own."""
-    side, current = Side(), []
+    side, current, modes = Side(), [], torch._C._len_torch_dispatch_stack
 
     def wait_stream(other):
         if other is side:
             side.is_waited_for()
 
-    main = SimpleNamespace(
-        wait_stream=wait_stream, wait_event=lambda event: side.is_waited_for(event.values)
-    )
+    main = SimpleNamespace(wait_stream=wait_stream, wait_event=side.is_waited_for)
 
     @contextlib.contextmanager
     def stream(own):
         with side.current() if own is side else contextlib.nullcontext():
             current.append(own)
+            hidden = sum(each is side for each in current)  # this mode is no user's
             try:
-                yield
+                with patch.context() as inner:
+                    inner.setattr(torch._C, "_len_torch_dispatch_stack", lambda: modes() - hidden)
+                    yield
             finally:
                 current.pop()
 

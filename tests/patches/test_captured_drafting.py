@@ -570,18 +570,30 @@ def test_the_drafts_are_the_same(model_dir, monkeypatch, forced, place):
 
 
 @pytest.mark.parametrize("streamer", [False, True])
-def test_streams_wait_for_each_other(model, monkeypatch, right, forced, streamer):
-    side, drafter = pretend_side_stream(monkeypatch), drafter_of(model)
+def test_streams_wait_for_each_other(model, monkeypatch, right, forced, order, streamer):
+    """Each call runs the same steps as if there were one stream."""
+    drafter = drafter_of(model)
     expected = generated(model)
     options = {"streamer": Tokens([])} if streamer else {}
-    for way in (right, forced):
+
+    def steps(way):
         way(expected[0], (3, 0, 2, 1))
-        for _ in range(2):
-            found = generated(model, assistant_model=drafter, **options)
-            assert torch.equal(found[0], expected[0])
-            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+        order.clear()
+        found = generated(model, assistant_model=drafter, **options)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+        return list(order)
+
+    for way in (right, forced):
+        steps(way)
+        alone = steps(way)
+        assert ("check ahead" in alone) == (not streamer)
+        with monkeypatch.context() as patch:
+            side = pretend_side_stream(patch)
+            steps(way)  # captured again: functions of streams were replaced
+            assert steps(way) == alone
+            assert side.waits > 8
             assert not side.written, "the call ended before its last check"
-    assert side.waits > 20
 
 
 @pytest.mark.parametrize("moment", [1, 4, 9])
