@@ -56,11 +56,7 @@ class Side(TorchDispatchMode):
         return {at: entry for at, entry in self.written.items() if not entry[2].expired()}
 
     def values(self):
-        return {
-            address: ctypes.string_at(address, entry[0])
-            for address, entry in self.written.items()
-            if not entry[2].expired()
-        }
+        return {at: ctypes.string_at(at, size) for at, (size, _, _) in self.alive().items()}
 
     @contextlib.contextmanager
     def current(self):

@@ -624,6 +624,27 @@ def test_drafts_that_find_no_memory(model, monkeypatch, caplog, moment):
     assert bool(failures) == (moment < 5)  # a round has four tensors
 
 
+def test_an_error_of_a_signal_while_drafts_begin(model, monkeypatch):
+    """As of a handler that limits the time: it reaches the user."""
+    drafter, begin = drafter_of(model), drafts.Drafts.begin
+    for _ in range(2):
+        generated(model, assistant_model=drafter)
+
+    class TooLate(RuntimeError): ...
+
+    def empty_like(*args, **kwargs):
+        raise TooLate
+
+    def interrupted(self, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", empty_like)
+            begin(self, *args)
+
+    monkeypatch.setattr(drafts.Drafts, "begin", interrupted)
+    with pytest.raises(TooLate):
+        generated(model, assistant_model=drafter)
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_call_that_ends_with_an_error(model, order, error):
     """Nothing of it keeps its cache."""

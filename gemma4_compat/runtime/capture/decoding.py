@@ -216,7 +216,7 @@ class Decoder:
         if self.obstacle is None and layers is not None:
             counting = layers.counting if layers.are_of(arguments[cache_name()]) else []
         length = counting[0].cumulative_length_int + 1 if counting else 0
-        with _logged():
+        with harmless("the inputs of a step are not made here"):
             if counting:
                 kind = kind_of_step(arguments, length, counting)
                 inputs = self.inputs.made(kind, arguments, length)
@@ -227,7 +227,7 @@ class Decoder:
             return make()
         with watched() as watch:
             inputs = make()
-        with _logged():
+        with harmless("the inputs of a step are not made here"):
             self.is_known = watch.unknown() is None
             if self.is_known:  # a user's function may make other masks next time
                 self.inputs.learn(kind, inputs, arguments, length)
@@ -360,14 +360,14 @@ class Decoder:
 
 
 @contextmanager
-def _logged() -> Iterator[None]:
-    """In this context, an error means that transformers makes the inputs of a step."""
+def harmless(consequence: str) -> Iterator[None]:
+    """In this context, an error is logged with what it means, unless it is one of the user."""
     try:
         yield
     except Exception as error:
         if is_of_user(error):
             raise
-        logger.debug("the inputs of a step are not made here", exc_info=True)
+        logger.debug(consequence, exc_info=True)
 
 
 def _put(entries: dict[Any, Any], key: Any, value: Any, most: int) -> None:

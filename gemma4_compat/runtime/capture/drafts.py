@@ -8,11 +8,11 @@ their own: the GPU itself sees which drafts are right.  Python counts tokens mea
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 
+from .decoding import harmless
 from .graph import stream_for
 from .rollback import last_of_each_kind, masks
 
@@ -50,8 +50,8 @@ class Drafts:
         stream, own = torch.cuda.current_stream(self._device), stream_for("drafts", self._device)
         own.wait_stream(stream)
         _share((drafts, outputs.logits, outputs.hidden_states), own)
-        # Without memory, such as page-locked memory, they are made when transformers asks for them.
-        with torch.cuda.stream(own), suppress(RuntimeError):
+        # For lack of memory, such as page-locked memory, they are made when transformers asks.
+        with torch.cuda.stream(own), harmless("drafts do not begin ahead"):
             # As transformers chooses them: a check that begins after too few tokens would write
             # over the keys and values of the others.
             tokens = outputs.logits.to(torch.float32).argmax(dim=-1)
