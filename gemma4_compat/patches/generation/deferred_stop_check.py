@@ -17,7 +17,6 @@ next call.  A streamer gets each token one step later.
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -25,7 +24,7 @@ from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...runtime.capture import conditions
 from ...runtime.capture.between_steps import only_transformers_runs
-from ...runtime.capture.decoding import Decoder, seen_obstacle
+from ...runtime.capture.decoding import Decoder, harmless, seen_obstacle
 from ...runtime.kernels.watch import is_upstreams
 
 PATCH = Patch(
@@ -113,7 +112,7 @@ class _Call:
         again = torch.Generator(device)
         again.set_state(before)
         size = len(self.tokens), self.model.config.get_text_config(decoder=True).vocab_size
-        with suppress(RuntimeError):  # without memory, the text is complete all the same
+        with harmless("random numbers are not taken back"):  # the text is complete all the same
             scores = torch.ones(size, dtype=torch.float32, device=device)
             torch.multinomial(scores, 1, generator=again)
         was_alone = torch.equal(again.get_state(), after)
