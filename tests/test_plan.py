@@ -18,7 +18,7 @@ from gemma4_compat.errors import InputError
 from gemma4_compat.model import meta, parts, sizes
 from gemma4_compat.planning import Gpu, Plan, gpus, parse_gpu, parse_size, plan
 from gemma4_compat.planning.demand import Demand, Job, generating, onloaded_bytes
-from gemma4_compat.planning.placement import Placement, units_of
+from gemma4_compat.planning.placement import Placement, Unit, units_of
 from gemma4_compat.tiny import text_inputs
 from tests.shapes import E2B_TEXT, write_config
 from tests.support import load_model, run_command, save_random
@@ -71,7 +71,8 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
     model = meta.meta_model(e2b_dir, meta.bnb_config("nf4"))
     whole = sizes.tensor_sizes(model)
     fixed = sum(sizes.static_cache_bytes(model, 8192).values())
-    fixed += generating(model, ()).activations(8192) + 2**29
+    activations, largest = generating(model, ()).activations(8192)
+    fixed += activations + 2**29
     weights = {n: 2 * p.numel() for n, p in meta.meta_model(e2b_dir).named_parameters()}
     weights = {n: size for n, size in weights.items() if parts.part_of(n) != parts.LAYERS}
     weights |= {s.name: s.on_cuda for s in whole if s.part == parts.LAYERS and not s.buffer}
@@ -85,7 +86,8 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
         fewer = names[: -2 if names[-1] in TOWERS else -1]
         kept = sum(s.on_cuda for s in whole if s.buffer or not parts.is_under(s.name, fewer))
-        kept += 7 * 2**26 if set(layers) & set(fewer) else 2**28  # reserved in pieces
+        reserved = 2**28 + largest // 2  # in pieces
+        kept += max(reserved, 7 * 2**26) if set(layers) & set(fewer) else reserved
         assert kept + fixed + streamed(weights, fewer[1:]) > found.gpus[0].free
     assert len(names) > len(order) - 35  # the last plan offloads layers
     # They are in 4 bits.
@@ -513,12 +515,12 @@ def test_offloaded_experts_on_the_gpu(tmp_path, quant):
     for unit in units:
         if unit.layer is not None:
             unit.device = "cpu"
-    job = Job((), 0, lambda context: {}, lambda context: 0)
+    job = Job((), 0, lambda context: {}, lambda context: (0, 0))
     placement = Placement(units, (parse_gpu("24GiB"),), job)
     expected = sum(sorted(layers.values())[-3:]) + max(experts.values(), default=0)
     assert len(layers) > 3
     assert max(experts.values(), default=0) > 0 or quant == "bf16"
-    assert placement.activations(Demand(1, {}, 0), 0) == expected
+    assert placement.activations(Demand(1, {}, 0, 0), 0) == expected
 
 
 # -- what a GPU measured --------------------------------------------------------------------------
@@ -546,6 +548,21 @@ def says_what_the_table_says(cell, folder):
     ]
     for place in ("GPU", "CPU"):
         assert found[place] == pytest.approx(known[place])
+
+
+@pytest.mark.parametrize(
+    ("model", "largest", "streams", "too_little"),
+    [("12b", 0.14, True, 0.33), ("31b", 1, True, 0.56), ("12b", 0.44, False, 0.38),
+     ("e4b", 0.59, False, 0.38)],
+)  # fmt: skip
+def test_memory_in_pieces(model, largest, streams, too_little):
+    """With ``too_little`` GiB for such pieces a plan that just fitted ran out of memory."""
+    units = [Unit(parts.LAYERS, ("layers.0",), 0), Unit(parts.REST)]
+    units[0].device = "cpu" if streams else 0
+    job = Job((), 0, lambda context: {}, lambda context: (0, 0))
+    placement = Placement(units, (parse_gpu("24GiB"),), job)
+    demand = Demand(32768, {}, 0, int(largest * GIB))
+    assert too_little * GIB < placement.unused(demand, 0) <= 0.8 * GIB
 
 
 @pytest.mark.parametrize("cell", MEASURED, ids=" ".join)

@@ -34,12 +34,13 @@ class Demand:
     """What a job needs at one context; all in bytes.
 
     ``cache`` has the KV cache of each layer, by its index.  ``activations`` are the peak of one
-    GPU that has decoder layers.
+    GPU that has decoder layers, and ``largest`` is the largest tensor of them, when generating.
     """
 
     context: int
     cache: Mapping[int, int]
     activations: int
+    largest: int
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Job:
     adapter: tuple[TensorSize, ...]
     states: int
     cache: Callable[[int], Mapping[int, int]]
-    activations: Callable[[int], int]
+    activations: Callable[[int], tuple[int, int]]
 
     def demand(self, context: int) -> Demand:
-        return Demand(context, self.cache(context), self.activations(context))
+        return Demand(context, self.cache(context), *self.activations(context))
 
 
 def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) -> Job:
@@ -65,9 +66,10 @@ def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) 
 
     logits = _LOGITS_COPIES * int(model.config.get_text_config().vocab_size)
 
-    def activations(context: int) -> int:
+    def activations(context: int) -> tuple[int, int]:
         past = max(context - PREFILL, 0)
-        return forward_peak(model, context - past, past, fused=fused) + logits
+        peak, largest = forward_peak(model, context - past, past, fused=fused)
+        return peak + logits, largest
 
     cache = partial(sizes.static_cache_bytes, model)
     return Job(adapter, 0, cache, activations)
@@ -85,7 +87,7 @@ def training(model: Any, fused: bool = True) -> Job:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
-    return Job(adapter, 3, lambda context: {}, lambda context: training_peak(model, context, fused))
+    return Job(adapter, 3, lambda context: {}, lambda n: (training_peak(model, n, fused), 0))
 
 
 def with_adapter(model: Any, adapter: Location | None, rank: int) -> Any:
@@ -128,7 +130,8 @@ def _longest_between(job: Job, low: Demand, high: Demand, fits: Callable[[Demand
     def between(context: int) -> Demand:
         share = (context - low.context) / (high.context - low.context)
         activations = low.activations + share * (high.activations - low.activations)
-        return Demand(context, job.cache(context), int(activations))
+        largest = low.largest + share * (high.largest - low.largest)
+        return Demand(context, job.cache(context), int(activations), int(largest))
 
     fewest, most = low.context // _STEP, high.context // _STEP
     while fewest < most:

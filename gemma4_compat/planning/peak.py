@@ -40,7 +40,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
     """A context that counts the memory of the tensors that are created in it on a model's device.
 
     ``live`` is the number of bytes of those that exist now.  ``peak`` is the highest value of
-    ``allocated``.
+    ``allocated``, and ``largest`` the number of bytes of the largest tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,6 +52,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         self._large = 0
         self.live = 0
         self.peak = 0
+        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -71,6 +72,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         self.live += taken
         self._large += taken > _UNSPLIT
         self.peak = max(self.peak, self.allocated)
+        self.largest = max(self.largest, taken)
         weakref.finalize(storage, self._drop, key).atexit = False
 
     @property
@@ -279,8 +281,10 @@ def _decoder(model: nn.Module) -> Any:
 # -- forward and backward -------------------------------------------------------------------------
 
 
-def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> int:
+def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> tuple[int, int]:
     """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
+
+    Returns the bytes of all of them at their peak, and the bytes of the largest one.
 
     ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
     cache is a static one, with room for one more token, and is not counted.  Only the last token
@@ -294,9 +298,10 @@ def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> i
     with torch.no_grad(), _measuring(model, fused) as (memory, _):
         fill_cache(cache, shapes, past or 1)
         start = memory.peak = memory.allocated
+        memory.largest = 0
         ids = torch.empty((1, tokens), dtype=torch.long, device="meta")
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_name(): cache})
-    return memory.peak - start
+    return memory.peak - start, memory.largest
 
 
 def training_peak(model: Any, tokens: int, fused: bool = True) -> int:

@@ -99,18 +99,22 @@ class Placement:
             return 0
         adapter = (1 + self.job.states) * self.adapter(gpu)
         besides = self.cache(demand, gpu) + self.activations(demand, gpu)
-        return self.weights(gpu) + adapter + besides + self.unused(gpu) + self.gpus[gpu].outside
+        besides += self.unused(demand, gpu) + self.gpus[gpu].outside
+        return self.weights(gpu) + adapter + besides
 
-    def unused(self, gpu: int) -> int:
+    def unused(self, demand: Demand, gpu: int) -> int:
         """The memory that PyTorch reserves on a GPU in pieces into which no tensor fits.
 
         Training failed with 0.42 to 0.51 GiB of it, and with LoRA on experts, whose dequantized
-        weights take 0.95 GiB each, with 0.72.  Generating failed with 0.33 where decoder layers are
-        offloaded, and did not fail elsewhere.
+        weights take 0.95 GiB each, with 0.72.  Generating failed with 0.38 where the largest tensor
+        takes 0.44 or 0.59 GiB, and with 0.56 where it takes 1 GiB; with 0.5 and 0.69 it did not.
+        Where decoder layers are offloaded, it failed with 0.33 with smaller tensors, too.  A copy
+        of experts is planned, but not made if they are page-locked.
         """
         if not self.job.states:
-            streams = gpu == 0 and any(unit.layer is not None for unit in self.offloaded())
-            return 7 * 2**26 if streams else 2**28
+            on_cpu = self.offloaded() if gpu == 0 else []
+            least = 7 * 2**26 * any(unit.layer is not None for unit in on_cpu)
+            return max(2**28 + demand.largest // 2 - self._copied_experts(), least)
         return 2**29 + 2**28 * any(".experts." in tensor.name for tensor in self.job.adapter)
 
     def fits(self, demand: Demand) -> bool:
@@ -124,8 +128,12 @@ class Placement:
         on_cpu = self.offloaded()
         layers = sorted(unit.onloaded for unit in on_cpu if unit.layer is not None)
         others = [u.largest for u in on_cpu if u.layer is None and u.part != parts.PLE]
-        experts = max((unit.experts for unit in on_cpu), default=0)
-        return max(sum(layers[-_STREAMED_LAYERS:]) + experts, max(others, default=0))
+        copied = sum(layers[-_STREAMED_LAYERS:]) + self._copied_experts()
+        return max(copied, max(others, default=0))
+
+    def _copied_experts(self) -> int:
+        """The largest copy of the experts of a layer on the CPU, which are not page-locked."""
+        return max((unit.experts for unit in self.offloaded()), default=0)
 
 
 def place(placement: Placement, demand: Demand, *, keep_ple: bool = False) -> Placement:

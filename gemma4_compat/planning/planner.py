@@ -256,7 +256,7 @@ def _memory(
     activations = each(lambda number: placement.activations(demand, number))
     yield Memory("activations", f"activations ({of})", activations)
     used = [bool(placement.on(number)) for number in numbers]
-    unused = each(lambda number: placement.unused(number) * used[number])
+    unused = each(lambda number: placement.unused(demand, number) * used[number])
     yield Memory("unused", "reserved, unused (estimate)", unused)
     outside = each(lambda number: placement.gpus[number].outside * used[number])
     yield Memory("outside", "outside PyTorch (estimate)", outside)
