@@ -40,6 +40,8 @@ class Graph(TorchDispatchMode):
                     self.before.setdefault(storage._cdata, (storage, storage.clone()))
         output = function(*args, **kwargs)
         made = storages(output) - storages((args, kwargs))
+        if function is torch.ops.aten.lift_fresh.default:  # a number of Python: kernels have it
+            self.own |= storages(args)
         self.own |= made
         self.calls.append((function, args, kwargs, output if made and not writes else None))
         return output

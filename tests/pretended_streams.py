@@ -32,6 +32,7 @@ class Side(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs or {}))]
+        given = [storage for storage in given if storage.nbytes()]
         for storage in given:
             if storage.data_ptr() not in self.written:
                 self.read.append((function, StorageWeakRef(storage), storage._cdata))
@@ -105,7 +106,9 @@ def pretend_side_stream(patch):
         if other is side:
             side.is_waited_for()
 
-    main = SimpleNamespace(wait_stream=wait_stream, wait_event=side.is_waited_for)
+    main = SimpleNamespace(
+        wait_stream=wait_stream, wait_event=side.is_waited_for, synchronize=lambda: None
+    )
 
     @contextlib.contextmanager
     def stream(own):

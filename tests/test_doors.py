@@ -14,10 +14,12 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gemma4_compat.runtime.capture import graph
 from gemma4_compat.runtime.kernels import watch
 from gemma4_compat.versions import FLOORS, LIBRARIES, NEWEST, USERS
 from tests import doors, support
@@ -155,9 +157,23 @@ def test_torchscript(model, monkeypatch):
     assert scripted.calls == TOKENS
 
 
+def limit(*_):
+    raise TimeoutError("the user's")
+
+
+#: what a handler does, and its error
+HANDLERS = {
+    "raises": (limit, TimeoutError),
+    "fails in a library": (lambda *_: json.loads("the user's"), json.JSONDecodeError),
+    "fails in torch": (lambda *_: torch.save({}, "/no/such/folder/state.pt"), RuntimeError),
+    "a method": (SimpleNamespace(limit=limit).limit, TimeoutError),
+}
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no SIGALRM")
 @pytest.mark.parametrize("name", ["capture_begin", "capture_end", "replay"])
-def test_a_time_limit(model, usual, monkeypatch, name):
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_time_limit(model, usual, monkeypatch, name, handler):
     """Its handler raises as a call returns: nothing runs twice, and nothing stays open."""
     fresh(model)
     function = getattr(torch.cuda.CUDAGraph, name)
@@ -166,20 +182,32 @@ def test_a_time_limit(model, usual, monkeypatch, name):
         function(graph, *args, **options)
         signal.raise_signal(signal.SIGALRM)
 
-    def limit(*_):
-        raise TimeoutError("the user's")
-
-    before = signal.signal(signal.SIGALRM, limit)
+    handle, error = HANDLERS[handler]
+    before = signal.signal(signal.SIGALRM, handle)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda.CUDAGraph, name, limited)
-            with pytest.raises(TimeoutError, match="the user's"):
+            with pytest.raises(error):
                 generated(model)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not torch._C._len_torch_dispatch_stack()
     assert torch.equal(generated(model), usual)
     assert captures(model)
+
+
+def test_an_error_after_the_launch(model, usual, monkeypatch):
+    """Such as one that another thread sends: the step has run, so it must not run again."""
+    generated(model)
+
+    def late(*_):
+        raise torch.OutOfMemoryError("late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph, "_copy", late)
+        with pytest.raises(torch.OutOfMemoryError, match="late"):
+            generated(model)
+    assert torch.equal(generated(model), usual)
 
 
 def test_code_that_runs_once(model, usual):

@@ -737,7 +737,9 @@ def test_a_masked_prompt(model, caplog):
     assert "masked" in warned(caplog)[0]
 
 
-@pytest.mark.parametrize("way", ["attention", "class", "drafter", "generator", "instance"])
+@pytest.mark.parametrize(
+    "way", ["attention", "class", "drafter", "generator", "instance", "arguments"]
+)
 def test_functions_of_a_user(model, way):
     """Where a user's functions take part, transformers answers as without us."""
     drafter = drafter_of(model)
@@ -758,6 +760,13 @@ def test_functions_of_a_user(model, way):
     elif way == "generator":
         generator = model._get_candidate_generator
         model._get_candidate_generator = lambda *args, **kwargs: generator(*args, **kwargs)
+    elif way == "arguments":  # it may mask or move tokens
+
+        def update(self, *args, **kwargs):
+            return super(own, self)._update_model_kwargs_for_generation(*args, **kwargs)
+
+        own = type("Gemma4Own", (type(model),), {"_update_model_kwargs_for_generation": update})
+        model.__class__ = own
     else:
         original = model.prepare_inputs_for_generation
 

@@ -92,7 +92,10 @@ def valid_auto_compile_criteria(
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
     if not compiled:
         with _harmless(self):
-            if _is_eager(self, generation_config, model_kwargs.get(cache_name())):
+            cache = model_kwargs.get(cache_name())
+            if _is_eager(self, generation_config, cache):
+                # In transformers 5.6, calls share a cache.
+                decoding_of(self).decoders.pop(id(cache), None)
                 _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
     return compiled or _call.decoder is not None
 

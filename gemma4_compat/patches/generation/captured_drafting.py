@@ -35,7 +35,7 @@ from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name, with_all_layers
 from ...model.parts import is_ours
-from ...runtime.capture.between_steps import only_transformers_runs
+from ...runtime.capture.between_steps import has_own_methods, only_transformers_runs
 from ...runtime.capture.conditions import streams_layers
 from ...runtime.capture.decoding import decoding_of
 from ...runtime.kernels.watch import is_upstreams
@@ -147,7 +147,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
     kind, text = type(model), model.config.get_text_config(decoder=True)
     tables = (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS)
     functions = [
-        kind.forward, model.prepare_inputs_for_generation, getattr(model, _MAKES_DRAFTS, None),
+        kind.forward, getattr(model, _MAKES_DRAFTS, None),
         *(table.get(text._attn_implementation) for table in tables),
     ]  # fmt: skip
     return (
@@ -156,6 +156,7 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
         and text._attn_implementation == "sdpa"
         and model.get_output_embeddings() is not None
         and all(map(is_upstreams, functions))
+        and not has_own_methods(model)
         and generation_config.compile_config is None
         and not generation_config.disable_compile
         and generation_config.use_cache is not False

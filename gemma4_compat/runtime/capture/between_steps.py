@@ -29,13 +29,19 @@ _STATELESS = (
 _STREAMERS = ("TextStreamer", "TextIteratorStreamer", "AsyncTextIteratorStreamer")
 
 
+def has_own_methods(model: Any) -> bool:
+    """Whether a user's method runs between two steps, and may change what they get."""
+    places = vars(model), *map(vars, type(model).__mro__)
+    return not all(is_upstreams(place.get(name)) for place in places for name in _METHODS)
+
+
 def only_transformers_runs(model: Any, arguments: dict[str, Any]) -> bool:
     """Whether this is so in ``_sample`` or ``_assisted_decoding``, called with these arguments."""
     lists: list[Any] = [arguments.get("logits_processor"), arguments.get("stopping_criteria")]
-    streamer, places = arguments.get("streamer"), (vars(model), *map(vars, type(model).__mro__))
+    streamer = arguments.get("streamer")
     return (
         not arguments.get("synced_gpus")
-        and all(is_upstreams(place.get(name)) for place in places for name in _METHODS)
+        and not has_own_methods(model)
         and all(_is_own(each, _LISTS) for each in lists)
         and all(_is_own(each, _STATELESS) for processors in lists for each in processors)
         and (streamer is None or _is_own_streamer(streamer))

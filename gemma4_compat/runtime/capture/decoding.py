@@ -31,7 +31,15 @@ from .conditions import (
     modules_of_a_step,
     unknown_input,
 )
-from .graph import CaptureFailed, NotCaptured, Step, flattened, no_garbage_collection, reason_of
+from .graph import (
+    CaptureFailed,
+    Launch,
+    NotCaptured,
+    Step,
+    flattened,
+    no_garbage_collection,
+    reason_of,
+)
 from .inputs import Inputs, kind_of_step
 from .state import ModelState
 
@@ -195,11 +203,14 @@ class Decoder:
 
     def run(self, forward: Forward, inputs: dict[str, Any]) -> Any:
         """Run a step: captured, or eagerly if that is not possible."""
+        launch = Launch()
         with ExitStack() as stack:
             if self.obstacle is None:
                 try:
-                    output = self._replayed(forward, inputs, stack)
+                    output = self._replayed(forward, inputs, stack, launch)
                 except Exception as error:
+                    if launch.comes_before(error):
+                        raise
                     if not (forward.optional and is_short_of_memory(error)):
                         self.give_up(error)
                 else:
@@ -248,7 +259,7 @@ class Decoder:
         self.warn(self.obstacle)
 
     def _replayed(
-        self, forward: Forward, inputs: dict[str, Any], stack: ExitStack
+        self, forward: Forward, inputs: dict[str, Any], stack: ExitStack, launch: Launch
     ) -> Callable[[], Any] | None:
         """Run a step; return a function that makes its output.
 
@@ -298,7 +309,7 @@ class Decoder:
             step = self._captured(forward, state, cache, memory, leaves, names)
             _put(memory.steps, (state, kind), step, _STEPS)
         self.steps.add(step)
-        output = step.replay(cache, leaves, tokens=0 if forward.in_place else 1)
+        output = step.replay(cache, leaves, launch, tokens=0 if forward.in_place else 1)
         self.replayed = True
         return output
 

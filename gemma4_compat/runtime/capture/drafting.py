@@ -5,7 +5,8 @@ runs each check as one step with a fixed number of rows: what a shorter check la
 not counted.  The drafts of a round are another step.  Both read the cache in place, with masks that
 are made in the step, from the number of tokens (``rollback.py``).
 
-A drafter's drafts decide how many tokens a round gives, and never which ones.
+A drafter's drafts decide how many tokens a round gives, and with ``do_sample`` which random numbers
+are drawn, but not how likely a token is.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ class Drafting:
         """Wait for what nobody has asked for: the memory that it uses may be freed or lent now."""
         if self._drafts is not None:
             self._drafts.end()
+        if self._decoder.state is not None:  # after an error, a check may still run
+            torch.cuda.current_stream(self._decoder.state.device).synchronize()
         self._drafts = self._begun = None  # they hold the cache
 
     @property

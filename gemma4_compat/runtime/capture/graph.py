@@ -67,6 +67,17 @@ def unflattened(names: tuple[Any, ...], leaves: list[Any]) -> dict[str, Any]:
     return inputs
 
 
+class Launch:
+    """How far the launch of a step has come: it must not run again after that."""
+
+    def __init__(self) -> None:
+        self.has_begun = self.is_done = False
+
+    def comes_before(self, error: Exception) -> bool:
+        """Whether the step runs in spite of this error, such as one that another thread sends."""
+        return self.is_done or (self.has_begun and not isinstance(error, RuntimeError))
+
+
 class Step:
     """One decode step as a CUDA graph, with the tensors that it reads and writes."""
 
@@ -94,12 +105,12 @@ class Step:
                 raise CaptureFailed(f"its output {name} is not a tensor")
             self.output[name] = None if value is cache else value
 
-    def replay(self, cache: Any, leaves: list[Any], tokens: int = 1) -> Callable[[], Any]:
+    def replay(
+        self, cache: Any, leaves: list[Any], launch: Launch, tokens: int = 1
+    ) -> Callable[[], Any]:
         """Run the step with these inputs; return a function that makes a copy of its output.
 
-        ``tokens`` are counted as added to the cache.
-
-        All that can fail comes before the launch, after which the step must not run again.
+        ``tokens`` are counted as added to the cache.  All that can fail comes before the launch.
         """
         import torch
 
@@ -114,7 +125,9 @@ class Step:
             _last_stream[self.device] = stream
             for own, new in zip(self.inputs, new_inputs, strict=True):
                 own.copy_(new, non_blocking=True)
+            launch.has_begun = True
             self.graph.replay()
+            launch.is_done = True
             _copy(self.output, copies)
         for layer in counting_layers(cache):
             layer.cumulative_length_int += tokens

@@ -8,6 +8,7 @@ has to run in each step.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,12 +93,25 @@ def is_of_user(error: Exception) -> bool:
 
     The error of a handler that limits the time, or one that another thread sends
     (``PyThreadState_SetAsyncExc``), has to reach the user: a step must not run again after it.
+    A step waits for nothing, so a ``TimeoutError`` is never its own.
     """
+    frames = walk_tb(error.__traceback__)
+    if isinstance(error, TimeoutError) or {frame.f_code for frame, _ in frames} & _handlers():
+        return True
     library = type(error).__module__.partition(".")[0]
     if library in sys.stdlib_module_names:  # such as TimeoutError, which any code may raise
         *_, (frame, _) = walk_tb(error.__traceback__)
         return not _is_known(frame.f_code, frame.f_globals)
     return library not in (*KNOWN, "safetensors_rust", "triton")
+
+
+def _handlers() -> set[CodeType]:
+    """The code of the functions that handle signals: they run between any two lines."""
+    functions = map(signal.getsignal, signal.valid_signals())
+    called = (getattr(each, "func", each) for each in functions if callable(each))
+    methods = (each if hasattr(each, "__code__") else type(each).__call__ for each in called)
+    codes = (getattr(each, "__code__", None) for each in methods)
+    return {code for code in codes if code is not None}
 
 
 def _is_aside(frame: FrameType | None) -> bool:
