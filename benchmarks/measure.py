@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import queue
 import statistics
 import tempfile
 import time
@@ -153,10 +154,10 @@ def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
     """Seconds of each decode step of one generation, without the prompt's forward."""
     moments: list[float] = []
 
-    class Clock:
+    class Clock(queue.Queue[str]):
         """The queue of a streamer, which gets the text of each token when it arrives."""
 
-        def put(self, text: str, timeout: float | None = None) -> None:
+        def _put(self, item: str) -> None:
             moments.append(time.perf_counter())
 
     from tokenizers import Tokenizer, models

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import queue
 import threading
+import weakref
 
 import pytest
 import torch
@@ -67,13 +69,14 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=own)
 
 
-class Arrivals:
+class Arrivals(queue.Queue):
     """The queue of a streamer: notes the texts, and how many steps have begun at each."""
 
     def __init__(self, begun=()):
+        super().__init__()
         self.begun, self.texts, self.moments = begun, [], []
 
-    def put(self, text, timeout=None):
+    def _put(self, text):
         self.texts.append(text)
         self.moments.append(len(self.begun))
 
@@ -222,6 +225,33 @@ def test_random_numbers_that_others_draw_are_not_drawn_again(model, monkeypatch)
         assert torch.rand(1, device=model.device).item() not in drawn
 
 
+def test_on_the_cpu(model_dir):
+    """Where no step is captured."""
+    model = new_model(model_dir)
+    with without():
+        expected = generate(model, **ENDS)
+    arrivals = Arrivals()
+    assert torch.equal(generate(model, **ENDS, streamer=streamer_to(arrivals)), expected)
+    assert "".join(arrivals.texts[:-1]).split() == [
+        str(each) for each in expected[0, PROMPT:].tolist()
+    ]
+
+
+def test_nothing_of_a_call_stays(model):
+    """Else its cache would, whose memory and steps the next call uses."""
+    warm(model)
+    gc.collect()
+    gc.disable()
+    try:
+        streamer = streamer_to(Arrivals())
+        generate(model, streamer=streamer)
+        left = weakref.ref(streamer)
+        del streamer
+        assert left() is None
+    finally:
+        gc.enable()
+
+
 def test_random_numbers_after_a_full_queue(model):
     """The token of the step that has begun is drawn by the next call."""
     options = {"do_sample": True, "top_k": 50}
@@ -340,6 +370,47 @@ def tokenizer_of_the_user(model, calls, patch):
     return {"streamer": transformers.TextStreamer(Tokenizer(), skip_prompt=True)}
 
 
+def queue_of_the_user(model, calls, patch):
+    """It may change the model, or draw random numbers."""
+
+    class Queue:
+        def put(self, text, timeout=None):
+            calls.append((text, len(model.begun)))
+
+    return {"streamer": streamer_to(Queue())}
+
+
+def longer(model, sample, ids, options):
+    """Go on after the end, with the same cache."""
+    ids = sample(input_ids=ids, **options)
+    more = torch.full_like(ids[:, :2], 77)
+    ids = torch.cat([ids[:, :-1], more], dim=1)
+    options = {**options, "attention_mask": torch.ones_like(ids)}
+    options.pop("position_ids", None)
+    return sample(input_ids=ids, **options)
+
+
+def custom_generate(model, calls, patch):
+    def own(model, input_ids, **options):
+        return longer(model, model._sample, input_ids, options)
+
+    return {"custom_generate": own}
+
+
+def own_sample(model, calls, patch):
+    class Gemma4Own(type(model)):
+        def _sample(self, input_ids, **options):
+            return longer(self, super()._sample, input_ids, options)
+
+    patch.setattr(model, "__class__", Gemma4Own)
+    return {}
+
+
+def growing_penalty(model, calls, patch):
+    """It is too large for a float after the last token."""
+    return {"exponential_decay_length_penalty": (6, 1e200)}
+
+
 def watermark(model, calls, patch):
     options = {"keys": [654, 400, 836], "sampling_table_size": 64, "sampling_table_seed": 0}
     options |= {"ngram_len": 5, "context_history_size": 64, "device": model.device}
@@ -396,6 +467,10 @@ CASES = {
     "replaced list": replaced(logits_process.LogitsProcessorList, "__call__"),
     "replaced streamer": replaced(transformers.TextIteratorStreamer, "on_finalized_text"),
     "streamer": streamer,
+    "queue": queue_of_the_user,
+    "custom_generate": custom_generate,
+    "own _sample": own_sample,
+    "growing penalty": growing_penalty,
     "streamer with its own put": streamer_with_its_own("put"),
     "tokenizer with its own decode": streamer_with_its_own("decode", of_tokenizer=True),
     "tokenizer": tokenizer_of_the_user,
@@ -517,8 +592,8 @@ def test_a_generation_inside_of_a_streamer(model):
     inner = []
 
     class Nested(Arrivals):
-        def put(self, text, timeout=None):
-            super().put(text)
+        def _put(self, text):
+            super()._put(text)
             if len(self.texts) == 4:
                 inner.append(generate(model, tokens=4))
 
@@ -531,8 +606,8 @@ def test_a_queue_that_raises(model):
     expected = generate(model)
 
     class Full(Arrivals):
-        def put(self, text, timeout=None):
-            super().put(text)
+        def _put(self, text):
+            super()._put(text)
             if len(self.texts) == 6:
                 raise ValueError("full")
 

@@ -15,9 +15,10 @@ _METHODS = (
     "_update_model_kwargs_for_generation", "_has_unfinished_sequences",
 )  # fmt: skip
 _LISTS = ("LogitsProcessorList", "StoppingCriteriaList")
-#: Logits processors and stopping criteria that keep nothing from one step to another.
+#: Logits processors and stopping criteria that keep nothing from one step to another, and cannot
+#: raise after the end of a text.
 _STATELESS = (
-    "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty",
+    "EpsilonLogitsWarper", "EtaLogitsWarper",
     "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization",
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper",
     "NoBadWordsLogitsProcessor", "NoRepeatNGramLogitsProcessor",
@@ -61,6 +62,9 @@ def _is_own(value: Any, names: tuple[str, ...], functions: tuple[str, ...] = ("_
 
 def _is_own_streamer(streamer: Any) -> bool:
     if not _is_own(streamer, _STREAMERS, ("put", "end", "on_finalized_text")):
+        return False
+    queue = getattr(streamer, "text_queue", None)
+    if queue is not None and not is_upstreams(type(queue).put):
         return False
     tokenizer = streamer.tokenizer
     kind = type(tokenizer)

@@ -75,7 +75,8 @@ class Launch:
 
     def comes_before(self, error: Exception) -> bool:
         """Whether the step runs in spite of this error, such as one that another thread sends."""
-        return self.is_done or (self.has_begun and not isinstance(error, RuntimeError))
+        is_of_launch = isinstance(error, RuntimeError) and error.args
+        return self.is_done or (self.has_begun and not is_of_launch)
 
 
 class Step:

@@ -93,15 +93,18 @@ def is_of_user(error: Exception) -> bool:
 
     The error of a handler that limits the time, or one that another thread sends
     (``PyThreadState_SetAsyncExc``), has to reach the user: a step must not run again after it.
-    A step waits for nothing, so a ``TimeoutError`` is never its own.
+    An error of another thread has no arguments.
     """
-    frames = walk_tb(error.__traceback__)
-    if isinstance(error, TimeoutError) or {frame.f_code for frame, _ in frames} & _handlers():
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # those of libraries may have none
+    bare = AssertionError, MemoryError, NotImplementedError, StopIteration
+    if not (error.args or isinstance(error, bare)):
+        return True
+    if {frame.f_code for frame in frames} & _handlers():
         return True
     library = type(error).__module__.partition(".")[0]
-    if library in sys.stdlib_module_names:  # such as TimeoutError, which any code may raise
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        return not _is_known(frame.f_code, frame.f_globals)
+    if library in sys.stdlib_module_names and frames:  # such as ValueError, which any code raises
+        return not _is_known(frames[-1].f_code, frames[-1].f_globals)
     return library not in (*KNOWN, "safetensors_rust", "triton")
 
 
