@@ -86,8 +86,8 @@ def test_offloads_in_order_and_no_more_than_needed(e2b_dir):
         assert found.device_map == {**dict.fromkeys(names, "cpu"), "": 0}
         fewer = names[: -2 if names[-1] in TOWERS else -1]
         kept = sum(s.on_cuda for s in whole if s.buffer or not parts.is_under(s.name, fewer))
-        reserved = 2**28 + largest // 2  # in pieces
-        kept += max(reserved, 7 * 2**26) if set(layers) & set(fewer) else reserved
+        streams = set(layers) & set(fewer)  # then more is reserved in pieces
+        kept += max(7 * 2**26, 3 * largest // 2) if streams else 2**28 + largest // 2
         assert kept + fixed + streamed(weights, fewer[1:]) > found.gpus[0].free
     assert len(names) > len(order) - 35  # the last plan offloads layers
     # They are in 4 bits.
@@ -552,7 +552,7 @@ def says_what_the_table_says(cell, folder):
 
 @pytest.mark.parametrize(
     ("model", "largest", "streams", "too_little"),
-    [("12b", 0.14, True, 0.33), ("31b", 1, True, 0.56), ("12b", 0.44, False, 0.38),
+    [("12b", 0.14, True, 0.33), ("31b", 1, True, 1.17), ("12b", 0.44, False, 0.38),
      ("e4b", 0.59, False, 0.38)],
 )  # fmt: skip
 def test_memory_in_pieces(model, largest, streams, too_little):
@@ -562,7 +562,7 @@ def test_memory_in_pieces(model, largest, streams, too_little):
     job = Job((), 0, lambda context: {}, lambda context: (0, 0))
     placement = Placement(units, (parse_gpu("24GiB"),), job)
     demand = Demand(32768, {}, 0, int(largest * GIB))
-    assert too_little * GIB < placement.unused(demand, 0) <= 0.8 * GIB
+    assert too_little * GIB < placement.unused(demand, 0) <= (too_little + 0.35) * GIB
 
 
 @pytest.mark.parametrize("cell", MEASURED, ids=" ".join)

@@ -34,7 +34,7 @@ class Demand:
     """What a job needs at one context; all in bytes.
 
     ``cache`` has the KV cache of each layer, by its index.  ``activations`` are the peak of one
-    GPU that has decoder layers, and ``largest`` is the largest tensor of them, when generating.
+    GPU that has decoder layers, and ``largest`` is the attention's largest one, when generating.
     """
 
     context: int

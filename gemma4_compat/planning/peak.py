@@ -40,7 +40,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
     """A context that counts the memory of the tensors that are created in it on a model's device.
 
     ``live`` is the number of bytes of those that exist now.  ``peak`` is the highest value of
-    ``allocated``, and ``largest`` the number of bytes of the largest tensor.
+    ``allocated``, and ``largest`` the number of bytes of the largest tensor of the attention.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,10 +60,10 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device == self._device:
-                self._count(leaf.untyped_storage())
+                self._count(leaf.untyped_storage(), is_of_attention=leaf.ndim > 3)
         return result
 
-    def _count(self, storage: Any) -> None:
+    def _count(self, storage: Any, is_of_attention: bool) -> None:
         key = storage._cdata
         if key in self._counted or key in self._uncounted:
             return
@@ -72,7 +72,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         self.live += taken
         self._large += taken > _UNSPLIT
         self.peak = max(self.peak, self.allocated)
-        self.largest = max(self.largest, taken)
+        self.largest = max(self.largest, taken * is_of_attention)
         weakref.finalize(storage, self._drop, key).atexit = False
 
     @property
@@ -284,7 +284,7 @@ def _decoder(model: nn.Module) -> Any:
 def forward_peak(model: Any, tokens: int, past: int, *, fused: bool = True) -> tuple[int, int]:
     """The bytes of activations of a forward with ``tokens`` tokens after ``past`` cached ones.
 
-    Returns the bytes of all of them at their peak, and the bytes of the largest one.
+    Returns the bytes of all of them at their peak, and the bytes of the attention's largest one.
 
     ``model`` is on meta, and stays unchanged, apart from the forwards of bitsandbytes' layers.  The
     cache is a static one, with room for one more token, and is not counted.  Only the last token

@@ -106,15 +106,17 @@ class Placement:
         """The memory that PyTorch reserves on a GPU in pieces into which no tensor fits.
 
         Training failed with 0.42 to 0.51 GiB of it, and with LoRA on experts, whose dequantized
-        weights take 0.95 GiB each, with 0.72.  Generating failed with 0.38 where the largest tensor
-        takes 0.44 or 0.59 GiB, and with 0.56 where it takes 1 GiB; with 0.5 and 0.69 it did not.
-        Where decoder layers are offloaded, it failed with 0.33 with smaller tensors, too.  A copy
-        of experts is planned, but not made if they are page-locked.
+        weights take 0.95 GiB each, with 0.72.  Generating failed with 0.38, and did not with 0.5,
+        where a mask takes 0.44 GiB, or keys that are repeated for each head take 0.59.  Where
+        decoder layers are offloaded, it failed with 0.33 with smaller tensors, too; and with 1.17
+        where keys and values take 1 GiB each, as a copied layer may take a part of their blocks.
+        A copy of experts is planned, but not made if they are page-locked.
         """
         if not self.job.states:
             on_cpu = self.offloaded() if gpu == 0 else []
-            least = 7 * 2**26 * any(unit.layer is not None for unit in on_cpu)
-            return max(2**28 + demand.largest // 2 - self._copied_experts(), least)
+            if any(unit.layer is not None for unit in on_cpu):
+                return max(7 * 2**26, 3 * demand.largest // 2 - self._copied_experts())
+            return 2**28 + demand.largest // 2
         return 2**29 + 2**28 * any(".experts." in tensor.name for tensor in self.job.adapter)
 
     def fits(self, demand: Demand) -> bool:
