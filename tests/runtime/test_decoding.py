@@ -49,7 +49,7 @@ class Step:
         inputs = graph.unflattened(self.names, leaves)
         return self.model(**inputs, **{cache_name(): cache})
 
-    def replay(self, cache, leaves, tokens=1):
+    def replay(self, cache, leaves, launch, tokens=1):
         output = self.run(cache, leaves)
         return lambda: output
 
