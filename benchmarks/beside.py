@@ -106,7 +106,7 @@ def decode(side: str, model: Any) -> dict[str, Any]:
     import torch
 
     ids = measure.Text(model.config.get_text_config().vocab_size).tokens(1, PROMPT)
-    # ``min_new_tokens`` would add kernels to each step, so a token that does not occur ends the text.
+    # ``min_new_tokens`` would add kernels to each step; this token does not occur.
     end = model.config.get_text_config().vocab_size - 1
     options: dict[str, Any] = {"cache_implementation": "static"}
     if side == "unsloth":
