@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Part, drifted, fixed_if
@@ -26,6 +27,8 @@ def replace(
     family: Family,
     applies: Callable[[Any, Any], bool],
     attention: Callable[..., Any],
+    *,
+    on_meta: bool = False,
 ) -> None:
     """Register a probe, and the replacements for a family's attention layers.
 
@@ -34,7 +37,9 @@ def replace(
         family: The family of models.
         applies: Gets a layer and its hidden states [batch, tokens, width], on a GPU and without
             gradients; says whether ``attention`` is called.
-        attention: Gets ``sdpa_attention_forward``, then what that would get.
+        attention: Gets ``sdpa_attention_forward``, then what that would get.  If it is called for
+            a forward beside that of another patch, one of them gets the other one instead.
+        on_meta: Whether tensors on meta count as on a GPU, as in a plan.
     """
     module, layer = family.module, f"{family.prefix}TextAttention"
 
@@ -50,10 +55,15 @@ def replace(
     def forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        compiling = torch.compiler.is_compiling()  # torch.compile warns of functions with a cache
-        if compiling or not plain()(hidden_states) or not applies(self, hidden_states):
+        if torch.compiler.is_compiling():  # torch.compile warns of functions with a cache
             return original(self, hidden_states, *args, **kwargs)
-        if _is_usual(self.config, vars(sys.modules[module])):
+        planned = on_meta and hidden_states.is_meta and not torch.is_grad_enabled()
+        if not (planned or plain()(hidden_states)) or not applies(self, hidden_states):
+            return original(self, hidden_states, *args, **kwargs)
+        other = vars(self).get("_attention") if type(self) is View else None
+        if other is not None:
+            self = View(self._module, config=self.config, _attention=_nested(other, attention))
+        elif _is_usual(self.config, vars(sys.modules[module])):
             config = View(self.config, _attn_implementation="eager")
             self = View(self, config=config, _attention=attention)
         return original(self, hidden_states, *args, **kwargs)
@@ -70,6 +80,10 @@ def _is_usual(config: Any, names: dict[str, Any]) -> bool:
     code = getattr(table.get("eager", names[_EAGER]), "__code__", None)
     is_ours = getattr(code, "co_filename", None) == _eager.__code__.co_filename
     return is_ours and table["sdpa"] is usual
+
+
+def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda sdpa, *args, **options: outer(partial(inner, sdpa), *args, **options)
 
 
 def _eager(

@@ -1,0 +1,139 @@
+"""Attention of full layers copies all cached keys and values for each query head.
+
+31B has 32 query heads and 4 KV heads.  PyTorch has one fused kernel for heads of more than 256, and
+that takes no grouped queries.  So ``repeat_kv`` copies the whole static cache for each query head:
+at 32,768 tokens 1 GiB of keys and as many values, eight times those of the cache, in each full
+layer.  26B-A4B copies half as much, and E4B a quarter.
+
+The fix gives the kernel the first query head of each KV head as the first sequence of a batch, the
+second ones as the second sequence, and so on.  These sequences share their keys and values, so one
+view serves all.  The kernel computes each head of each sequence by itself: the result has the same
+bits, and the first forward shows whether this GPU computes so.  Batches, gradients, torch.compile
+and other implementations than ``sdpa`` stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...engine import Kind, Patch
+from ...objects import View
+from ...runtime.kernels.launch import Launcher
+from ...runtime.kernels.trials import pattern, require_equal
+from .._families import GEMMA4, UNIFIED
+from ._sdpa import replace
+
+PATCH = Patch(
+    name="grouped_query_attention",
+    kind=Kind.EXACT,
+    symptom="After 32,768 tokens, Gemma 4 31B needs 2 GiB more than its weights and its KV cache",
+    affects=(),
+    changes=(
+        "On a GPU, attention of full layers over one sequence reads the keys and values of the "
+        "cache, and not a copy for each query head, if attn_implementation is sdpa.  The first "
+        "forward shows whether the GPU gives the same bits."
+    ),
+    unreported="PyTorch's memory-efficient attention takes no grouped queries.",
+)
+
+_SDPA = "transformers.integrations.sdpa_attention"
+#: For heads of this size or less, PyTorch chooses between kernels by the shapes.
+_SEVERAL_KERNELS = 256
+#: PyTorch's kernel misreads some views, if the number of keys is 1 modulo this.
+_BLOCK = 32
+#: The options of ``sdpa_attention_forward`` that may have a value for each query head.
+_UNKNOWN = ("position_bias", "cache")
+
+_COMPARED = Launcher("for grouped queries", "transformers copies the keys for each query head")
+
+
+def _has_groups(layer: Any, hidden_states: Any) -> bool:
+    return bool(
+        hidden_states.shape[0] == 1
+        and layer.head_dim > _SEVERAL_KERNELS
+        and 1 < layer.num_key_value_groups < layer.config.num_attention_heads
+    )
+
+
+def _attention(
+    sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    if (
+        _can_group(query, key, value, mask)
+        and not options.get("dropout")
+        and all(options.get(name) is None for name in _UNKNOWN)
+        and _has_same_bits(sdpa, layer, query, key, mask, options.get("scaling"))
+    ):
+        return _grouped(sdpa, layer, query, key, value, mask, **options), None
+    return sdpa(layer, query, key, value, mask, **options)
+
+
+def _can_group(query: Any, key: Any, value: Any, mask: Any) -> bool:
+    import torch
+
+    queries, length = query.shape[2], key.shape[2]
+    if queries == 1 and hasattr(sys.modules[_SDPA], "pack_gqa"):  # then transformers copies nothing
+        return False
+    if mask is None:  # the first tokens of a static cache; else transformers < 5.13 copies nothing
+        known = 1 < queries < length
+    else:
+        known = type(mask) is torch.Tensor and mask.ndim == 4 and mask.shape[:2] == (1, 1)
+    return bool(
+        known
+        and 1 < key.shape[1] < query.shape[1]
+        and key.shape == value.shape
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+    )
+
+
+def _grouped(
+    sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+) -> Any:
+    """[1, queries, heads, size], as ``sdpa_attention_forward`` returns it."""
+    heads, queries, size = query.shape[1:]
+    groups = heads // key.shape[1]
+    keys, values = (each.expand(groups, -1, -1, -1) for each in (key, value))
+    query = query.view(-1, groups, queries, size).transpose(0, 1)
+    ungrouped = View(layer, num_key_value_groups=1)
+    output, _ = sdpa(ungrouped, query, keys, values, mask, **options)
+    return output.permute(1, 2, 0, 3).reshape(1, queries, heads, size)
+
+
+def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scaling: Any) -> bool:
+    """Whether this GPU computes the same; compared once for inputs of a kind."""
+    import torch
+
+    dtype = None if mask is None else mask.dtype
+    heads, queries, size = query.shape[1:]
+    key_heads, length = key.shape[1:3]
+    # few queries or keys, but of the lengths that a kernel may treat in another way
+    queries, length = min(queries, _BLOCK + 2), 2 * _BLOCK + (length % _BLOCK == 1)
+
+    def compared() -> bool:
+        q = pattern((1, heads, queries, size), query.dtype, query.device)
+        k, v = (pattern((1, key_heads, length, size), q.dtype, q.device, n) for n in (1, 2))
+        seen = torch.ones(1, 1, queries, length, dtype=torch.bool, device=q.device)
+        seen = seen.tril(length - queries)
+        if dtype is None:  # then the kernel itself leaves out keys after a query
+            seen = None
+        elif dtype != torch.bool:
+            seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -1e4)
+        inputs = torch.backends.cuda.SDPAParams(q, q, q, seen, 0.0, seen is None, False)
+        if not torch.backends.cuda.can_use_efficient_attention(inputs):
+            return False
+        options = {"dropout": 0.0, "scaling": scaling}
+        found = _grouped(sdpa, layer, q, k, v, seen, **options)
+        require_equal(found, sdpa(layer, q, k, v, seen, **options)[0])
+        return True
+
+    if query.is_meta:
+        return True
+    device = query.device
+    kind = device, query.dtype, dtype, heads, key_heads, size, queries, length, scaling
+    return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
+
+
+for family in (GEMMA4, UNIFIED):
+    part = PATCH.part(family.name, family.requirement)
+    replace(part, family, _has_groups, _attention, on_meta=True)
