@@ -48,13 +48,15 @@ class Job:
     """Generating or training with a model; ``adapter`` are the tensors of the adapter.
 
     ``states`` is the number of tensors of the same size for each tensor of the adapter: its
-    gradient, and two of the optimizer.
+    gradient, and two of the optimizer.  ``dequantized`` are the bytes of the largest weight that is
+    dequantized for a prompt.
     """
 
     adapter: tuple[TensorSize, ...]
     states: int
     cache: Callable[[int], Mapping[int, int]]
     activations: Callable[[int], tuple[int, int]]
+    dequantized: int = 0
 
     def demand(self, context: int) -> Demand:
         return Demand(context, self.cache(context), *self.activations(context))
@@ -72,7 +74,9 @@ def generating(model: Any, adapter: tuple[TensorSize, ...], fused: bool = True) 
         return peak + logits, largest
 
     cache = partial(sizes.static_cache_bytes, model)
-    return Job(adapter, 0, cache, activations)
+    packed = (each for each in model.modules() if type(each).__name__ == "Linear4bit")
+    dequantized = max((2 * each.in_features * each.out_features for each in packed), default=0)
+    return Job(adapter, 0, cache, activations, dequantized)
 
 
 def training(model: Any, fused: bool = True) -> Job:
