@@ -6,11 +6,13 @@ The CPU stands in for a GPU, unless a test is marked ``cuda``.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import gc
 import queue
 import threading
+import types
 import weakref
 
 import pytest
@@ -69,21 +71,21 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=own)
 
 
-class Arrivals(queue.Queue):
-    """The queue of a streamer: notes the texts, and how many steps have begun at each."""
+class Arrivals(collections.deque):
+    """What the queue of a streamer puts texts into: notes how many steps have begun at each."""
 
     def __init__(self, begun=()):
         super().__init__()
         self.begun, self.texts, self.moments = begun, [], []
 
-    def _put(self, text):
+    def append(self, text):
         self.texts.append(text)
         self.moments.append(len(self.begun))
 
 
-def streamer_to(queue):
+def streamer_to(arrivals):
     streamer = transformers.TextIteratorStreamer(tokenizer(), skip_prompt=True)
-    streamer.text_queue = queue
+    streamer.text_queue.queue = arrivals
     return streamer
 
 
@@ -152,12 +154,64 @@ def test_a_call_waits_for_the_step_too_many(model_dir, begun, monkeypatch):
 
 
 def test_tokens_are_not_late_where_steps_stay_eager(model, begun):
+    """Nor in the first call, which finds it out."""
     model.register_forward_hook(lambda *args: None)
-    warm(model)
-    begun.clear()
-    arrivals = Arrivals(begun)
-    generate(model, streamer=streamer_to(arrivals), eos_token_id=None)
-    assert arrivals.moments[:TOKENS] == [*range(TOKENS)]
+    for _ in range(2):
+        begun.clear()
+        arrivals = Arrivals(begun)
+        generate(model, streamer=streamer_to(arrivals), eos_token_id=None)
+        assert arrivals.moments[:TOKENS] == [*range(TOKENS)]
+
+
+def test_nothing_to_sample_after_the_end(model):
+    """All other tokens are banned or used by then."""
+    size, items = model.config.get_text_config().vocab_size, [*range(300, 306)]
+    banned = [each for each in range(size) if each not in (1, *items)]
+    options = {"do_sample": True, "suppress_tokens": banned, "no_repeat_ngram_size": 1}
+    options |= {"min_new_tokens": len(items), "eos_token_id": 1}
+    warm(model, do_sample=True)
+    tokens = generate(model, **options)[0, PROMPT:].tolist()
+    assert sorted(tokens) == [1, *items]
+    assert tokens[-1] == 1
+
+
+def test_random_numbers_of_another_width(model):
+    """The head may have fewer rows than the config says."""
+    rows = 300
+    head = torch.nn.Linear(model.lm_head.in_features, rows, bias=False).eval()
+    head.to(model.device, model.dtype).weight.data.copy_(model.lm_head.weight[:rows])
+    model.lm_head = head
+    options = {"do_sample": True, **ENDS}
+    warm(model, **options)
+    states = []
+    for context in (without(), contextlib.nullcontext()):
+        torch.manual_seed(1)
+        with context:
+            tokens = generate(model, **options)
+        states.append((tokens, random_state(model)))
+    assert len(tokens[0]) < PROMPT + TOKENS
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_switched_off_by_a_queue(model, monkeypatch):
+    """While it is not known yet whether the text has ended."""
+    end = late_token(generate(model, eos_token_id=None)[0])
+    with without():
+        expected = generate(model, eos_token_id=end)
+    for moment in range(2, expected.shape[1] - PROMPT + 1):
+        with contextlib.ExitStack() as stack:
+            arrivals = Arrivals()
+
+            def append(text, own=arrivals, stack=stack, moment=moment):
+                own.texts.append(text)
+                if len(own.texts) == moment:
+                    stack.enter_context(without())
+
+            arrivals.append = append
+            tokens = generate(model, eos_token_id=end, streamer=streamer_to(arrivals))
+        streamed = "".join(arrivals.texts[:-1]).split()
+        assert tokens.tolist() == expected.tolist(), moment
+        assert [int(each) for each in streamed] == expected[0, PROMPT:].tolist()
 
 
 def test_without_memory_at_the_end(model, monkeypatch):
@@ -370,14 +424,38 @@ def tokenizer_of_the_user(model, calls, patch):
     return {"streamer": transformers.TextStreamer(Tokenizer(), skip_prompt=True)}
 
 
-def queue_of_the_user(model, calls, patch):
+def queue_of_the_user(name, of_the_class=True):
     """It may change the model, or draw random numbers."""
 
-    class Queue:
-        def put(self, text, timeout=None):
-            calls.append((text, len(model.begun)))
+    def case(model, calls, patch):
+        def put(*args, **options):
+            calls.append(len(model.begun))
 
-    return {"streamer": streamer_to(Queue())}
+        streamer = streamer_to(Arrivals())
+        base = queue.Queue if name == "_put" else types.SimpleNamespace
+        if of_the_class:
+            streamer.text_queue = type("Queue", (base,), {name: put})()
+        else:
+            streamer.text_queue = base()
+            setattr(streamer.text_queue, name, put)
+        return {"streamer": streamer}
+
+    return case
+
+
+def keeps_the_cache(model, calls, patch):
+    """And goes on with it after the call."""
+    names = ("_prepare_cache_for_generation", "_prepare_static_cache", "_prefill")
+    name = next(each for each in names if hasattr(model, each))
+
+    def keep(self, *args, **options):
+        found = getattr(type(model).__mro__[1], name)(self, *args, **options)
+        cache = getattr(self, "_cache", None) or args[1].get(cache_name())
+        calls.append(cache)
+        return found
+
+    patch.setattr(model, "__class__", type("Gemma4Own", (type(model),), {name: keep}))
+    return {}
 
 
 def longer(model, sample, ids, options):
@@ -467,7 +545,11 @@ CASES = {
     "replaced list": replaced(logits_process.LogitsProcessorList, "__call__"),
     "replaced streamer": replaced(transformers.TextIteratorStreamer, "on_finalized_text"),
     "streamer": streamer,
-    "queue": queue_of_the_user,
+    "queue": queue_of_the_user("put"),
+    "queue with a function": queue_of_the_user("put", of_the_class=False),
+    "queue whose class has its own _put": queue_of_the_user("_put"),
+    "queue with its own _put": queue_of_the_user("_put", of_the_class=False),
+    "keeps the cache": keeps_the_cache,
     "custom_generate": custom_generate,
     "own _sample": own_sample,
     "growing penalty": growing_penalty,
@@ -592,8 +674,8 @@ def test_a_generation_inside_of_a_streamer(model):
     inner = []
 
     class Nested(Arrivals):
-        def _put(self, text):
-            super()._put(text)
+        def append(self, text):
+            super().append(text)
             if len(self.texts) == 4:
                 inner.append(generate(model, tokens=4))
 
@@ -606,8 +688,8 @@ def test_a_queue_that_raises(model):
     expected = generate(model)
 
     class Full(Arrivals):
-        def _put(self, text):
-            super()._put(text)
+        def append(self, text):
+            super().append(text)
             if len(self.texts) == 6:
                 raise ValueError("full")
 

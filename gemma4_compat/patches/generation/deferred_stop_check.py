@@ -49,32 +49,28 @@ def stop_checks_are_deferred_on_some_devices() -> Finding:
     used: dict[str, tuple[str, ...]] = {
         loop: ("get_compiled_call", "_has_unfinished_sequences", "prepare_inputs_for_generation")
     }
-    is_new = mentions(code_at(_GENERATION, loop), "DeferredStopCheck")
-    if is_new:
+    if _is_new():
         used[loop] = ("get_compiled_call", "DeferredStopCheck", "finish")
-        used["DeferredStopCheck.__call__"] = ("slots", "rotate")
+        used["DeferredStopCheck.__call__"] = ("slots", "rotate", "streamer", "is_first_step")
     for name, names in used.items():
         missing = set(names) - set(code_at(_GENERATION, name).co_names)
         if missing:
             return drifted(f"{name} does not use {', '.join(sorted(missing))}")
-    if is_new and not mentions(code_at(_GENERATION, "DeferredStopCheck.is_supported"), "mps"):
+    if _is_new() and not mentions(code_at(_GENERATION, "DeferredStopCheck.is_supported"), "mps"):
         return fixed("transformers does not ask for Apple's GPUs")
     return broken()
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._sample")
 def sample(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from transformers.generation import utils
-
-    outer, call = stop_checks.running(), stop_checks.Call(self, kwargs, _is_called_by_generate())
-    if not hasattr(utils, "DeferredStopCheck") and stop_checks.LateAnswers.are_possible(call):
+    call = stop_checks.Call(self, kwargs, _is_called_by_generate())
+    if not _is_new() and stop_checks.LateAnswers.are_possible(call):
         call.late = stop_checks.LateAnswers(call, kwargs.pop("streamer", None))
-    stop_checks.thread.call = call
     try:
-        result = original(self, *args, **kwargs)
-        return result if call.late is None else call.late.finish(result)
+        with stop_checks.runs(call):
+            result = original(self, *args, **kwargs)
+            return result if call.late is None else call.late.finish(result)
     finally:
-        stop_checks.thread.call = outer
         call.end()
 
 
@@ -122,7 +118,6 @@ def is_supported(
         and not cache_is_returned
         and not any((*args, *kwargs.values()))  # such as is_assistant
         and call.allows_another_step()
-        and stop_checks.can_allocate(device)
     )
 
 
@@ -135,15 +130,18 @@ def is_last_step(
     call = stop_checks.running()
     if call is None or call.decoder is None:
         return original(self, unfinished_sequences, tokens, *args, **kwargs)
-    call.note(tokens.device, len(tokens))
-    with torch.cuda.device(tokens.device):  # whose stream an event is recorded on
+    call.note()
+    with torch.cuda.device(call.device):  # whose stream an event is recorded on
         with stop_checks.streaming(call):
             stops = original(self, unfinished_sequences, tokens, *args, **kwargs)
-        if not stops and not (call.decoder.replayed and call.decoder.is_known):
-            all_ended, _, copied = self.slots[1]
-            copied.synchronize()
-            return bool(all_ended)
-    return stops
+        if stops or call.step_is_known():
+            return stops
+        all_ended, streamed, copied = self.slots[1]
+        copied.synchronize()
+        if not all_ended and self.streamer is not None:
+            self.is_first_step = True  # the next call streams nothing of this one
+            self.streamer.put(streamed.clone())
+        return bool(all_ended)
 
 
 @PATCH.around(_GENERATION, "DeferredStopCheck.finish", when=_NEW)
@@ -152,6 +150,10 @@ def finish(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if steps and call is not None:
         call.take_back_random_numbers()
     return steps
+
+
+def _is_new() -> bool:
+    return hasattr(sys.modules[_GENERATION], "DeferredStopCheck")
 
 
 def _late_answers_of(model: Any) -> stop_checks.LateAnswers | None:

@@ -1,12 +1,8 @@
-"""A call of ``_sample``, in which a step begins before it is known whether the text has ended.
-
-It is one file, because a step too many is noticed and undone by what both classes keep.
-"""
+"""A call of ``_sample``, in which a step begins before it is known whether the text has ended."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType
@@ -18,7 +14,21 @@ from . import conditions
 from .between_steps import only_transformers_runs
 from .decoding import Decoder, harmless, seen_obstacle
 
-thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
+_thread = threading.local()  # .call: the call of ``_sample`` that this thread runs
+
+
+def running() -> Call | None:
+    return getattr(_thread, "call", None)
+
+
+@contextmanager
+def runs(call: Call | None) -> Iterator[None]:
+    """In this context, ``running`` returns this call."""
+    outer, _thread.call = running(), call
+    try:
+        yield
+    finally:
+        _thread.call = outer
 
 
 class Call:
@@ -29,9 +39,16 @@ class Call:
         self.of_generate = of_generate  # else its caller has the cache, which has a token too many
         self.decoder: Decoder | None = None
         self.late: LateAnswers | None = None
-        self.device: Any = None  # of the steps, and how many sequences they have
-        self.sequences = 0
+        self.is_ahead = False  # whether a step may have begun early
         self.random: list[Any] = []  # the states of the generator after the last two steps
+
+    @property
+    def device(self) -> Any:
+        return self.arguments["input_ids"].device
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.arguments["generation_config"].do_sample)
 
     def allows_another_step(self) -> bool:
         """Whether only functions of transformers run between two steps."""
@@ -40,8 +57,7 @@ class Call:
 
         if (self.decoder is not None and self.decoder.obstacle) or seen_obstacle(self.model):
             return False
-        ids = self.arguments["input_ids"]
-        if not self.of_generate or ids.device.type not in conditions.CAPTURED_ON:
+        if not self.of_generate or self.device.type not in conditions.CAPTURED_ON:
             return False
         check = getattr(utils, "StopCheck", None)
         chooses = torch.multinomial if self.samples else torch.argmax
@@ -49,26 +65,27 @@ class Call:
             only_transformers_runs(self.model, self.arguments)
             and (check is None or all(map(is_upstreams, (check.__call__, check.finish))))
             and isinstance(chooses, BuiltinFunctionType)
+            and _can_allocate(self.device)
         )
 
-    @property
-    def samples(self) -> bool:
-        return bool(self.arguments["generation_config"].do_sample)
+    def step_is_known(self) -> bool:
+        """Whether the last step was replayed, and no code of the user made its inputs."""
+        return self.decoder is not None and self.decoder.replayed and bool(self.decoder.is_known)
 
-    def note(self, device: Any, sequences: int) -> None:
-        """Note where a step has run, and the random numbers that it took."""
+    def note(self) -> None:
+        """Note that a step has run, and the random numbers that it took."""
         import torch
 
-        self.device, self.sequences = device, sequences
+        self.is_ahead = True
         if self.samples:
-            self.random = [*self.random[-1:], torch.cuda.get_rng_state(device)]
+            self.random = [*self.random[-1:], torch.cuda.get_rng_state(self.device)]
 
     def end(self) -> None:
         """Wait for a step too many: the memory that it uses may be freed or lent afterwards."""
         import torch
 
         self.late = None  # which refers to this call, that has the cache
-        if self.device is not None:
+        if self.is_ahead:
             torch.cuda.current_stream(self.device).synchronize()
 
     def take_back_random_numbers(self) -> None:
@@ -80,8 +97,10 @@ class Call:
         (before, after), device = self.random, self.device
         again = torch.Generator(device)
         again.set_state(before)
-        size = self.sequences, self.model.config.get_text_config(decoder=True).vocab_size
+        width = self.model.config.get_text_config(decoder=True).vocab_size
+        width = getattr(self.model.get_output_embeddings(), "out_features", width)
         with harmless("random numbers are not taken back"):  # the text is complete all the same
+            size = len(self.arguments["input_ids"]), width
             scores = torch.ones(size, dtype=torch.float32, device=device)
             torch.multinomial(scores, 1, generator=again)
         was_alone = torch.equal(again.get_state(), after)
@@ -96,13 +115,18 @@ class LateAnswers:
     """
 
     def __init__(self, call: Call, streamer: Any) -> None:
+        import torch
+
         self.call, self.streamer = call, streamer
-        self.sequences, self.prompt = call.arguments["input_ids"].shape
+        count, self.prompt = call.arguments["input_ids"].shape
         self.length = self.streamed = self.prompt
         self.most = call.arguments["stopping_criteria"].max_length
-        self.slots: deque[Any] = deque()  # of two steps: the answer, the tokens, and an event
         self.is_late = False  # whether the answer of the last step is not known yet
-        self.too_many = 0
+        self.is_too_many = False  # whether the last step is
+        pinned = {"device": "cpu", "pin_memory": call.device.type == "cuda"}
+        self.ended: Any = torch.zeros((), dtype=torch.bool, **pinned)  # the answer of a step
+        self.tokens: Any = torch.zeros(count, dtype=torch.long, **pinned)
+        self.copied = torch.Event(device=call.device, blocking=True)  # then both are known
 
     @staticmethod
     def are_possible(call: Call) -> bool:
@@ -119,70 +143,57 @@ class LateAnswers:
     def have_ended(self, answer: Any) -> bool:
         """Whether the sequences have ended, after a step with this answer on the GPU."""
         self.length += 1
-        self.call.note(answer.device, self.sequences)
-        decoder = self.call.decoder
+        self.call.note()
         if self.is_late:
-            ended, tokens, copied = self.slots[1]
-            copied.synchronize()
-            with streaming(self.call):
-                self._stream(tokens.clone())
-            if ended:
-                self.too_many = 1
+            self.is_too_many = self._late_answer()
+            if self.streamer is not None:
+                with streaming(self.call):
+                    self._stream(self.tokens.clone())
+            if self.is_too_many:
                 return True
         if self.most is not None and self.length >= self.most:
             return True
-        self.is_late = decoder is not None and decoder.replayed and decoder.is_known
-        if self.is_late and not self.slots:
-            self.is_late = self._allocate(answer.device)
+        self.is_late = self.call.step_is_known()
         if not self.is_late:
             return bool(answer)
-        self.slots[0][0].copy_(answer, non_blocking=True)
+        self._copy(self.ended, answer)
         return False
 
     def note(self, ids: Any) -> None:
         """Note the tokens after a step that was not the last one."""
-        import torch
-
-        if not self.is_late:
-            if self.streamer is not None:
-                self._stream(ids[:, -1].cpu())
-            return
-        _, tokens, copied = self.slots[0]
-        with torch.cuda.device(ids.device):  # whose stream the event is recorded on
-            tokens.copy_(ids[:, -1], non_blocking=True)
-            copied.record()
-        self.slots.rotate()
+        if self.streamer is not None and self.is_late:
+            self._copy(self.tokens, ids[:, -1])
+        elif self.streamer is not None:
+            self._stream(ids[:, -1].cpu())
 
     def finish(self, ids: Any) -> Any:
         """The generated tokens, without that of a step too many."""
-        if self.too_many:
+        if self.is_too_many or (self.is_late and self._late_answer()):
             self.call.take_back_random_numbers()
             ids = ids[:, :-1].contiguous()
         if self.streamer is not None:
             for tokens in ids[:, self.streamed :].cpu().unbind(1):
                 self._stream(tokens)
-            self.streamer.end()
+            with runs(None):
+                self.streamer.end()
         return ids
 
-    def _stream(self, tokens: Any) -> None:
-        if self.streamer is None:
-            return
-        self.streamed += 1
-        thread.call = None  # the streamer's queue may call generate
-        self.streamer.put(tokens)
-        thread.call = self.call
+    def _late_answer(self) -> bool:
+        self.is_late = False
+        self.copied.synchronize()
+        return bool(self.ended)
 
-    def _allocate(self, device: Any) -> bool:
+    def _copy(self, to: Any, values: Any) -> None:
         import torch
 
-        if device.type not in conditions.CAPTURED_ON or not can_allocate(device):
-            return False
-        pinned = device.type == "cuda"
-        for _ in range(2):
-            ended = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=pinned)
-            tokens = torch.zeros(self.sequences, dtype=torch.long, device="cpu", pin_memory=pinned)
-            self.slots.append((ended, tokens, torch.Event(device=device, blocking=True)))
-        return True
+        with torch.cuda.device(self.call.device):  # whose stream the event is recorded on
+            to.copy_(values, non_blocking=True)
+            self.copied.record()
+
+    def _stream(self, tokens: Any) -> None:
+        self.streamed += 1
+        with runs(None):  # the streamer's queue may call generate
+            self.streamer.put(tokens)
 
 
 @contextmanager
@@ -195,11 +206,7 @@ def streaming(call: Call) -> Iterator[None]:
         raise
 
 
-def running() -> Call | None:
-    return getattr(thread, "call", None)
-
-
-def can_allocate(device: Any) -> bool:
+def _can_allocate(device: Any) -> bool:
     """Whether page-locked memory can be allocated as ``DeferredStopCheck`` does."""
     import torch
 
