@@ -508,7 +508,8 @@ def hook_and_chunks(model, calls, patch):
 
 
 def mask_function(model, calls, patch):
-    table = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    # An entry of the instance would remain: monkeypatch restores what the instance shows.
+    table = type(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping
     original = table["sdpa"]
 
     def own(*args, **kwargs):

@@ -7,10 +7,12 @@ works for a tenth of each step and waits for Python during the rest.
 
 In these cases the fix captures the decode step of one token as a CUDA graph: the first such step
 runs eagerly, the second is captured, and it and all others are replayed.  The kernels are those of
-the eager step, and the logits are equal bit for bit. torch.compile is not used.  Modules that a
-decode step does not run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded
-embeddings in place.  The cache's memory and the graphs are kept, and the next call with a cache of
-the same size uses them again, unless other code still holds the old cache.
+the eager step, and the logits are equal bit for bit. torch.compile is not used.  The GPU waits
+while ``prepare_inputs_for_generation`` makes the masks of the next step, so the fix makes the same
+masks with fewer operations, see ``runtime/capture/inputs.py``.  Modules that a decode step does not
+run, such as the towers, may be on the CPU or on disk; the GPU reads offloaded embeddings in place.
+The cache's memory and the graphs are kept, and the next call with a cache of the same size uses
+them again, unless other code still holds the old cache.
 
 A graph repeats kernels, and runs no Python code.  So the eager step is watched: if it runs code
 that is not of the libraries, the steps stay eager.  Before each call, the functions of the step are
@@ -31,7 +33,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
@@ -112,10 +113,12 @@ def get_compiled_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
 def prepare_inputs_for_generation(
     original: Any, self: Any, input_ids: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """See whether code of the user runs in it: the next step may begin early otherwise."""
-    make = partial(original, self, input_ids, *args, **kwargs)
+    """Prepare captured steps in less time; the GPU waits meanwhile."""
     decoder = decoder_of(self, kwargs.get(cache_name()))
-    return make() if decoder is None else decoder.prepared(make)
+    if decoder is None or args:
+        return original(self, input_ids, *args, **kwargs)
+    given = {"input_ids": input_ids, **kwargs}
+    return decoder.prepared(lambda: original(self, **given), given)
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._prepare_static_cache")

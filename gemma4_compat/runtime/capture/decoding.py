@@ -40,6 +40,7 @@ from .graph import (
     no_garbage_collection,
     reason_of,
 )
+from .inputs import Inputs, kind_of_step
 from .state import ModelState
 
 logger = logging.getLogger(__name__)
@@ -185,12 +186,13 @@ class Decoder:
         self.state: ModelState | None = None
         self.memory: Memory | None = None
         self.layers: Layers | None = None
+        self.inputs = Inputs()
         self.steps: set[Step] = set()  # that may run, while another thread's call drops them
         self.kinds: set[Any] = set()  # the kinds of steps that were not captured before this call
         self.watched = 0  # eager steps that ran functions that a graph cannot stand for
         self.obstacle: str | None = None
         self.replayed = False  # whether the last step was
-        self.is_known: bool | None = None  # whether no code of the user makes the steps' inputs
+        self.is_known = False  # whether no code of the user made the last step's inputs
 
     def __call__(self, **inputs: Any) -> Any:
         ids = inputs.get("input_ids")
@@ -218,15 +220,28 @@ class Decoder:
                 return None
             return forward.function(**inputs) if forward.usual is None else forward.usual()
 
-    def prepared(self, make: Callable[[], Any]) -> Any:
-        """The inputs of the next step, which ``make`` returns.  See who makes the first ones."""
-        if self.is_known is not None:
+    def prepared(self, make: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """What ``make`` returns: the inputs of the next step, made from these arguments."""
+        kind = inputs = None
+        layers, counting = self.layers, []
+        if self.obstacle is None and layers is not None:
+            counting = layers.counting if layers.are_of(arguments[cache_name()]) else []
+        length = counting[0].cumulative_length_int + 1 if counting else 0
+        with harmless("the inputs of a step are not made here"):
+            if counting:
+                kind = kind_of_step(arguments, length, counting)
+                inputs = self.inputs.made(kind, arguments, length)
+        self.is_known = inputs is not None
+        if inputs is not None:
+            return inputs
+        if not self.inputs.can_learn(kind):
             return make()
         with watched() as watch:
             inputs = make()
-        self.is_known = False
-        with harmless("it is unknown who makes the inputs of a step"):
+        with harmless("the inputs of a step are not made here"):
             self.is_known = watch.unknown() is None
+            if self.is_known:  # a user's function may make other masks next time
+                self.inputs.learn(kind, inputs, arguments, length)
         return inputs
 
     def give_up(self, error: Exception) -> None:

@@ -70,7 +70,7 @@ class Call:
 
     def step_is_known(self) -> bool:
         """Whether the last step was replayed, and no code of the user made its inputs."""
-        return self.decoder is not None and self.decoder.replayed and bool(self.decoder.is_known)
+        return self.decoder is not None and self.decoder.replayed and self.decoder.is_known
 
     def note(self) -> None:
         """Note that a step has run, and the random numbers that it took."""
