@@ -111,13 +111,15 @@ def test_a_plan_has_no_copies():
 # -- with PyTorch's kernel ------------------------------------------------------------------------
 
 
-def logits(model, lengths, **inputs):
-    """Those of a prompt in parts of these lengths, with a static cache of one token more."""
-    total = sum(lengths)
-    ids, cache, found = ids_of(total, device=model.device), cache_of(model, total + 1), []
+def logits(model, lengths, static=True):
+    """Those of a prompt in parts of these lengths; a static cache has room for one token more."""
+    total, found = sum(lengths), []
+    ids, cache = ids_of(total, device=model.device), cache_of(model, total + 1) if static else None
     with torch.no_grad():
         for part in ids.split(list(lengths), 1):
-            found.append(model(input_ids=part, past_key_values=cache, **inputs).logits)
+            output = model(input_ids=part, past_key_values=cache, use_cache=True)
+            found.append(output.logits)
+            cache = output.past_key_values
     return torch.cat(found, 1)
 
 
@@ -125,13 +127,14 @@ def logits(model, lengths, **inputs):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["gemma4", "unified"])
 @pytest.mark.parametrize("lengths", [(90, 37), (90, 38), (64, 1, 1, 9), (300, 211, 2)], ids=str)
-def test_the_same_bits(lengths, kind, dtype):
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_the_same_bits(static, lengths, kind, dtype):
     launch.reset(compiled=False)
     model = model_on("cuda", dtype, kind)
-    found = logits(model, lengths)
+    found = logits(model, lengths, static)
     assert not launch.without()
     with gemma4_compat.disabled("grouped_query_attention"):
-        assert torch.equal(found, logits(model, lengths))
+        assert torch.equal(found, logits(model, lengths, static))
 
 
 @pytest.mark.cuda
@@ -189,11 +192,12 @@ def both(model, **inputs):
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "unified"])
-def test_grouped(pretended, kind):
-    model = model_on(kind=kind)
-    found = logits(model, (40, 1, 30, 7))
+@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
+def test_grouped(pretended, static, kind):
+    model, lengths = model_on(kind=kind), (40, 1, 30, 7)
+    found = logits(model, lengths, static)
     with gemma4_compat.disabled("grouped_query_attention"):
-        torch.testing.assert_close(found, logits(model, (40, 1, 30, 7)))
+        torch.testing.assert_close(found, logits(model, lengths, static))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)

@@ -52,7 +52,7 @@ def _has_groups(layer: Any, hidden_states: Any) -> bool:
     return bool(
         hidden_states.shape[0] == 1
         and layer.head_dim > _SEVERAL_KERNELS
-        and 1 < layer.num_key_value_groups < layer.config.num_attention_heads
+        and 1 < getattr(layer, "num_key_value_groups", 1) < layer.config.num_attention_heads
     )
 
 
@@ -72,15 +72,11 @@ def _attention(
 def _can_group(query: Any, key: Any, value: Any, mask: Any) -> bool:
     import torch
 
-    queries, length = query.shape[2], key.shape[2]
-    if queries == 1 and hasattr(sys.modules[_SDPA], "pack_gqa"):  # then transformers copies nothing
-        return False
-    if mask is None:  # the first tokens of a static cache; else transformers < 5.13 copies nothing
-        known = 1 < queries < length
-    else:
-        known = type(mask) is torch.Tensor and mask.ndim == 4 and mask.shape[:2] == (1, 1)
+    packed = query.shape[2] == 1 and hasattr(sys.modules[_SDPA], "pack_gqa")  # it copies nothing
+    for_all_heads = type(mask) is torch.Tensor and mask.ndim == 4 and mask.shape[:2] == (1, 1)
     return bool(
-        known
+        not packed
+        and (mask is None or for_all_heads)
         and 1 < key.shape[1] < query.shape[1]
         and key.shape == value.shape
         and torch.backends.cuda.mem_efficient_sdp_enabled()
