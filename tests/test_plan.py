@@ -531,7 +531,7 @@ MEASURED = [cell for cell, line in CELLS.items() if "allocated GiB" in line]
 
 
 def test_a_card_of_the_table(tmp_path):
-    """The quickest sample: E4B on 6 GB, with five modules on the CPU."""
+    """The quickest sample: E4B on 6 GB."""
     says_what_the_table_says(("e4b", "6GB", "fast"), tmp_path)
 
 

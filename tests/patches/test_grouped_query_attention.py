@@ -100,12 +100,13 @@ def test_a_plan_has_no_copies():
     """Beside the mask, no tensor of a plan grows with the context as keys and values do."""
     from gemma4_compat.planning.peak import forward_peak
 
-    def largest():
-        return forward_peak(model_on("meta", torch.bfloat16), 64, 4096 - 64)[1]
+    def largest(fused=True):
+        return forward_peak(model_on("meta", torch.bfloat16), 64, 4096 - 64, fused=fused)[1]
 
     with gemma4_compat.disabled("grouped_query_attention"):
         assert largest() == HEADS * 4097 * SIZE * 2
     assert largest() < HEADS * 4097 * SIZE
+    assert largest(fused=False) >= HEADS * 4097 * SIZE * 2, "such a GPU has no kernel for it"
 
 
 # -- with PyTorch's kernel ------------------------------------------------------------------------
@@ -209,6 +210,40 @@ def test_a_mask_of_the_user(pretended, heads, dtype):
     mask = seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -1e9)
     masks = {"full_attention": mask, "sliding_attention": mask}
     torch.testing.assert_close(*both(model_on(), input_ids=ids_of(20), attention_mask=masks))
+
+
+def doubled(original):
+    """What a user puts in the place of a function."""
+    return lambda *args, **kwargs: 2 * original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("place", ["PyTorch", "repeat_kv", "transformers and its table"])
+def test_functions_of_the_user(pretended, monkeypatch, place):
+    """Run as without the patch, also after forwards that were grouped."""
+    from transformers.integrations import sdpa_attention as module
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+    model, functional = model_on(), torch.nn.functional
+    logits(model, (20, 20))
+    if place == "PyTorch":
+        usual = functional.scaled_dot_product_attention
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", doubled(usual))
+    elif place == "repeat_kv":
+        monkeypatch.setattr(module, "repeat_kv", doubled(module.repeat_kv))
+    else:
+        usual, seen = module.sdpa_attention_forward, []
+
+        def own(layer, query, *args, **kwargs):
+            seen.append(len(query))
+            return usual(layer, query, *args, **kwargs)
+
+        monkeypatch.setattr(module, "sdpa_attention_forward", own)
+        monkeypatch.setitem(type(TABLE)._global_mapping, "sdpa", own)
+    found = logits(model, (20, 20))
+    with gemma4_compat.disabled("grouped_query_attention"):
+        assert torch.equal(found, logits(model, (20, 20)))
+    if place not in ("PyTorch", "repeat_kv"):
+        assert {*seen} == {1}
 
 
 def test_padding(pretended):

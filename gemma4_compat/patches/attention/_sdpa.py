@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 from ...engine import Finding, Part, drifted, fixed_if
 from ...engine.probing import code_at, mentions
 from ...objects import View
 from ...runtime.kernels.replacing import plain
+from ...runtime.kernels.watch import is_upstreams
 from .._families import Family
 
 _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
@@ -72,14 +74,21 @@ def replace(
 
 
 def _is_usual(config: Any, names: dict[str, Any]) -> bool:
-    """Whether the layer calls transformers' function for ``sdpa``, and would call ours instead."""
+    """Whether the layer calls functions of transformers and PyTorch, and would call ours instead."""
+    import torch
+
     if config._attn_implementation != "sdpa":
         return False
-    table = names["ALL_ATTENTION_FUNCTIONS"]
-    usual = vars(sys.modules[_SDPA]).get("sdpa_attention_forward")
+    table, own = names["ALL_ATTENTION_FUNCTIONS"], vars(sys.modules[_SDPA])
+    usual = own.get("sdpa_attention_forward")
     code = getattr(table.get("eager", names[_EAGER]), "__code__", None)
-    is_ours = getattr(code, "co_filename", None) == _eager.__code__.co_filename
-    return is_ours and table["sdpa"] is usual
+    return (
+        getattr(code, "co_filename", None) == _eager.__code__.co_filename
+        and table["sdpa"] is usual
+        and is_upstreams(usual)
+        and is_upstreams(own.get("repeat_kv"))
+        and isinstance(torch.nn.functional.scaled_dot_product_attention, BuiltinFunctionType)
+    )
 
 
 def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,14 +73,20 @@ def _can_group(query: Any, key: Any, value: Any, mask: Any) -> bool:
     import torch
 
     packed = query.shape[2] == 1 and hasattr(sys.modules[_SDPA], "pack_gqa")  # it copies nothing
-    for_all_heads = type(mask) is torch.Tensor and mask.ndim == 4 and mask.shape[:2] == (1, 1)
     return bool(
         not packed
-        and (mask is None or for_all_heads)
+        and (mask is None or _is_for_all_heads(mask, query.dtype))
         and 1 < key.shape[1] < query.shape[1]
         and key.shape == value.shape
         and torch.backends.cuda.mem_efficient_sdp_enabled()
     )
+
+
+def _is_for_all_heads(mask: Any, dtype: Any) -> bool:
+    import torch
+
+    usual = type(mask) is torch.Tensor and mask.dtype in (torch.bool, dtype)
+    return usual and mask.ndim == 4 and mask.shape[:2] == (1, 1)
 
 
 def _grouped(
