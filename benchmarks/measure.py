@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import json
-import queue
 import statistics
 import tempfile
 import time
@@ -154,10 +154,13 @@ def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
     """Seconds of each decode step of one generation, without the prompt's forward."""
     moments: list[float] = []
 
-    class Clock(queue.Queue[str]):
-        """The queue of a streamer, which gets the text of each token when it arrives."""
+    class Clock(collections.deque[str]):
+        """What a streamer's queue keeps texts in: it gets that of each token when it arrives.
 
-        def _put(self, item: str) -> None:
+        With a queue of another class, the next step would wait for its functions.
+        """
+
+        def append(self, item: str) -> None:
             moments.append(time.perf_counter())
 
     from tokenizers import Tokenizer, models
@@ -166,7 +169,7 @@ def token_seconds(generate: Callable[..., Any], count: int) -> list[float]:
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    streamer.text_queue = Clock()
+    streamer.text_queue.queue = Clock()
     generate(count, streamer=streamer)
     # The first token is from the prompt's forward.  At the end, the queue gets two more texts.
     return [after - before for before, after in itertools.pairwise(moments[:count])]

@@ -592,17 +592,22 @@ def assert_none(problems):
     assert not problems, "\n".join(f"{point}: {why}" for point, why in problems[:20])
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_a_sample_of_the_points(name, stage):
-    _, points, problems = check(name, stage, SAMPLE)
+@pytest.fixture(params=SCENES)
+def scene(request):
+    if request.param.startswith("8 bit"):
+        request.getfixturevalue("offloaded_eight_bit")
+    return request.param
+
+
+def test_a_sample_of_the_points(scene, stage):
+    _, points, problems = check(scene, stage, SAMPLE)
     assert len(points) == SAMPLE
     assert_none(problems)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENES)
-def test_every_point(name, stage):
-    assert_none(check(name, stage)[2])
+def test_every_point(scene, stage):
+    assert_none(check(scene, stage)[2])
 
 
 def test_a_planted_bug_is_found(tmp_path, monkeypatch):

@@ -74,7 +74,10 @@ def replace(
 
 
 def _is_usual(config: Any, names: dict[str, Any]) -> bool:
-    """Whether the layer calls functions of transformers and PyTorch, and would call ours instead."""
+    """Whether the layer calls transformers' function for ``sdpa``, and would call ours instead.
+
+    Also whether that one calls PyTorch's, and nothing that a user put in the place of either.
+    """
     import torch
 
     if config._attn_implementation != "sdpa":
