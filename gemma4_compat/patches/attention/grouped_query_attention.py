@@ -26,8 +26,11 @@ from ._sdpa import replace
 
 PATCH = Patch(
     name="grouped_query_attention",
-    kind=Kind.EXACT,
-    symptom="After 32,768 tokens, Gemma 4 31B needs 2 GiB more than its weights and its KV cache",
+    kind=Kind.MEMORY,
+    symptom=(
+        "torch.OutOfMemoryError in repeat_kv: after 32,768 tokens, attention of 31B needs 2 GiB "
+        "beside its KV cache, and that of E4B 0.5 GiB"
+    ),
     affects=(),
     changes=(
         "On a GPU, attention of full layers over one sequence reads the keys and values of the "
