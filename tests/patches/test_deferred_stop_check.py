@@ -193,7 +193,7 @@ def test_random_numbers_of_another_width(model):
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
-def test_switched_off_by_a_queue(model, monkeypatch):
+def test_switched_off_by_a_queue(model):
     """While it is not known yet whether the text has ended."""
     end = late_token(generate(model, eos_token_id=None)[0])
     with without():

@@ -14,7 +14,6 @@ from tests import support
 from tests.patches.test_cudnn_attention import make
 from tests.patches.test_one_token_attention import plain_on_the_cpu
 
-SDPA = "aten::scaled_dot_product_attention"
 HEADS, KV_HEADS, SIZE = 4, 2, 512
 
 

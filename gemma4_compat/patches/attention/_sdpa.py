@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
-from types import BuiltinFunctionType
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from ...engine import Finding, Part, drifted, fixed_if
@@ -22,6 +22,15 @@ from ...runtime.kernels.watch import is_upstreams
 from .._families import Family
 
 _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
+#: its functions that compute attention
+_CALLED = ("sdpa_attention_forward", "repeat_kv")
+#: the options of ``sdpa_attention_forward`` that other ways to compute do not know
+_UNKNOWN = ("softcap", "position_bias", "cache")
+
+
+def are_known(options: dict[str, Any]) -> bool:
+    """Whether these options of ``sdpa_attention_forward`` ask for nothing but the scale."""
+    return not options.get("dropout") and all(options.get(name) is None for name in _UNKNOWN)
 
 
 def replace(
@@ -88,10 +97,19 @@ def _is_usual(config: Any, names: dict[str, Any]) -> bool:
     return (
         getattr(code, "co_filename", None) == _eager.__code__.co_filename
         and table["sdpa"] is usual
-        and is_upstreams(usual)
-        and is_upstreams(own.get("repeat_kv"))
+        and _are_upstreams(*(own[name] for name in _CALLED if name in own))
         and isinstance(torch.nn.functional.scaled_dot_product_attention, BuiltinFunctionType)
     )
+
+
+def _are_upstreams(*functions: Any) -> bool:
+    return all(type(each) is FunctionType for each in functions) and _are_of_libraries(*functions)
+
+
+@lru_cache(maxsize=8)
+def _are_of_libraries(*functions: FunctionType) -> bool:
+    """Asked once for these functions: layers ask in each forward."""
+    return all(map(is_upstreams, functions))
 
 
 def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from ...objects import View
 from ...runtime.kernels.launch import Launcher
 from ...runtime.kernels.trials import pattern, require_equal
 from .._families import GEMMA4, UNIFIED
-from ._sdpa import replace
+from ._sdpa import are_known, replace
 
 PATCH = Patch(
     name="grouped_query_attention",
@@ -45,8 +45,6 @@ _SDPA = "transformers.integrations.sdpa_attention"
 _SEVERAL_KERNELS = 256
 #: PyTorch's kernel misreads some views, if the number of keys is 1 modulo this.
 _BLOCK = 32
-#: The options of ``sdpa_attention_forward`` that may have a value for each query head.
-_UNKNOWN = ("position_bias", "cache")
 
 _COMPARED = Launcher("for grouped queries", "transformers copies the keys for each query head")
 
@@ -64,8 +62,7 @@ def _attention(
 ) -> Any:
     if (
         _can_group(query, key, value, mask)
-        and not options.get("dropout")
-        and all(options.get(name) is None for name in _UNKNOWN)
+        and are_known(options)
         and _has_same_bits(sdpa, layer, query, key, mask, options.get("scaling"))
     ):
         return _grouped(sdpa, layer, query, key, value, mask, **options), None

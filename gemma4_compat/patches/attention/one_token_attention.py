@@ -21,7 +21,7 @@ from ...runtime.capture.decoding import forget
 from ...runtime.kernels import one_token_attention
 from ...runtime.kernels.replacing import FEW_TOKENS
 from .._families import FAMILIES, former
-from ._sdpa import replace
+from ._sdpa import are_known, replace
 
 PATCH = Patch(
     name="one_token_attention",
@@ -37,9 +37,6 @@ PATCH = Patch(
     former=former("one_token_attention"),
 )
 
-#: The options of ``sdpa_attention_forward`` that the kernel does not know.
-_UNKNOWN = ("softcap", "position_bias", "cache")
-
 
 def _has_few_tokens(layer: Any, hidden_states: Any) -> bool:
     batch, tokens = hidden_states.shape[:2]
@@ -50,8 +47,8 @@ def _attention(
     sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
 ) -> Any:
     tokens = query.shape[2]
-    known = not options.get("dropout") and all(options.get(name) is None for name in _UNKNOWN)
-    if known and (tokens == 1 or mask is not None):  # without a mask, each has other keys
+    same_keys = tokens == 1 or mask is not None  # without a mask, each token has other keys
+    if same_keys and are_known(options):
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         inputs = query, key, value, mask

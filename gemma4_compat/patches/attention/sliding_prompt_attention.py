@@ -22,7 +22,7 @@ from ...runtime.kernels.launch import Launcher
 from ...runtime.kernels.streams import is_capturing
 from ...runtime.kernels.trials import pattern, require_equal
 from .._families import FAMILIES, former
-from ._sdpa import replace
+from ._sdpa import are_known, replace
 
 PATCH = Patch(
     name="sliding_prompt_attention",
@@ -61,8 +61,7 @@ def _attention(
     sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
 ) -> Any:
     parts = None
-    unusual = options.get("position_bias") is not None or options.get("cache") is not None
-    if not (unusual or options.get("dropout")):
+    if are_known(options):
         parts = _parts(mask, query.shape[2], key.shape[2])
     if parts is None or not _has_same_bits(sdpa, layer, query, options.get("scaling")):
         return sdpa(layer, query, key, value, mask, **options)
