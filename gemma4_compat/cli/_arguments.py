@@ -13,6 +13,7 @@ from typing import TypeVar
 from ..errors import InputError
 from ..files.checkpoint import ADAPTER_CONFIG, located, read_config, with_repository
 from ..files.hub import Repository
+from ..model.device_maps import read_map
 
 T = TypeVar("T")
 
@@ -54,7 +55,6 @@ def adapter_location(text: str) -> str | Repository:
 
 @argument
 def at_least_one(text: str) -> int:
-    """A whole number of 1 or more."""
     if not text.strip().isdecimal() or not int(text):
         raise InputError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
@@ -62,37 +62,27 @@ def at_least_one(text: str) -> int:
 
 @argument
 def map_entries(text: str) -> list[tuple[str, int | str]]:
-    """The entries of a device map, from a text or a file."""
-    from ..model.device_maps import read_map
-
     return list(read_map(text).items())
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model_dir") -> None:
-    """Add the argument MODEL."""
     help = "a folder with config.json, or a Hub id such as google/gemma-4-E4B-it"
     parser.add_argument(name, metavar="MODEL", type=model_location, help=help)
 
 
 def add_adapter(parser: argparse.ArgumentParser, name: str = "--adapter") -> None:
-    """Add the argument ADAPTER."""
     help = "an adapter's folder, safetensors file or Hub id"
     parser.add_argument(name, metavar="ADAPTER", type=adapter_location, help=help)
 
 
 def add_rank(parser: argparse.ArgumentParser) -> None:
-    """Add the argument ``--rank``."""
     help = "the rank of LoRA (default: 16)"
     parser.add_argument("--rank", metavar="R", type=at_least_one, default=16, help=help)
 
 
 def add_map(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Add the argument ``--map``, a list of entries; it may be given several times."""
+    help = "KEY=DEVICE pairs, JSON, a Python dict, a file with one of them, or - for stdin"
     parser.add_argument(
-        "--map",
-        required=required,
-        metavar="MAP",
-        type=map_entries,
-        action="extend",
-        help="KEY=DEVICE pairs, JSON, a Python dict, a file with one of them, or - for stdin",
+        "--map", required=required, metavar="MAP", type=map_entries, action="extend", help=help
     )

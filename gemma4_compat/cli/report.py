@@ -30,8 +30,7 @@ def _run(options: argparse.Namespace) -> Result:
 
     if options.map is not None and options.model is None:
         raise InputError("--map is checked against a model: name it with --model")
-    device_map = None if options.map is None else dict(options.map)
-    return build_report(options.model, options.adapter, device_map)
+    return build_report(options.model, options.adapter, options.map and dict(options.map))
 
 
 COMMAND = Command("report", __doc__, _arguments, _run)

@@ -37,12 +37,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fast", action="store_true", help=text)
 
 
-COMMAND = _Run(
-    "run",
-    __doc__,
-    _arguments,
-    usage="gemma4-compat run [-h] [--fast]\n       {SCRIPT | PROGRAM | -m MODULE} [ARG ...]",
-)
+_USAGE = "gemma4-compat run [-h] [--fast]\n       {SCRIPT | PROGRAM | -m MODULE} [ARG ...]"
+COMMAND = _Run("run", __doc__, _arguments, usage=_USAGE)
 
 
 def split_program(argv: list[str]) -> tuple[list[str], list[str]]:

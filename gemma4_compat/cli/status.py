@@ -29,8 +29,6 @@ from ._command import Command
 
 @dataclass(frozen=True)
 class One(Result):
-    """One patch."""
-
     patch: PatchStatus
 
     @property

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from ..errors import InputError
@@ -74,13 +75,11 @@ class Demo(Result):
         ]
         return {"ok": self.ok, "seconds": self.seconds, "stories": rows}
 
-    def __str__(self) -> str:
-        lines = []
+    def _lines(self) -> Iterator[str]:
         for story, outcome in zip(self.stories, self.outcomes, strict=True):
             rows = [(side, outcome[side]) for side in _SIDES]
-            lines += [story.title, table(rows, indent="  "), ""]
-        lines.append(f"{self.verdict} ({self.seconds:.0f} s)")
-        return "\n".join(lines)
+            yield from (story.title, table(rows, indent="  "), "")
+        yield f"{self.verdict} ({self.seconds:.0f} s)"
 
 
 def demo(stories: Sequence[Story], *, keep: Path | None = None) -> Demo:
@@ -119,30 +118,23 @@ def play(
     stories: Sequence[Story], sides: Mapping[str, Generator[Outcome]]
 ) -> list[dict[str, Outcome]]:
     """Run all stories without the patches, then all with them."""
-    by_side: dict[str, list[Outcome]] = {side: [] for side in _SIDES}
-    done = 0
-    for side, outcomes in by_side.items():
-        for story, outcome in zip(stories, sides[side], strict=True):
-            done += 1
-            number = f"[{done}/{len(_SIDES) * len(stories)}]"
+    rows: list[dict[str, Outcome]] = [{} for _ in stories]
+    done = itertools.count(1)
+    for side in _SIDES:
+        for row, story, outcome in zip(rows, stories, sides[side], strict=True):
+            number = f"[{next(done)}/{len(_SIDES) * len(stories)}]"
             print(f"{number} {side:<7}  {story.title}: {outcome}", file=sys.stderr, flush=True)
-            outcomes.append(outcome)
-    return [dict(zip(_SIDES, row, strict=True)) for row in zip(*by_side.values(), strict=True)]
+            row[side] = outcome
+    return rows
 
 
 def _run(side: str, stories: Sequence[Story], folder: Path) -> Generator[Outcome]:
     """Run the stories in one process; after one that crashes or hangs, in a new process."""
-    left = list(stories)
+    left, variables = list(stories), _environment(side)
     while left:
-        functions = [story.function for story in left]
         worker = [sys.executable, "-m", f"{__package__}.worker", str(folder), str(folder / side)]
-        with subprocess.Popen(
-            [*worker, *functions],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=_environment(side),
-            text=True,
-        ) as process:
+        worker += [story.function for story in left]
+        with Popen(worker, stdin=DEVNULL, stdout=PIPE, env=variables, text=True) as process:
             assert process.stdout is not None
             try:
                 for story in list(left):
@@ -177,11 +169,8 @@ def _crash(code: int, log: Path) -> Outcome:
 
 
 def _environment(side: str) -> dict[str, str]:
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.upper().startswith("GEMMA4_COMPAT")
-    }
+    ours = {name for name in os.environ if name.upper().startswith("GEMMA4_COMPAT")}
+    variables = {name: os.environ[name] for name in os.environ.keys() - ours}
     if side == "without":
         variables["GEMMA4_COMPAT"] = "0"
     # The worker must import the same packages as we do.

@@ -81,10 +81,8 @@ class Stage:
         """The model with these modules offloaded by ``dispatch_model``."""
         from accelerate import dispatch_model
 
-        offload_dir = str(self.scratch / "offload")
-        model = dispatch_model(
-            model, device_map(modules), main_device=device(), offload_dir=offload_dir, **options
-        )
+        options |= {"main_device": device(), "offload_dir": str(self.scratch / "offload")}
+        model = dispatch_model(model, device_map(modules), **options)
         self.placed = offloaded(model)
         return model
 
@@ -109,7 +107,9 @@ class Stage:
         worst = 0.0
         for _ in range(_FORWARDS):
             for kind, prompt in prompts.items():
-                logits, reference = _logits(actual, prompt), _logits(expected, prompt)
+                with torch.no_grad():
+                    outputs = [model(**prompt) for model in (actual, expected)]
+                logits, reference = (output.logits.float().cpu() for output in outputs)
                 for whose, values in (("the reference's ", reference), ("", logits)):
                     if not values.isfinite().all():
                         raise Failure(f"{whose}{kind} logits are not finite")
@@ -117,7 +117,9 @@ class Stage:
         if worst:
             raise Failure(f"wrong by {worst:.2g}")
         for kind, prompt in prompts.items():
-            if not torch.equal(_generate(actual, prompt), _generate(expected, prompt)):
+            options = {**prompt, "max_new_tokens": _NEW_TOKENS, "do_sample": False}
+            tokens = [model.generate(**options).cpu() for model in (actual, expected)]
+            if not torch.equal(*tokens):
                 raise Failure(f"{kind}: other tokens generated")
         check_placement(actual, self.placed)
 
@@ -162,17 +164,6 @@ def inputs(model: Any) -> dict[str, dict[str, Any]]:
         kind: {name: tensor.to(device()) for name, tensor in build(model.config).items()}
         for kind, build in builders.items()
     }
-
-
-def _logits(model: Any, prompt: dict[str, Any]) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return model(**prompt).logits.float().cpu()
-
-
-def _generate(model: Any, prompt: dict[str, Any]) -> Any:
-    return model.generate(**prompt, max_new_tokens=_NEW_TOKENS, do_sample=False).cpu()
 
 
 def device() -> Any:

@@ -126,8 +126,7 @@ def second_adapter(stage: Stage) -> None:
 
 @story("merge an adapter into a split 4-bit model")
 def merge(stage: Stage) -> None:
-    model = stage.with_adapter(stage.split_by_map(), "named")
-    model = model.merge_and_unload()
+    model = stage.with_adapter(stage.split_by_map(), "named").merge_and_unload()
     stage.compare(model, _on_one_device(stage).merge_and_unload())
 
 
@@ -165,8 +164,7 @@ def static_cache(stage: Stage) -> None:
 @story("train an adapter on a split 4-bit model")
 def train(stage: Stage) -> None:
     model = stage.with_adapter(stage.split_by_map(), "named", is_trainable=True)
-    losses = _train(model, steps=3)
-    _compare_losses(losses, _train(_on_one_device(stage, is_trainable=True), steps=3))
+    _compare_losses(_train(model), _train(_on_one_device(stage, is_trainable=True)))
 
 
 @story("train with gradient checkpointing, as PEFT prepares a 4-bit model for it")
@@ -177,7 +175,7 @@ def train_with_checkpointing(stage: Stage) -> None:
     for checkpointing in (True, False):
         model = stage.load(towers_in_float=True)
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
-        losses.append(_train(stage.with_adapter(model, "named", is_trainable=True), steps=3))
+        losses.append(_train(stage.with_adapter(model, "named", is_trainable=True)))
     _compare_losses(*losses)
 
 
@@ -192,15 +190,15 @@ def _on_one_device(stage: Stage, **options: Any) -> Any:
     return stage.with_adapter(stage.load(towers_in_float=True), "named", **options)
 
 
-def _train(model: Any, steps: int) -> list[float]:
-    """Train for a few steps and return the losses; every adapter tensor must get a gradient."""
+def _train(model: Any) -> list[float]:
+    """Train for three steps and return the losses; every adapter tensor must get a gradient."""
     import torch
 
     model.train()
     adapter = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(adapter.values(), lr=0.1)
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         for batch in inputs(model).values():
             loss = model(**batch, labels=batch["input_ids"]).loss

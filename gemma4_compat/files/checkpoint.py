@@ -88,7 +88,7 @@ def located(location: Location, kind: str = "folder") -> Path | Repository:
 
 def with_repository(location: T) -> T | Repository:
     """The repository that a Hub id names; anything else, such as a path or a model, unchanged."""
-    if isinstance(location, str) and not exists(Path(location)):
+    if isinstance(location, str) and not os.path.lexists(location):
         return repository(location) or location
     return location
 
@@ -101,7 +101,7 @@ def file_in(folder: Path | Repository, name: str) -> Path | None:
     """
     if isinstance(folder, Repository):
         return folder.file(name)
-    return folder / name if exists(folder / name) else None
+    return folder / name if is_in(folder, name) else None
 
 
 def is_in(folder: Path | Repository, name: str) -> bool:
@@ -110,7 +110,9 @@ def is_in(folder: Path | Repository, name: str) -> bool:
     Raises:
         InputError: the repository cannot be read.
     """
-    return folder.contains(name) if isinstance(folder, Repository) else exists(folder / name)
+    if isinstance(folder, Repository):
+        return folder.contains(name)
+    return os.path.lexists(folder / name)  # a broken link counts
 
 
 def existing_folder(path: str | os.PathLike[str], kind: str = "folder") -> Path:
@@ -125,11 +127,6 @@ def existing_folder(path: str | os.PathLike[str], kind: str = "folder") -> Path:
             folder.stat()
         raise InputError(f"{folder}: not a folder")
     return folder
-
-
-def exists(file: Path) -> bool:
-    """Whether anything of this name exists; a broken link counts."""
-    return os.path.lexists(file)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class Repository:
             InputError: the repository cannot be read.
         """
         # If the cache lacks the file, hf_hub_download tries for half a minute to reach the Hub.
-        if not self.cached(name) and not self.contains(name):
+        if not self.contains(name):
             return None
         with self._asking(name) as hub:
             file = Path(hub.hf_hub_download(self.id, name, revision=self._at))

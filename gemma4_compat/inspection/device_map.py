@@ -129,10 +129,10 @@ def _cells(numbers: Mapping[str, int]) -> Iterator[str]:
     """Sizes in at most eight characters: the longest module name and three sizes fit in a line."""
     for number in numbers.values():
         text = size(abs(number))
-        digits, unit = text.split()
-        places = max(0, 3 - digits.index(".")) if len(text) > 8 else 0
-        short = f"{float(digits):.{places}f} {unit}" if len(text) > 8 else text
-        yield f"-{short}" if number < 0 else short
+        if len(text) > 8:
+            digits, unit = text.split()
+            text = f"{float(digits):.{max(0, 3 - digits.index('.'))}f} {unit}"
+        yield f"-{text}" if number < 0 else text
 
 
 def _messages(check: DeviceMapCheck) -> Iterator[tuple[str, str]]:

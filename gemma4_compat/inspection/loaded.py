@@ -69,8 +69,7 @@ class Loaded:
         #: the tensors of the base model, and those of adapters
         self.own = [each for each in tensors if each.adapter is None]
         self.adapted = [each for each in tensors if each.adapter is not None]
-        paths = dict.fromkeys(each.module for each in self.own)
-        kinds = {path: _linear_kind(self.modules[path]) for path in paths}
+        kinds = {each.module: _linear_kind(self.modules[each.module]) for each in self.own}
         #: the linear layers, and how they are stored: "4-bit", "8-bit", "bf16"...
         self.linear = {path: kind for path, kind in kinds.items() if kind is not None}
 
@@ -134,11 +133,8 @@ class Loaded:
             yield scales, hooked[0] if hooked else device_text(scales.device)
 
     def offloaded(self) -> dict[str, int]:
-        ways = {
-            (each.module, f"{each.rests_on} to {each.computes_on}")
-            for each in (*self.own, *self.adapted)
-            if each.offloaded
-        }
+        hooked = [each for each in (*self.own, *self.adapted) if each.offloaded]
+        ways = {(each.module, f"{each.rests_on} to {each.computes_on}") for each in hooked}
         return dict(sorted(Counter(way for _, way in ways).items()))
 
     def adapters(self) -> dict[str, dict[str, dict[str, int]]]:
@@ -166,15 +162,11 @@ class Loaded:
             text = f"the quant state of {plural(len(damaged), 'quantized layer')} has no values"
             text += ": import gemma4_compat before the model is loaded, and load it again"
             yield Problem(text, tuple(damaged), "quant_state_offload")
-        for tensors, of, patch in (
-            (self.own, "", None),
-            (self.adapted, " of adapters", "peft_redispatch"),
-        ):
+        why = "on meta, without a hook that onloads them: no weights were loaded"
+        kinds = ((self.own, "", None), (self.adapted, " of adapters", "peft_redispatch"))
+        for tensors, of, patch in kinds:
             if lost := [each.name for each in tensors if each.rests_on == "meta"]:
-                text = (
-                    f"{plural(len(lost), 'tensor')}{of} on meta, without a hook that onloads them"
-                )
-                yield Problem(f"{text}: no weights were loaded", tuple(lost), patch)
+                yield Problem(f"{plural(len(lost), 'tensor')}{of} {why}", tuple(lost), patch)
         bits = (quantization or "").partition(" ")[0]
         if bits in ("4-bit", "8-bit") and self.linear and bits not in self.linear.values():
             layers = [path.removesuffix(".base_layer") for path in sorted(self.linear)]

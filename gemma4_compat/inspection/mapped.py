@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -129,25 +129,20 @@ class Mapped:
 
     def devices(self) -> Sizes:
         totals: Sizes = {}
-        for quant, device, nbytes in self._held():
-            by_quant = totals.setdefault(device_label(device), dict.fromkeys(self.quants, 0))
-            by_quant[quant] += nbytes
-        return {device: totals[device] for device in sorted(totals, key=device_order)}
-
-    def _held(self) -> Iterator[tuple[str, int | str, int]]:
         for quant, tensors in self.tensors.items():
             for tensor in tensors:
                 device = self.holds(tensor)
-                yield quant, device, tensor.bytes if device in OFFLOADED else tensor.on_cuda
+                by_quant = totals.setdefault(device_label(device), dict.fromkeys(self.quants, 0))
+                by_quant[quant] += tensor.bytes if device in OFFLOADED else tensor.on_cuda
+        return {device: totals[device] for device in sorted(totals, key=device_order)}
 
     def saves(self) -> dict[str, int]:
         """The saving against the same map with the main device in place of "cpu" and "disk"."""
         if self.main == "cpu":
             return dict.fromkeys(self.quants, 0)
-        saved = {quant: sum(t.on_cuda for t in self.whole[quant]) for quant in self.quants}
-        for quant, device, nbytes in self._held():
-            saved[quant] -= nbytes if device not in OFFLOADED else 0
-        return saved
+        gpus = [sizes for label, sizes in self.devices().items() if label not in ("CPU", "disk")]
+        whole = {quant: sum(t.on_cuda for t in self.whole[quant]) for quant in self.quants}
+        return {quant: whole[quant] - sum(sizes[quant] for sizes in gpus) for quant in whole}
 
 
 def _quantized(model: Any) -> set[str]:

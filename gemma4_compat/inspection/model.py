@@ -76,8 +76,13 @@ class ModelInspection(Result):
         yield table([*_part_rows(self)], head, right=(4,))
         if self.adapters:
             yield ""
-            head = ["adapter", "part", "stored on", "weights"]
-            yield table([*_adapter_rows(self)], head, right=(3,))
+            rows = [
+                (name if name in self.active else f"{name} (not active)", part, device, size(n))
+                for name, parts in self.adapters.items()
+                for part, by_device in parts.items()
+                for device, n in by_device.items()
+            ]
+            yield table(rows, ["adapter", "part", "stored on", "weights"], right=(3,))
         yield ""
         for kind, text in _messages(self):
             yield wrap(text, " " * 9, f"{kind:<9}")
@@ -170,14 +175,6 @@ def _part_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
             first = ("", "", "")
     for device, number in found.bytes.items():
         yield "all", "", "", device, size(number)
-
-
-def _adapter_rows(found: ModelInspection) -> Iterator[tuple[str, ...]]:
-    for name, parts in found.adapters.items():
-        label = name if name in found.active else f"{name} (not active)"
-        for part, by_device in parts.items():
-            for device, number in by_device.items():
-                yield label, part, device, size(number)
 
 
 def _messages(found: ModelInspection) -> Iterator[tuple[str, str]]:

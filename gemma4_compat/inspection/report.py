@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,8 @@ from .. import __version__
 from ..engine.gate import evaluate
 from ..engine.status import State
 from ..errors import InputError
-from ..files.checkpoint import (
-    INDEX,
-    WEIGHTS,
-    Location,
-    is_in,
-    located,
-    read_config,
-    weight_headers,
-    with_repository,
-)
+from ..files import checkpoint
+from ..files.checkpoint import INDEX, WEIGHTS, Location, is_in, with_repository
 from ..files.hub import Repository, short_name
 from ..machine.host_memory import machine_memory
 from ..results.result import Result
@@ -137,19 +129,14 @@ def build_report(
             # Whoever has libraries that do not work needs a report most.
             return {"text": clean(f"{type(error).__name__}: {error}")}
 
-    mapped = fits = None
-    if model is not None and device_map is not None:
-        mapped = inspected(check_device_map, model, device_map)
-    if adapter is not None:
-        fits = inspected(inspect_adapter, adapter, model)
     return Report(
+        device_map=None if device_map is None else inspected(check_device_map, model, device_map),
+        adapter=None if adapter is None else inspected(inspect_adapter, adapter, model),
         system=clean(_system()),
         libraries=clean(_libraries()),
         state=clean("\n".join([patches.verdict, *patches.advice])),
         patches=clean({e.name: {"state": e.state.value, "reason": e.reason} for e in patches}),
-        model=None if model is None else clean(_checkpoint(located(model))),
-        device_map=mapped,
-        adapter=fits,
+        model=None if model is None else clean(_checkpoint(checkpoint.located(model))),
     )
 
 
@@ -198,9 +185,7 @@ class _Private:
         if isinstance(value, (list, tuple)):
             return type(value)(map(self.clean, value))
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(
-                value, **{f.name: self.clean(getattr(value, f.name)) for f in fields(value)}
-            )
+            return replace(value, **self.clean(vars(value)))
         return value
 
     def text(self, text: str) -> str:
@@ -283,7 +268,7 @@ def _libraries() -> dict[str, str]:
 
 
 def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
-    config = read_config(model_dir)
+    config = checkpoint.read_config(model_dir)
     text = config.get("text_config") or config
     path = model_dir if isinstance(model_dir, Repository) else model_dir.absolute()
     classes = ", ".join(config.get("architectures") or ())
@@ -300,7 +285,7 @@ def _checkpoint(model_dir: Path | Repository) -> dict[str, str]:
     if quantized := config.get("quantization_config"):
         facts["already quantized"] = str(quantized.get("quant_method"))
     if is_in(model_dir, INDEX) or is_in(model_dir, WEIGHTS):
-        headers = weight_headers(model_dir)
+        headers = checkpoint.weight_headers(model_dir)
         entries = [entry for header in headers for entry in header.values()]
         files = f"{plural(len(entries), 'tensor')} in {plural(len(headers), 'file')}"
         facts["weights"] = f"{files}, {size(sum(entry.bytes for entry in entries))}"

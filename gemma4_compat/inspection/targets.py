@@ -16,16 +16,9 @@ from ..engine.status import State
 from ..errors import InputError, suggestion
 from ..files.checkpoint import LOCATIONS
 from ..files.hub import short_name
+from ..model import parts
 from ..model.meta import checkpoint_model
-from ..model.parts import (
-    TOWERS,
-    base_of,
-    experts_without_adapter,
-    is_clippable,
-    is_under,
-    target_parameters,
-    tower_of,
-)
+from ..model.parts import TOWERS, is_under, tower_of
 from ..results import text
 from ..results.result import Result
 
@@ -112,10 +105,8 @@ class TargetScan(Result):
             yield text.table(rows, ("tower", "class", "modules", ""), right=(2,))
             yield ""
         for takes, advice in ((_PATCHED, _WRAPS), (_REFUSED, "Name the linear layers inside.")):
-            classes = Counter(
-                m.name for m in self.matches for _ in range(m.count) if m.takes == takes
-            )
-            if classes:
+            names = (m.name for m in self.matches for _ in range(m.count) if m.takes == takes)
+            if classes := Counter(names):
                 counts = ", ".join(f"{count} {name}" for name, count in classes.items())
                 error = "PEFT alone raises 'Target module ... is not supported'"
                 yield text.wrap(f"{counts}: {error}. {advice}")
@@ -202,7 +193,7 @@ class BaseModel:
     def inner(self, name: str) -> str:
         """The name of the layer that gets the adapter if the module of this name matches."""
         inner = f"{name}.linear"
-        return inner if inner in self.modules and is_clippable(self.modules[name]) else name
+        return inner if inner in self.modules and parts.is_clippable(self.modules[name]) else name
 
     def peft_name(self, name: str) -> str:
         """The name that PEFT gives a tensor of an adapter's file when it saves it for this model.
@@ -229,7 +220,7 @@ def base_model_of(model: Any) -> BaseModel:
         name = str(model)
         model, method = checkpoint_model(model)
     else:
-        model = base_of(model)
+        model = parts.base_of(model)
         name = str(getattr(model, "name_or_path", ""))
     modules: dict[str, Any] = {}
     adapted: list[str] = []
@@ -331,8 +322,8 @@ def _notes(base: BaseModel, matched: list[str], targets: str | tuple[str, ...]) 
             yield f"{target} matches no module of this model{suggestion(target, last_names)}"
     if matched and not any(tower_of(name) == "language" for name in matched):
         yield "the language model gets no adapter"
-    if experts := experts_without_adapter(base.modules, matched):
-        names, layers = target_parameters(experts)
+    if experts := parts.experts_without_adapter(base.modules, matched):
+        names, layers = parts.target_parameters(experts)
         yield (
             f"the experts of {text.plural(layers, 'layer')} get no adapter: target_modules matches "
             "modules, and one parameter holds all experts of a layer. Set "

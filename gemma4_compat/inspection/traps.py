@@ -29,9 +29,10 @@ class Trap:
 
 def traps_of(mapped: Mapped) -> Iterator[Trap]:
     """All traps of this map, the errors first."""
-    for find, level in TRAPS.items():
-        if text := find(mapped):
-            yield Trap(find.__name__, level, text)
+    for level, functions in TRAPS.items():
+        for find in functions:
+            if text := find(mapped):
+                yield Trap(find.__name__, level, text)
 
 
 def compressed_tensors(mapped: Mapped) -> str | None:
@@ -47,10 +48,9 @@ def compressed_tensors(mapped: Mapped) -> str | None:
 def quantized_already(mapped: Mapped) -> str | None:
     if mapped.quantization is None or mapped.splits or mapped.method in (QAT, COMPRESSED):
         return None
-    method = mapped.method or "unknown"
     return (
-        f"the checkpoint is already quantized ({method}) and is loaded as it is; "
-        "the sizes above are for the unquantized checkpoint, quantized while loading"
+        f"the checkpoint is already quantized ({mapped.method or 'unknown'}) and is loaded as it "
+        "is; the sizes above are for the unquantized checkpoint, quantized while loading"
     )
 
 
@@ -164,21 +164,11 @@ def not_quantized(mapped: Mapped) -> str | None:
     )
 
 
-#: each trap's function and its level, in the order in which they are shown
-TRAPS: dict[Callable[[Mapped], str | None], str] = {
-    quantized_checkpoint: "error",
-    no_such_gpu: "error",
-    tied_on_disk: "error",
-    read_from_disk: "error",
-    packed_on_disk: "error",
-    tied: "warning",
-    split_layer: "warning",
-    not_quantized_by_name: "warning",
-    left_out_parts: "note",
-    compressed_tensors: "note",
-    quantized_already: "note",
-    offload_flag: "note",
-    not_quantized: "note",
+#: the traps' functions by level, in the order in which they are shown
+TRAPS: dict[str, tuple[Callable[[Mapped], str | None], ...]] = {
+    "error": (quantized_checkpoint, no_such_gpu, tied_on_disk, read_from_disk, packed_on_disk),
+    "warning": (tied, split_layer, not_quantized_by_name),
+    "note": (left_out_parts, compressed_tensors, quantized_already, offload_flag, not_quantized),
 }
 
 
@@ -188,5 +178,5 @@ def _bytes(tensors: Iterable[TensorSize], modules: list[str]) -> int:
 
 def _grouped(names: Iterable[str]) -> str:
     """The first three names, each layer once, and how many more there are."""
-    layers = (re.match(r".*?layers\.\d+(?=\.|$)", name) or re.match(".*", name) for name in names)
-    return some(list(dict.fromkeys(layer[0] for layer in layers if layer)), 3)
+    layers = dict.fromkeys(re.sub(r"(layers\.\d+)\..*", r"\1", name) for name in names)
+    return some(list(layers), 3)

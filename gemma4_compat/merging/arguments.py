@@ -12,7 +12,8 @@ from ..files.checkpoint import (
     ADAPTER_WEIGHTS,
     adapter_header,
     existing_folder,
-    exists,
+    file_in,
+    is_in,
     located,
     read_adapter_config,
     read_config,
@@ -44,16 +45,15 @@ def check_out(out: Path, force: bool) -> None:
     existing_folder(out.parent)
     if out.name == ".." or is_inside(Path.cwd(), out):
         raise InputError(f"{out}: is the current folder or a parent of it, and cannot be replaced")
-    if exists(out) and (out.is_symlink() or not out.is_dir()):
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir()):
         raise InputError(f"{out}: exists and is not a folder")
-    if exists(out) and not force:
+    if os.path.lexists(out) and not force:
         raise InputError(f"{out}: exists already (--force replaces it)")
 
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether the path is the folder or inside it, after links are resolved."""
-    real = Path(os.path.realpath(path))
-    return Path(os.path.realpath(folder)) in (real, *real.parents)
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def locate(name: str | os.PathLike[str]) -> Path:
@@ -83,20 +83,20 @@ def check_base(folder: Path) -> int:
 
 def check_adapter(folder: Path) -> None:
     """Refuse damaged files, and PEFT methods that change no weight."""
-    if not exists(folder / ADAPTER_CONFIG):
+    file = file_in(folder, ADAPTER_CONFIG)
+    if file is None:
         raise InputError(f"{folder}: no {ADAPTER_CONFIG}")
-    file = folder / ADAPTER_CONFIG
     method = read_adapter_config(file).get("peft_type")
     if not method:
         raise InputError(f"{file}: not an adapter's config (no peft_type)")
     if method in _UNMERGEABLE:
         raise InputError(f"{folder}: a {method} adapter has no weights to merge")
-    if exists(folder / ADAPTER_WEIGHTS) or not exists(folder / "adapter_model.bin"):
+    if is_in(folder, ADAPTER_WEIGHTS) or not is_in(folder, "adapter_model.bin"):
         adapter_header(folder)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any(exists(folder / f"tokenizer.{end}") for end in ("json", "model"))
+    return any(is_in(folder, f"tokenizer.{end}") for end in ("json", "model"))
 
 
 def check_room(elements: int, out: Path) -> None:

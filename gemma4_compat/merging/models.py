@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import InputError, MergeError, failures_of
-from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_weights, exists
+from ..files.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_weights, is_in
 from ..inspection.adapter import inspect_adapter
 from ..model.parts import is_shared_kv, shared_layers
 from ..results.text import plural
@@ -42,7 +42,7 @@ def rehearse(base: Path, adapter: Path) -> None:
             f"{missing[0]}"
         )
     with failures_of(f"{adapter} does not fit {base}"):
-        found = inspect_adapter(adapter, model).groups if exists(adapter / ADAPTER_WEIGHTS) else ()
+        found = inspect_adapter(adapter, model).groups if is_in(adapter, ADAPTER_WEIGHTS) else ()
         for group in (each for each in found if each.kind == "missing"):
             raise InputError(
                 f"{adapter}: lacks {plural(group.count, 'tensor')} that its {ADAPTER_CONFIG} asks "
@@ -85,8 +85,12 @@ def merged_in_memory(
     expected, rounding = {}, 0.0
     for name in _each(inputs, "outputs with the adapter", progress):
         with failures_of(f"computing outputs for {name!r} failed", MergeError):
-            inputs[name] = parity.continued(model, inputs[name])
-            logits, effect, change = _with_adapter(model, inputs[name])
+            prompt = inputs[name] = parity.continued(model, inputs[name])
+            logits = parity.logits(model, prompt)
+            with model.disable_adapter():
+                effect = parity.worst(parity.logits(model, prompt), logits)
+            with parity.rounded_once_more(model):
+                change = parity.worst(parity.logits(model, prompt), logits)
         if not logits.isfinite().all():
             raise MergeError(f"with the adapter loaded, the logits for {name!r} are not finite")
         expected[name] = logits, effect
@@ -102,32 +106,18 @@ def merged_in_memory(
         logits = parity.logits(model, inputs[name])
         outputs.append((inputs[name], logits))
         rows.append(parity.compare(name, logits, *expected.pop(name), tolerance))
-    notes += _on_effects([row.effect for row in rows], tolerance)
+    effects = [row.effect for row in rows]
+    if not any(effects):
+        notes.append("the adapter changes nothing: the outputs are those of the base model")
+    elif max(effects) <= tolerance:
+        notes.append("the adapter changes these outputs by less than the tolerance for rounding")
     return model, outputs, rows, notes
-
-
-def _with_adapter(model: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, float, float]:
-    """The logits; how far the adapter, and one more rounding, change them (relative)."""
-    logits = parity.logits(model, prompt)
-    with model.disable_adapter():
-        effect = parity.worst(parity.logits(model, prompt), logits)
-    with parity.rounded_once_more(model):
-        change = parity.worst(parity.logits(model, prompt), logits)
-    return logits, effect, change
 
 
 def _each(names: Mapping[str, Any], step: str, progress: Callable[[str], None]) -> Iterator[str]:
     for number, name in enumerate(list(names), start=1):
         progress(f"{step} {number}/{len(names)}: {name[:40]!r}")
         yield name
-
-
-def _on_effects(effects: list[float], tolerance: float) -> list[str]:
-    if not any(effects):
-        return ["the adapter changes nothing: the outputs are those of the base model"]
-    if max(effects) <= tolerance:
-        return ["the adapter changes these outputs by less than the tolerance for rounding"]
-    return []
 
 
 def write(model: Any, base: Path, folder: Path) -> None:

@@ -39,20 +39,12 @@ def rounded_once_more(model: Any) -> Iterator[None]:
 
 def compare(name: str, actual: Tensor, expected: Tensor, effect: float, tolerance: float) -> Parity:
     """Compare logits, float32 [positions, vocabulary] on the CPU."""
-    difference = worst(actual, expected)
     other = actual.argmax(-1) != expected.argmax(-1)
     first, second = expected.topk(2).values.T
     # Either of the two may be off by the tolerance times the usual size of a logit.
     undecided = first - second <= 2 * tolerance * expected.square().mean(-1).sqrt()
-    return Parity(
-        name,
-        len(expected),
-        effect,
-        difference,
-        tolerance,
-        int(other.sum()),
-        int((other & undecided).sum()),
-    )
+    counts = int(other.sum()), int((other & undecided).sum())
+    return Parity(name, len(expected), effect, worst(actual, expected), tolerance, *counts)
 
 
 def worst(actual: Tensor, expected: Tensor) -> float:

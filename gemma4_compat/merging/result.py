@@ -98,4 +98,4 @@ def _cells(row: Parity) -> tuple[str, ...]:
 
 def _percent(share: float) -> str:
     """ "70 %", "3.2 %", "0.0012 %"; infinity if a value is not finite."""
-    return f"{100 * share:.{0 if share >= 1 else 2}{'f' if share >= 1 else 'g'}} %"
+    return f"{100 * share:.0f} %" if share >= 1 else f"{100 * share:.2g} %"

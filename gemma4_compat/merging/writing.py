@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
-from ..files.checkpoint import GENERATION_CONFIG, exists, read_json
+from ..files.checkpoint import GENERATION_CONFIG, file_in, is_in, read_json
 from .arguments import check_out
 
 _TEMPLATE = "chat_template.jinja"
@@ -60,7 +60,7 @@ def _replace(out: Path, partial: Path, replaced: Path) -> None:
 
 def copy_companions(base: Path, adapter: Path, out: Path) -> None:
     """Copy tokenizer, processor and chat template of the base, then those of the adapter."""
-    if exists(base / GENERATION_CONFIG):
+    if is_in(base, GENERATION_CONFIG):
         shutil.copyfile(base / GENERATION_CONFIG, out / GENERATION_CONFIG)
     for folder in (base, adapter):
         for source in (file for pattern in _COMPANIONS for file in folder.glob(pattern)):
@@ -70,7 +70,7 @@ def copy_companions(base: Path, adapter: Path, out: Path) -> None:
             else:
                 shutil.copyfile(source, out / source.name)
     # The base's file would override a template in the adapter's tokenizer_config.json.
-    settings = adapter / "tokenizer_config.json"
-    if exists(settings) and not exists(adapter / _TEMPLATE):
+    settings = file_in(adapter, "tokenizer_config.json")
+    if settings is not None and not is_in(adapter, _TEMPLATE):
         if read_json(settings).get("chat_template"):
             (out / _TEMPLATE).unlink(missing_ok=True)

@@ -57,7 +57,7 @@ def tower_of(name: str) -> str:
     """ "language", "vision", "audio" or "other", for a module's or tensor's name."""
     part = part_of(name)
     if part in (VISION, AUDIO):
-        return "vision" if part == VISION else "audio"
+        return part
     return "language" if part != REST or "language_model" in name.split(".") else "other"
 
 
@@ -111,14 +111,10 @@ def fused_experts(modules: Mapping[str, Any]) -> Iterator[str]:
     for name, module in modules.items():
         if type(module).__name__.endswith("Experts"):
             for own, parameter in module.named_parameters(recurse=False):
-                if len(_shape_of(parameter)) == 3:
+                # the shape of the values, if they are packed in 4 bits
+                shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+                if len(parameter.shape if shape is None else shape) == 3:
                     yield f"{name}.{own}"
-
-
-def _shape_of(parameter: Any) -> tuple[int, ...]:
-    """The shape of a parameter's values, also if they are packed in 4 bits."""
-    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    return tuple(parameter.shape if shape is None else shape)
 
 
 def experts_without_adapter(modules: Mapping[str, Any], adapted: Iterable[str]) -> list[str]:

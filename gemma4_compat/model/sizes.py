@@ -58,17 +58,13 @@ def tensor_sizes(model: Any) -> tuple[TensorSize, ...]:
     tensors: list[TensorSize] = []
     seen: set[int] = set()
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                if kind is module._buffers:
-                    size = tensor.numel() * tensor.element_size()
-                    tensors.append(TensorSize(prefix + name, size, buffer=True))
-                else:
-                    tensors += _parameter(prefix + name, tensor, module)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if id(parameter) not in seen:
+                tensors += _parameter(name, parameter, module)
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if id(buffer) not in seen:
+                tensors.append(TensorSize(name, buffer.nbytes, buffer=True))
+        seen.update(map(id, (*module._parameters.values(), *module._buffers.values())))
     return tuple(tensors)
 
 

@@ -52,7 +52,7 @@ class Load:
         if self.quant in (None, "bf16"):
             return {}
         options = bnb_options(self.quant, offload=bool(self.offloaded) and not self.dispatches)
-        if "bnb_4bit_compute_dtype" in options:
+        if self.quant == "nf4":
             options["bnb_4bit_compute_dtype"] = self.compute
         if self.dispatches:
             packed = (parts.LAYERS, parts.PLE)

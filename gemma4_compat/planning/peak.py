@@ -50,10 +50,7 @@ class PeakMemory(TorchDispatchMode):  # type: ignore[misc]
         self._device = tensors[0].device
         self._uncounted = {tensor.untyped_storage()._cdata for tensor in tensors}
         self._counted: dict[int, int] = {}
-        self._large = 0
-        self.live = 0
-        self.peak = 0
-        self.largest = 0
+        self._large = self.live = self.peak = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

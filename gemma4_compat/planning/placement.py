@@ -184,7 +184,7 @@ def _move(placement: Placement, unit: Unit, demand: Demand, first: int) -> None:
 
 def units_of(
     model: Any,
-    whole: Iterable[TensorSize],
+    whole: Sequence[TensorSize],
     onloaded: Mapping[str, int],
     adapter: Iterable[TensorSize],
 ) -> list[Unit]:
@@ -196,11 +196,9 @@ def units_of(
     def owner(name: str) -> Unit:
         return owners[covering(name, owners) or ""]
 
-    packed: set[str] = set()  # the modules of experts in 4 bits
+    experts = [tensor.name for tensor in whole if ".experts." in tensor.name]
+    packed = {name.split(".experts.")[0] for name in experts if name.endswith(".absmax")}
     for tensor in whole:
-        before, is_expert, name = tensor.name.partition(".experts.")
-        if is_expert and name.endswith(".absmax"):
-            packed.add(before)
         if tensor.buffer:
             owner(tensor.name).buffers += tensor.on_cuda
         else:

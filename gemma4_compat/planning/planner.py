@@ -88,10 +88,9 @@ def plan(
         context = TRAINED_CONTEXT if train else CONTEXT
     model_dir = located(model_dir)
     adapter = None if adapter is None else located(adapter)
-    asked = quant
     bfloat16 = all(each.bfloat16 for each in gpus)
     compute = "bfloat16" if bfloat16 else "float32"  # float16 overflows, and bfloat16 is emulated
-    model, quant, label = _model(model_dir, asked, compute)
+    model, loaded_as, label = _model(model_dir, quant, compute)
     if train and label == _QAT:
         raise InputError(f"{model_dir}: a {label} cannot be trained: use the unquantized one")
     limit = _limit(model, context)
@@ -99,9 +98,9 @@ def plan(
         _check_adapter(adapter, model_dir)
 
     whole = sizes.tensor_sizes(model)
-    onloaded = onloaded_bytes(model, whole, "nf4" if quant is None else quant)
+    onloaded = onloaded_bytes(model, whole, "nf4" if loaded_as is None else loaded_as)
     if train:  # PEFT changes a model, so this is another one.
-        job = training(with_adapter(_model(model_dir, asked, compute)[0], adapter, rank), bfloat16)
+        job = training(with_adapter(_model(model_dir, quant, compute)[0], adapter, rank), bfloat16)
     else:
         tensors = () if adapter is None else sizes.adapter_sizes(adapter)
         job = generating(model, tensors, bfloat16)
@@ -123,7 +122,7 @@ def plan(
     load = Load(
         model=str(model_dir),
         architecture=type(model).__name__,
-        quant=quant,
+        quant=loaded_as,
         compute=compute,
         device_map=placement.device_map(),
         adapter_dir=None if adapter is None else str(adapter),

@@ -131,14 +131,13 @@ class Plan(Result):
     def __str__(self) -> str:
         job = ", training" if self.train else ""
         title = f"{hub.short_name(self.model)} ({self.architecture}), {self.quant}{job}"
-        paragraphs = [
-            wrap(title),
-            "\n".join([_rows_of_modules(self), *map(wrap, (self.verdict, *_advice(self)))]),
-        ]
+        facts = [_rows_of_modules(self), *map(wrap, (self.verdict, *_advice(self)))]
+        paragraphs = [wrap(title), "\n".join(facts)]
         if self.ok:
-            rest = [_cells(offload, self.train) for offload in self.further]
-            head = ("can also be offloaded", "saves", "costs")
-            paragraphs += [self.code, *([table(rest, head, right=(1,))] if rest else [])]
+            paragraphs.append(self.code)
+            if rest := [_cells(offload, self.train) for offload in self.further]:
+                head = ("can also be offloaded", "saves", "costs")
+                paragraphs.append(table(rest, head, right=(1,)))
         return "\n\n".join(paragraphs)
 
 
