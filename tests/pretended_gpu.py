@@ -15,7 +15,7 @@ from gemma4_compat.runtime.capture import conditions, graph
 from gemma4_compat.runtime.host import blocks, page_locked, parts
 
 #: The modules for which there is a GPU.
-OURS = ("page_locked", "captured_decoding", "captured_drafting")
+OURS = ("page_locked", "conditions")
 registered: set[int] = set()  # addresses of page-locked memory
 
 

@@ -30,7 +30,8 @@ def _run(options: argparse.Namespace) -> Result:
 
     if options.map is not None and options.model is None:
         raise InputError("--map is checked against a model: name it with --model")
-    return build_report(options.model, options.adapter, options.map and dict(options.map))
+    device_map = None if options.map is None else dict(options.map)
+    return build_report(options.model, options.adapter, device_map)
 
 
 COMMAND = Command("report", __doc__, _arguments, _run)

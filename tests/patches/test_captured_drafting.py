@@ -191,7 +191,7 @@ def check(model, inputs=None, **options):
 
 def warned(caplog):
     said = [record.getMessage() for record in caplog.records]
-    return [text for text in said if "decodes eagerly with drafts" in text]
+    return [text for text in said if "Its rounds are not captured" in text]
 
 
 # -- equal ----------------------------------------------------------------------------------------

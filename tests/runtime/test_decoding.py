@@ -159,7 +159,7 @@ def test_an_error_of_the_user_is_raised(model, monkeypatch, owner, name):
 def test_an_error_before_the_first_step(model, monkeypatch, caplog):
     inputs = text_inputs(model.config)
     expected = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
-    monkeypatch.setattr(captured_decoding, "_is_eager", fails(RuntimeError("no settings")))
+    monkeypatch.setattr(captured_decoding, "may_capture", fails(RuntimeError("no settings")))
     with caplog.at_level(logging.WARNING, "gemma4_compat"):
         for _ in range(2):
             found = model.generate(**inputs, max_new_tokens=3, cache_implementation="static")
@@ -518,7 +518,7 @@ def test_8_bit_layers_with_an_outlier_threshold(model_dir, monkeypatch, caplog, 
     """They count outliers on the CPU: each step stays eager, and one line says how to change it."""
     inputs = text_inputs(new_model(model_dir).config, batch=batch)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static"}
-    monkeypatch.setattr(captured_decoding, "_is_eager", lambda *args: True)
+    monkeypatch.setattr(captured_decoding, "may_capture", lambda *args: True)
     model = new_model(model_dir, "int8")
     with gemma4_compat.disabled("captured_decoding"):
         expected = model.generate(**inputs, **options)

@@ -24,9 +24,9 @@ from typing import Any
 
 from ...engine import Finding, Patch, drifted, fixed_if
 from ...engine.probing import code_at
-from ...model.hooks import hooks_of, offload_hook
+from ...model.hooks import hooks_of, offload_hook, placed_model
 from ...objects import hidden
-from ...runtime.host.onloading import is_dispatched, onloaded
+from ...runtime.host.onloading import onloaded
 from ._adapter_layer import onload_in_forward
 
 PATCH = Patch(
@@ -100,7 +100,7 @@ def trainable_tokens_inject_adapter(
         if isinstance(module, TrainableTokensLayer) and module.tied_adapter is not None
     }
     result = original(self, model, *args, **kwargs)
-    if is_dispatched(model):
+    if placed_model(model) is not None:
         for name, layer in tied.items():
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, layer)

@@ -73,17 +73,10 @@ def _in_parts(
 ) -> Any:
     import torch
 
-    outputs = [
-        sdpa(
-            layer,
-            query[:, :, queries],
-            key[:, :, keys],
-            value[:, :, keys],
-            mask[..., queries, keys],
-            **options,
-        )[0]
-        for queries, keys in parts
-    ]
+    outputs = []
+    for queries, keys in parts:
+        states = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+        outputs.append(sdpa(layer, *states, mask[..., queries, keys], **options)[0])
     return torch.cat(outputs, dim=1)
 
 
@@ -139,16 +132,11 @@ def _parts_of(mask: Any) -> list[tuple[slice, slice]]:
 
     queries, keys = mask.shape[2:]
     starts = range(0, queries, _PART)
-    seen = [mask[:, :, start : start + _PART].flatten(0, 2).any(0) for start in starts]
+    pieces = (mask[:, :, start : start + _PART] for start in starts)
+    seen = torch.stack([each.flatten(0, 2).any(0) for each in pieces])
     numbers = torch.arange(keys, device=mask.device)
-    ranges = torch.stack(
-        [
-            torch.stack(
-                [torch.where(each, numbers, keys).amin(), torch.where(each, numbers, -1).amax()]
-            )
-            for each in seen
-        ]
-    ).tolist()
+    ends = torch.where(seen, numbers, keys).amin(1), torch.where(seen, numbers, -1).amax(1)
+    ranges = torch.stack(ends, dim=1).tolist()
     parts = []
     for start, (first, last) in zip(starts, ranges, strict=True):
         begin = min(first, keys - 1) // _ALIGNED * _ALIGNED  # a part of padding gets some keys, too

@@ -33,14 +33,15 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name
-from ...model.parts import is_ours
 from ...runtime.capture.cache_memory import use_lent
-from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget
+from ...runtime.capture.conditions import may_capture
+from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget, warn_once
 from ...runtime.capture.graph import reason_of
 from ...runtime.kernels.watch import is_of_user
 
@@ -64,6 +65,7 @@ PATCH = Patch(
 )
 
 _GENERATION = "transformers.generation.utils"
+_CAPTURED = "decode steps"
 
 _call = threading.local()  # .decoder: the Decoder of the current call of generate
 
@@ -92,11 +94,11 @@ def valid_auto_compile_criteria(
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
     if not compiled:
         with _harmless(self):
-            cache = model_kwargs.get(cache_name())
-            if _is_eager(self, generation_config, cache):
+            cache: Any = model_kwargs.get(cache_name())
+            if _is_static(cache) and not cache.offloading and may_capture(self, generation_config):
                 # In transformers 5.6, calls share a cache.
                 decoding_of(self).decoders.pop(id(cache), None)
-                _call.decoder = Decoder(self, lambda why: _warn_once(self, why))
+                _call.decoder = Decoder(self, partial(warn_once, self, _CAPTURED))
     return compiled or _call.decoder is not None
 
 
@@ -126,11 +128,9 @@ def prepare_static_cache(
     original: Any, self: Any, cache_implementation: Any, batch_size: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Lend the memory of an earlier call's cache, which has graphs, to the new cache."""
-    from transformers.cache_utils import StaticCache
-
     cache = original(self, cache_implementation, batch_size, *args, **kwargs)
     with _harmless(self):
-        if type(cache) is StaticCache and vars(self).get("_decoding") is not None:
+        if _is_static(cache) and vars(self).get("_decoding") is not None:
             decoding_of(self).lend(cache, batch_size)
     return cache
 
@@ -143,24 +143,10 @@ def static_layer_lazy_initialization(original: Any, self: Any, *args: Any, **kwa
     return None
 
 
-def _is_eager(model: Any, generation_config: Any, cache: Any) -> bool:
-    """Whether a model that transformers does not compile may be captured.
-
-    The user did not choose eager decoding, and asks for no attentions or hidden states.
-    """
-    import torch
+def _is_static(cache: Any) -> bool:
     from transformers.cache_utils import StaticCache
 
-    return (
-        torch.cuda.is_available()
-        and is_ours(model)
-        and type(cache) is StaticCache
-        and not cache.offloading
-        and generation_config.compile_config is None
-        and not generation_config.disable_compile
-        and not generation_config.output_attentions
-        and not generation_config.output_hidden_states
-    )
+    return type(cache) is StaticCache
 
 
 @contextmanager
@@ -172,17 +158,4 @@ def _harmless(model: Any) -> Iterator[None]:
         if is_of_user(error):
             raise
         logger.debug("steps are not captured", exc_info=True)
-        _warn_once(model, reason_of(error))
-
-
-def _warn_once(model: Any, why: str) -> None:
-    """Warn once per model and reason."""
-    warned = decoding_of(model).warned
-    if why not in warned:
-        warned.add(why)
-        logger.warning(
-            "%s decodes eagerly with a static cache.  Its decode steps are not captured as CUDA "
-            "graphs, because %s.",
-            type(model).__name__,
-            why,
-        )
+        warn_once(model, _CAPTURED, reason_of(error))

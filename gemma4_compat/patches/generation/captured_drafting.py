@@ -25,7 +25,6 @@ without ``cache_implementation="static"``, and with an assistant of another kind
 from __future__ import annotations
 
 import copy
-import logging
 from contextlib import ExitStack
 from functools import cache as cached
 from functools import partial
@@ -34,13 +33,10 @@ from typing import Any
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name, with_all_layers
-from ...model.parts import is_ours
 from ...runtime.capture.between_steps import has_own_methods, only_transformers_runs
-from ...runtime.capture.conditions import streams_layers
-from ...runtime.capture.decoding import decoding_of
+from ...runtime.capture.conditions import may_capture, streams_layers
+from ...runtime.capture.decoding import decoding_of, warn_once
 from ...runtime.kernels.watch import is_upstreams
-
-logger = logging.getLogger(__name__)
 
 PATCH = Patch(
     name="captured_drafting",
@@ -125,7 +121,10 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     kwargs["generation_config"] = copy.copy(config)
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
     with ExitStack() as stack:
-        warn, for_decode = partial(_warn_once, self), stack if _switches_experts() else None
+        warn, for_decode = (
+            partial(warn_once, self, "rounds"),
+            stack if _switches_experts() else None,
+        )
         drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, ahead)
         stack.callback(drafting.end)
         return original(drafting, input_ids, *args, **kwargs)
@@ -140,7 +139,6 @@ def _switches_experts() -> bool:
 
 def _can_draft(model: Any, generation_config: Any) -> bool:
     """Whether this model, on a GPU, has functions of transformers alone."""
-    import torch
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -151,17 +149,12 @@ def _can_draft(model: Any, generation_config: Any) -> bool:
         *(table.get(text._attn_implementation) for table in tables),
     ]  # fmt: skip
     return (
-        torch.cuda.is_available()
-        and is_ours(model)
+        may_capture(model, generation_config)
         and text._attn_implementation == "sdpa"
         and model.get_output_embeddings() is not None
         and all(map(is_upstreams, functions))
         and not has_own_methods(model)
-        and generation_config.compile_config is None
-        and not generation_config.disable_compile
         and generation_config.use_cache is not False
-        and not generation_config.output_attentions
-        and not generation_config.output_hidden_states
     )
 
 
@@ -183,16 +176,3 @@ def _drafts_of(generation_config: Any, drafter: Any) -> int:
     sdpa = drafter.config.get_text_config()._attn_implementation == "sdpa"
     number = drafter.generation_config.num_assistant_tokens
     return int(number) if sdpa and all(map(is_upstreams, usual)) else 0
-
-
-def _warn_once(model: Any, why: str) -> None:
-    """Warn once per model and reason."""
-    warned = decoding_of(model).warned
-    if why not in warned:
-        warned.add(why)
-        logger.warning(
-            "%s decodes eagerly with drafts and a static cache.  Its rounds are not captured as "
-            "CUDA graphs, because %s.",
-            type(model).__name__,
-            why,
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...model.hooks import execution_device, offload_hook
-from ...model.parts import tower_of
+from ...model.parts import is_ours, tower_of
 from ...model.tensors import address, own_tensors
 from ..host.blocks import streamed_layers, why_not_streamed
 from ..host.page_locked import in_place_of
@@ -33,6 +33,23 @@ _OF_A_PROMPT = frozenset(
 _IDLE_HOOKS = ("gemma4_compat.", "transformers.utils.output_capturing")
 #: Device types that have CUDA graphs.
 CAPTURED_ON = ("cuda",)
+
+
+def may_capture(model: Any, generation_config: Any) -> bool:
+    """Whether the steps of a call of ``generate`` may be captured.
+
+    The user did not choose eager decoding, and asks for no attentions or hidden states.
+    """
+    import torch
+
+    return (
+        torch.cuda.is_available()
+        and is_ours(model)
+        and generation_config.compile_config is None
+        and not generation_config.disable_compile
+        and not generation_config.output_attentions
+        and not generation_config.output_hidden_states
+    )
 
 
 def obstacle_of(model: Any) -> str | None:

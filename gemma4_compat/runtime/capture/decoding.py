@@ -76,6 +76,20 @@ def seen_obstacle(model: Any) -> str | None:
     return next((each.obstacle for each in same), None)
 
 
+def warn_once(model: Any, captured: str, why: str) -> None:
+    """Warn once per model and reason; ``captured`` names what is not captured."""
+    warned = decoding_of(model).warned
+    if why not in warned:
+        warned.add(why)
+        logger.warning(
+            "%s decodes eagerly with a static cache.  Its %s are not captured as CUDA graphs, "
+            "because %s.",
+            type(model).__name__,
+            captured,
+            why,
+        )
+
+
 def forget() -> None:
     """Free the graphs of all models."""
     for decoding in list(_all):

@@ -121,10 +121,8 @@ class Drafting:
 
     def _why_not(self, inputs: dict[str, Any]) -> str | None:
         """The reason why a check is not captured; ``None`` if it is."""
-        mask, length = (
-            inputs.get("attention_mask"),
-            self._cache.tokens + inputs["input_ids"].shape[1],
-        )
+        mask = inputs.get("attention_mask")
+        length = self._cache.tokens + inputs["input_ids"].shape[1]
         unknown = {name for name, value in inputs.items() if value is not None} - _KNOWN
         unknown.discard(cache_name())
         if unknown:

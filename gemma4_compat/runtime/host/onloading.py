@@ -202,8 +202,3 @@ def executing_map(model: Any) -> Iterator[dict[str, Any]]:
         executing[name] = device
     with shadowed(base, hf_device_map=executing):
         yield executing
-
-
-def is_dispatched(model: Any) -> bool:
-    """Whether the model, or its base model, was dispatched with a device map."""
-    return placed_model(model) is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from ...model.parts import is_ours
 from . import compiler
 from .launch import Launcher
-from .replacing import ALIGNMENT, FEW_TOKENS, current_device, dtypes, raw_stream
+from .replacing import ALIGNMENT, FEW_TOKENS, as_current, dtypes, raw_stream
 from .trials import maxima_of, pattern, require_near, values_of
 
 LAUNCHER = Launcher("one_row_4bit", "bitsandbytes multiplies rows with weights in 4 bits")
@@ -149,7 +149,7 @@ def product(original: Any, inputs: Any, weight: Any, state: Any) -> Any:
         )  # fmt: skip
         launch, blocks, group, *sizes = plan
         own, by = out.data_ptr(), out.itemsize
-        with nullcontext() if current_device()() == index else torch.cuda.device(index):
+        with as_current(index):
             for first in range(0, tokens, group):
                 few = min(group, tokens - first)
                 places = own + first * by * outputs, at + first * by * size

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from . import compiler
 from .launch import Launcher
-from .replacing import ALIGNMENT, current_device, dtypes, raw_stream
+from .replacing import ALIGNMENT, as_current, dtypes, raw_stream
 from .trials import pattern, require_near
 
 #: A kind is a layout: with a growing cache, each token has another one.
@@ -59,8 +59,6 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
         [batch, 1, heads, size], contiguous.  Scores, weights and sums are float32.  A query that
         the mask leaves without keys gets zeros.
     """
-    import torch
-
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
     layout = (float(scale), *map(_layout, tensors))
     plan = LAUNCHER.kinds.get(layout) or LAUNCHER.get(
@@ -70,9 +68,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any 
         return None
     index = query.get_device()
     try:
-        if current_device()() == index:
-            return _launched(plan, index, *tensors)
-        with torch.cuda.device(index):
+        with as_current(index):
             return _launched(plan, index, *tensors)
     except Exception as error:  # PyTorch raises it, too, or needs less memory
         return LAUNCHER.failed(layout, query.device, error, plan.key)

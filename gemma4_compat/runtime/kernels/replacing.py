@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -132,6 +133,13 @@ def current_device() -> Callable[[], int]:
 
     get: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     return get
+
+
+def as_current(index: int) -> AbstractContextManager[Any]:
+    """A context in which this GPU is the current one."""
+    import torch
+
+    return nullcontext() if current_device()() == index else torch.cuda.device(index)
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from .replacing import ALIGNMENT, current_device, plain, raw_stream
+from .replacing import ALIGNMENT, as_current, plain, raw_stream
 from .rms_norm_gradient import differentiable
 from .rms_norm_launch import LAUNCHER, MANY_ROWS, NORM, Launch, compared
 from .trials import require_equal
@@ -25,8 +25,7 @@ def in_one_kernel(original: Any) -> Any:
     import torch
 
     is_plain, is_trained = plain(), plain(gradients=True)
-    get_device, stream_of = current_device(), raw_stream()
-    empty_like = torch.empty_like
+    stream_of, empty_like = raw_stream(), torch.empty_like
 
     def output(self: Any, inputs: Any, index: int, trained: bool) -> Any:
         """The norm of a plain tensor on this GPU; ``None`` if the kernel does not compute it."""
@@ -64,11 +63,8 @@ def in_one_kernel(original: Any) -> Any:
         out, trained = None, False
         if is_plain(hidden_states) or (trained := is_trained(hidden_states)):
             index = hidden_states.get_device()
-            if get_device() == index:
+            with as_current(index):
                 out = output(self, hidden_states, index, trained)
-            else:
-                with torch.cuda.device(index):
-                    out = output(self, hidden_states, index, trained)
         return original(self, hidden_states) if out is None else out
 
     return forward

@@ -133,15 +133,11 @@ def _by_autograd(original: Any, module: Any, x: Any, grad: Any, again: bool = Fa
     import torch
 
     # The hooks of a checkpoint would count what this saves.
-    hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.enable_grad(), nullcontext() if again else hooks:
         leaf = x if again else x.detach().requires_grad_()
         out = original(module, leaf)
         return torch.autograd.grad(out, leaf, grad.float(), create_graph=again)[0]
-
-
-def _same(tensor: Any) -> Any:
-    return tensor
 
 
 def _pointer(weight: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import compiler
 from .launch import Launcher
-from .replacing import ALIGNMENT, current_device, dtypes, plain, raw_stream
+from .replacing import ALIGNMENT, as_current, dtypes, plain, raw_stream
 from .trials import pattern, require_equal
 
 LAUNCHER = Launcher("rotary", "transformers computes the rotary embedding in its own kernels")
@@ -30,7 +30,7 @@ def in_one_kernel(original: Any) -> Any:
     """
     import torch
 
-    is_plain, get_device, stream_of = plain(), current_device(), raw_stream()
+    is_plain, stream_of = plain(), raw_stream()
     namespace = original.__globals__
     half = namespace.get("rotate_half")
     code = getattr(half, "__code__", None)
@@ -82,11 +82,8 @@ def in_one_kernel(original: Any) -> Any:
             and not sin.is_neg()
         ):
             index = x.get_device()
-            if get_device() == index:
+            with as_current(index):
                 out = output(x, cos, sin, index)
-            else:
-                with torch.cuda.device(index):
-                    out = output(x, cos, sin, index)
         return original(x, cos, sin, unsqueeze_dim) if out is None else out
 
     return apply_rotary_pos_emb
