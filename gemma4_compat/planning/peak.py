@@ -111,7 +111,7 @@ class _Attention(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
+        if func is torch._C._nn.scaled_dot_product_attention:  # also within a user's function
             query, key, value = args[:3]
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             grouped = kwargs.get("enable_gqa", False) and query.shape[1] != key.shape[1]

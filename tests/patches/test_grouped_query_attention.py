@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -95,7 +97,7 @@ def test_chunks_of_a_prompt(pretended):
     assert_no_copies_of_a_static_cache(model_on())
 
 
-def test_a_plan_has_no_copies():
+def test_a_plan_has_no_copies(monkeypatch):
     """Beside the mask, no tensor of a plan grows with the context as keys and values do."""
     from gemma4_compat.planning.peak import forward_peak
 
@@ -106,6 +108,10 @@ def test_a_plan_has_no_copies():
         assert largest() == HEADS * 4097 * SIZE * 2
     assert largest() < HEADS * 4097 * SIZE
     assert largest(fused=False) >= HEADS * 4097 * SIZE * 2, "such a GPU has no kernel for it"
+    functional, usual = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    own = lambda *args, **kwargs: usual(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", own)
+    assert largest() == HEADS * 4097 * SIZE * 2, "the function of a user gets copies"
 
 
 # -- with PyTorch's kernel ------------------------------------------------------------------------
@@ -216,7 +222,10 @@ def doubled(original):
     return lambda *args, **kwargs: 2 * original(*args, **kwargs)
 
 
-@pytest.mark.parametrize("place", ["PyTorch", "repeat_kv", "transformers and its table"])
+PLACES = ["PyTorch", "repeat_kv", "code", "transformers and its table"]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_functions_of_the_user(pretended, monkeypatch, place):
     """Run as without the patch, also after forwards that were grouped."""
     from transformers.integrations import sdpa_attention as module
@@ -227,6 +236,9 @@ def test_functions_of_the_user(pretended, monkeypatch, place):
     if place == "PyTorch":
         usual = functional.scaled_dot_product_attention
         monkeypatch.setattr(functional, "scaled_dot_product_attention", doubled(usual))
+    elif place == "code":
+        own = lambda hidden_states, n_rep: 2 * hidden_states.repeat_interleave(n_rep, 1)  # noqa: E731
+        monkeypatch.setattr(inspect.unwrap(module.repeat_kv), "__code__", own.__code__)
     elif place == "repeat_kv":
         monkeypatch.setattr(module, "repeat_kv", doubled(module.repeat_kv))
     else:
@@ -241,7 +253,7 @@ def test_functions_of_the_user(pretended, monkeypatch, place):
     found = logits(model, (20, 20))
     with gemma4_compat.disabled("grouped_query_attention"):
         assert torch.equal(found, logits(model, (20, 20)))
-    if place not in ("PyTorch", "repeat_kv"):
+    if place == PLACES[-1]:
         assert {*seen} == {1}
 
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
+import wrapt
 
 import gemma4_compat
 from gemma4_compat.patches.attention import _sdpa
@@ -218,8 +219,26 @@ def test_several_tokens_are_sequences_with_the_same_keys(seen):
         found, seen[:] = list(seen), []
         assert found == ([(8, 4, 1, 256), (8, 4, 1, 512)] if is_ours else [])
     model(input_ids=ids[:, :5])
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    masks = {"full_attention": mask, "sliding_attention": mask}
+    model(input_ids=ids[:, :5], attention_mask=masks)
     model(input_ids=ids[:, :5].repeat(2, 1), attention_mask=torch.ones(2, 5).tril())
     assert not seen
+
+
+def test_a_proxy_of_the_user(seen, monkeypatch):
+    """Runs, although its class is said to be that of PyTorch's function."""
+    functional, calls = torch.nn.functional, []
+
+    def own(usual, _, args, kwargs):
+        calls.append(args[0].shape[2])
+        return usual(*args, **kwargs)
+
+    proxy = wrapt.FunctionWrapper(functional.scaled_dot_product_attention, own)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", proxy)
+    steps(make().eval())
+    assert not seen
+    assert len(calls) > 2
 
 
 def test_the_result_is_used(seen, monkeypatch):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-#: lengths around a block of 32 keys; 1 modulo 32 is the one that the kernel misreads
+from gemma4_compat.patches.attention import single_head_attention as patch
+from tests.patches.test_cudnn_attention import make
+
+#: lengths around blocks of 32 tokens; 1 modulo 32 is the one that the kernel misreads
 LENGTHS = [32, 33, 34, 65, 129]
 HEADS = 4
 
@@ -78,30 +81,78 @@ def test_a_step_of_decoding(head_size):
     assert error(attention(65, head_size, queries=1, padded=0)) < 0.05
 
 
-@pytest.mark.cuda
-@pytest.mark.regression("single_head_attention", r"65 tokens: off by \d")
-def test_a_prompt_that_is_longer_than_the_window():
-    """Without padding, a sliding layer has a mask once the prompt is longer than its window."""
+def model_of(head_size):
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     config = Gemma4TextConfig(
         vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         layer_types=["sliding_attention", "full_attention"], num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, global_head_dim=512, sliding_window=16,
-        num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+        num_key_value_heads=1, head_dim=head_size, global_head_dim=2 * head_size,
+        sliding_window=16, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Gemma4ForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
-    ids = torch.randint(5, 96, (1, 65))
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        logits = model.to("cuda")(input_ids=ids.cuda()).logits.cpu()
-    # both in float32; TF32 and the order of sums differ
-    off = float((logits - expected).abs().max() / expected.abs().max())
-    assert off < 0.02, f"65 tokens: off by {off}"
+    return model
+
+
+@torch.no_grad()
+def logits(model, cached, tokens, static=False):
+    """The logits of some tokens, after others that are in the cache."""
+    from transformers import DynamicCache, StaticCache
+
+    cache = DynamicCache(config=model.config)
+    if static:
+        cache = StaticCache(config=model.config, max_cache_len=cached + tokens + 30)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 96, (1, cached + tokens), generator=generator).to(model.device)
+    if cached:
+        model(input_ids=ids[:, :cached], past_key_values=cache, use_cache=True)
+    return model(input_ids=ids[:, cached:], past_key_values=cache, use_cache=True).logits.cpu()
+
+
+def assert_right(cached, tokens, head_size=256, static=False):
+    """Both in float32; TF32 and the order of sums differ."""
+    model = model_of(head_size)
+    expected = logits(model, cached, tokens, static)
+    off = float((logits(model.to("cuda"), cached, tokens, static) - expected).abs().max())
+    off /= float(expected.abs().max())
+    assert off < 0.02, f"{tokens} tokens: off by {off}"
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("single_head_attention", r"65 tokens: off by \d")
+def test_a_prompt_that_is_longer_than_the_window():
+    """Without padding, a sliding layer has a mask once the prompt is longer than its window."""
+    assert_right(0, 65)
+
+
+@pytest.mark.cuda
+@pytest.mark.regression("single_head_attention", r"65 tokens: off by \d")
+def test_a_second_turn():
+    """Its number of keys is another one."""
+    assert_right(40, 65)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("tokens", [33, 64, 65, 97, 129])
+@pytest.mark.parametrize("cached", [0, 32, 40])
+def test_after_cached_tokens(cached, tokens, head_size, static):
+    assert_right(cached, tokens, head_size, static)
+
+
+@pytest.mark.cuda
+def test_another_kernel_first():
+    """What is known of one kernel does not count for another one."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    assert_right(0, 65)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        assert_right(0, 65)
 
 
 @pytest.mark.cuda
@@ -125,3 +176,25 @@ def test_on_the_cpu_nothing_is_copied():
     from transformers.integrations.sdpa_attention import repeat_kv
 
     assert repeat_kv(torch.ones(1, 1, 33, 64), 4).stride(1) == 0
+
+
+def test_layers_say_the_number_of_queries(monkeypatch):
+    """While they run, also in a compiled model, and no longer after an error."""
+    model, seen = make().eval(), []
+    usual = torch.nn.functional.scaled_dot_product_attention
+
+    def own(query, *args, **kwargs):
+        seen.append((patch._queries(), query.shape[2]))
+        return usual(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
+    logits(model, 40, 65)
+    assert seen == [(40, 40)] * 2 + [(65, 65)] * 2
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found, usual_logits = (each(torch.arange(5, 38)[None]).logits for each in (compiled, model))
+    torch.testing.assert_close(found, usual_logits)
+    assert patch._queries() == 0
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    with pytest.raises(TypeError):
+        logits(model, 0, 33)
+    assert patch._queries() == 0

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache, partial
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from operator import is_
+from types import FunctionType
 from typing import Any
 
 from ...engine import Finding, Part, drifted, fixed_if
 from ...engine.probing import code_at, mentions
 from ...objects import View
 from ...runtime.kernels.replacing import plain
-from ...runtime.kernels.watch import is_upstreams
+from ...runtime.kernels.watch import is_upstreams, wrapped_by
 from .._families import Family
 
 _SDPA, _EAGER = "transformers.integrations.sdpa_attention", "eager_attention_forward"
 #: its functions that compute attention
-_CALLED = ("sdpa_attention_forward", "repeat_kv")
+_CALLED = ("sdpa_attention_forward", "repeat_kv", "use_gqa_in_sdpa", "pack_gqa")
 #: the options of ``sdpa_attention_forward`` that other ways to compute do not know
 _UNKNOWN = ("softcap", "position_bias", "cache")
+#: functions of the libraries that compute attention, those that they wrap, and their code
+_known: list[Any] = []
 
 
 def are_known(options: dict[str, Any]) -> bool:
@@ -92,24 +95,28 @@ def _is_usual(config: Any, names: dict[str, Any]) -> bool:
     if config._attn_implementation != "sdpa":
         return False
     table, own = names["ALL_ATTENTION_FUNCTIONS"], vars(sys.modules[_SDPA])
-    usual = own.get("sdpa_attention_forward")
-    code = getattr(table.get("eager", names[_EAGER]), "__code__", None)
+    usual, eager = own.get("sdpa_attention_forward"), table.get("eager", names[_EAGER])
     return (
-        getattr(code, "co_filename", None) == _eager.__code__.co_filename
+        type(eager) is FunctionType
+        and eager.__code__.co_filename == _eager.__code__.co_filename
         and table["sdpa"] is usual
-        and _are_upstreams(*(own[name] for name in _CALLED if name in own))
-        and isinstance(torch.nn.functional.scaled_dot_product_attention, BuiltinFunctionType)
+        and _are_upstreams([own[name] for name in _CALLED if name in own])
+        and torch.nn.functional.scaled_dot_product_attention
+        is torch._C._nn.scaled_dot_product_attention
     )
 
 
-def _are_upstreams(*functions: Any) -> bool:
-    return all(type(each) is FunctionType for each in functions) and _are_of_libraries(*functions)
-
-
-@lru_cache(maxsize=8)
-def _are_of_libraries(*functions: FunctionType) -> bool:
-    """Asked once for these functions: layers ask in each forward."""
-    return all(map(is_upstreams, functions))
+def _are_upstreams(functions: list[Any]) -> bool:
+    """Whether these are of the libraries; asked once, since layers ask in each forward."""
+    global _known
+    chain = [each for function in functions for each in wrapped_by(function)]
+    chain += [getattr(each, "__code__", None) for each in chain]
+    if len(chain) == len(_known) and all(map(is_, chain, _known)):
+        return True
+    if not all(map(is_upstreams, functions)):
+        return False
+    _known = chain
+    return True
 
 
 def _nested(outer: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...engine import Kind, Patch
 from ...objects import View
+from ...runtime.capture.cudnn import allowed_kernels
 from ...runtime.kernels.launch import Launcher
 from ...runtime.kernels.trials import pattern, require_equal
 from .._families import GEMMA4, UNIFIED
@@ -43,8 +44,8 @@ PATCH = Patch(
 _SDPA = "transformers.integrations.sdpa_attention"
 #: For heads of this size or less, PyTorch chooses between kernels by the shapes.
 _SEVERAL_KERNELS = 256
-#: PyTorch's kernel misreads some views, if the number of keys is 1 modulo this.
-_BLOCK = 32
+#: The queries and keys of a comparison: more than one block of the kernel, and a part of another.
+_QUERIES, _KEYS = 34, 65
 
 _COMPARED = Launcher("for grouped queries", "transformers copies the keys for each query head")
 
@@ -108,9 +109,7 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
 
     dtype = None if mask is None else mask.dtype
     heads, queries, size = query.shape[1:]
-    key_heads, length = key.shape[1:3]
-    # few queries or keys, but of the lengths that a kernel may treat in another way
-    queries, length = min(queries, _BLOCK + 2), 2 * _BLOCK + (length % _BLOCK == 1)
+    key_heads, queries, length = key.shape[1], min(queries, _QUERIES), _KEYS
 
     def compared() -> bool:
         q = pattern((1, heads, queries, size), query.dtype, query.device)
@@ -132,7 +131,7 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
     if query.is_meta:
         return True
     device = query.device
-    kind = device, query.dtype, dtype, heads, key_heads, size, queries, length, scaling
+    kind = device, query.dtype, dtype, heads, key_heads, size, queries, scaling, allowed_kernels()
     return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
 
 

@@ -47,7 +47,8 @@ def _attention(
     sdpa: Any, layer: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
 ) -> Any:
     tokens = query.shape[2]
-    same_keys = tokens == 1 or mask is not None  # without a mask, each token has other keys
+    # without a mask, each token has other keys
+    same_keys = tokens == 1 or (mask is not None and mask.ndim == 4)
     if same_keys and are_known(options):
         scale = options.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -1,33 +1,41 @@
 """PyTorch's attention kernel misreads keys and values that are a view of a single head.
 
 E2B has one KV head.  ``repeat_kv`` gives each query head a view of it, whose stride over the heads
-is zero.  With an explicit mask, CUDA's memory-efficient kernel then returns wrong values if the
-number of keys is 1 modulo 32.  A mask is explicit if the batch is padded, and in sliding layers if
-the prompt is longer than the window.  So a prompt of 545 tokens is wrong even without padding.
+is zero.  CUDA's memory-efficient kernel has a short cut for a single query of such heads.  Without
+gradients it takes it for the last query of many, too, if that is alone in its block: if the number
+of queries is 1 modulo 32, or 64 for small heads.  Then the values of this query are wrong.  The
+kernel runs in full layers, and in sliding layers with an explicit mask: if the batch is padded, or
+the prompt is longer than the window.  So a prompt of 545 tokens is wrong even without padding, and
+so is a second turn of 65 tokens.
 
-The fix copies such keys and values, which the kernel reads correctly.  It applies only to lengths
-of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example decides, once.
+The fix copies such keys and values, which the kernel reads correctly.  It applies only to numbers
+of queries of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example decides.
+``repeat_kv`` does not know the number of queries.  The attention layers of Gemma say it.  In other
+models, the number of keys counts: it is the same in a prompt without cached tokens.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from functools import lru_cache, wraps
 from typing import Any
 
 from ...engine import Finding, Patch, fixed_if
 from ...engine.probing import code_of, mentions
+from ...runtime.capture.cudnn import allowed_kernels
+from .._families import FAMILIES
 
 PATCH = Patch(
     name="single_head_attention",
     symptom=(
-        "E2B on a GPU generates garbage for a padded batch, or for a prompt longer than the "
-        "sliding window, if the length is 1 modulo 32"
+        "E2B on a GPU generates garbage for a padded batch, for a prompt longer than the sliding "
+        "window, or after a second turn, if its length is 1 modulo 32"
     ),
     affects=("transformers",),
     changes=(
         "On a GPU whose attention kernel is wrong, keys and values of a single KV head are copied "
-        "for each query head if their length is 1 modulo 32."
+        "for each query head if the number of queries is 1 modulo 32."
     ),
     note="The bug is in PyTorch.  It was measured with 2.11.",
     links=(
@@ -37,8 +45,12 @@ PATCH = Patch(
 )
 
 _MODULE = "transformers.integrations.sdpa_attention"
-#: The kernel reads keys in blocks of this number, and misreads a last block of one key.
+#: The kernel computes the queries in blocks of this number, or of twice or four times this number.
 _BLOCK = 32
+
+_thread = threading.local()  # .queries: the number of queries of the layer that this thread runs
+#: The same while torch.compile traces a layer; it cannot trace ``_thread``.
+_traced = [0]
 
 
 @PATCH.probe
@@ -56,12 +68,37 @@ def few_calls(original: Any) -> Any:
     def repeat_kv(hidden_states: Any, n_rep: int) -> Any:
         repeated = original(hidden_states, n_rep)
         _, heads, length, _ = hidden_states.shape
-        single = hidden_states.is_cuda and heads == 1 and n_rep > 1
-        if single and length % _BLOCK == 1 and _is_misread(hidden_states):
+        if not (hidden_states.is_cuda and heads == 1 and n_rep > 1):
+            return repeated
+        queries = _queries() or length
+        if queries > 1 and queries % _BLOCK == 1 and _is_misread(hidden_states):
             return repeated.contiguous()
         return repeated
 
     return repeat_kv
+
+
+def _queries() -> int:
+    import torch
+
+    return _traced[0] if torch.compiler.is_compiling() else getattr(_thread, "queries", 0)
+
+
+def _forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention layer."""
+    import torch
+
+    queries = hidden_states.shape[1]
+    if torch.compiler.is_compiling():
+        _traced[0] = queries
+        output = original(self, hidden_states, *args, **kwargs)
+        _traced[0] = 0
+        return output
+    _thread.queries = queries
+    try:
+        return original(self, hidden_states, *args, **kwargs)
+    finally:
+        _thread.queries = 0
 
 
 def _is_misread(keys: Any) -> bool:
@@ -70,15 +107,15 @@ def _is_misread(keys: Any) -> bool:
     # The example cannot run in a graph.  A copy is right in any case.
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return True
-    return _differs(keys.device, keys.dtype, keys.shape[-1])
+    return _differs(keys.device, keys.dtype, keys.shape[-1], *allowed_kernels())
 
 
 @lru_cache
-def _differs(device: Any, dtype: Any, head_size: int) -> bool:
+def _differs(device: Any, dtype: Any, head_size: int, *_: Any) -> bool:
     """Whether a view and a copy of the same keys give different attention on this GPU."""
     import torch
 
-    length = _BLOCK + 1
+    length = 4 * _BLOCK + 1
     keys = torch.arange(length * head_size, device=device).sin().to(dtype)
     view = keys.view(1, 1, length, head_size).expand(1, 2, length, head_size)
     copy = view.contiguous()
@@ -87,3 +124,8 @@ def _differs(device: Any, dtype: Any, head_size: int) -> bool:
     with torch.no_grad():
         viewed = attention(copy, view, view, attn_mask=mask)
         return not torch.equal(viewed, attention(copy, copy, copy, attn_mask=mask))
+
+
+for family in FAMILIES:
+    part = PATCH.part(family.name, family.requirement)
+    part.around(family.module, f"{family.prefix}TextAttention.forward")(_forward)

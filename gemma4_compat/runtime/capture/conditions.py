@@ -9,7 +9,7 @@ from ...model.parts import is_ours, tower_of
 from ...model.tensors import address, own_tensors
 from ..host.blocks import streamed_layers, why_not_streamed
 from ..host.page_locked import in_place_of
-from .cudnn import is_allowed
+from .cudnn import allowed_kernels
 from .graph import NotCaptured
 
 _TOWERS = ("vision", "audio")
@@ -90,10 +90,7 @@ def environment_now() -> tuple[Any, ...]:
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        is_allowed(),
+        allowed_kernels(),
         len(getattr(torch.library, "_impls", ())),  # kernels that replace PyTorch's
     )
 

@@ -1,9 +1,13 @@
-"""Attention without cuDNN in some forwards.  PyTorch's flag for it belongs to the whole process."""
+"""Which kernels PyTorch's attention may use, and forwards without cuDNN's.
+
+PyTorch's flags belong to the whole process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ...objects import ForkableLock
 
@@ -19,6 +23,16 @@ def is_allowed() -> bool:
 
     with _lock.now:
         return _before if _inside else bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def allowed_kernels() -> tuple[Any, ...]:
+    """Which of its kernels PyTorch's attention may use, and which it prefers."""
+    import torch
+
+    cuda = torch.backends.cuda
+    order: tuple[Any, ...] = getattr(torch._C, "_get_sdp_priority_order", tuple)()
+    enabled = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    return *enabled, is_allowed(), *order
 
 
 @contextmanager

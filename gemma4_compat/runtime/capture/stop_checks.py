@@ -64,7 +64,7 @@ class Call:
         return (
             only_transformers_runs(self.model, self.arguments)
             and (check is None or all(map(is_upstreams, (check.__call__, check.finish))))
-            and isinstance(chooses, BuiltinFunctionType)
+            and type(chooses) is BuiltinFunctionType
             and _can_allocate(self.device)
         )
 

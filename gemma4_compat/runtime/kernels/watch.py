@@ -75,7 +75,7 @@ def watched() -> Iterator[Watch]:
 def is_upstreams(function: Any) -> bool:
     """Whether a function, and each that it wraps (``functools.wraps``), is of a known library."""
     return all(
-        isinstance(each, FunctionType) and _is_known(each.__code__, each.__globals__)
+        type(each) is FunctionType and _is_known(each.__code__, each.__globals__)
         for each in wrapped_by(function)
     )
 
