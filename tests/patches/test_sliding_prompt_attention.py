@@ -74,10 +74,10 @@ def test_as_near_as_pytorch(kv_heads, lengths, dtype):
                 cache = output.past_key_values
         return output.logits.double()
 
+    assert_in_parts(model, lengths[-1])
     found = logits(model)
     with gemma4_compat.disabled("sliding_prompt_attention"):
         usual, exact = logits(model), logits(model.double())
-    assert not torch.equal(found, usual) or dtype == torch.float32
     off, usually = (float((each - exact).norm() / exact.norm()) for each in (found, usual))
     assert off < 1.1 * usually + 1e-6, f"off by {off:.2g}, without the patch by {usually:.2g}"
 
