@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model.parts import is_ours
-from .capture.conditions import obstacle_of
+from .capture.conditions import device_or_obstacle, modules_of_a_step
 from .capture.decoding import seen_obstacle
 from .host.hooked import at_work
 
@@ -22,7 +22,7 @@ def how_it_decodes(model: Any) -> str | None:
         return None
     if _is_compiled_upstream(model):
         return 'compiled by transformers with cache_implementation="static"'
-    why = obstacle_of(model) or seen_obstacle(model)
+    why = device_or_obstacle(model, modules_of_a_step(model))[1] or seen_obstacle(model)
     if why is None:
         return 'captured as CUDA graphs with cache_implementation="static"'
     return f"eager, because {why}"

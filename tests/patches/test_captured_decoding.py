@@ -810,7 +810,7 @@ def captured_on_cpu(monkeypatch):
 
 
 def obstacle(model):
-    return conditions.obstacle_of(model)
+    return conditions.device_or_obstacle(model, conditions.modules_of_a_step(model))[1]
 
 
 def test_a_model_on_the_cpu_is_refused(model_dir):

@@ -184,7 +184,7 @@ def test_layers_say_the_number_of_queries(monkeypatch):
     usual = torch.nn.functional.scaled_dot_product_attention
 
     def own(query, *args, **kwargs):
-        seen.append((patch._queries(), query.shape[2]))
+        seen.append((patch._layer().queries, query.shape[2]))
         return usual(query, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
@@ -193,8 +193,8 @@ def test_layers_say_the_number_of_queries(monkeypatch):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     found, usual_logits = (each(torch.arange(5, 38)[None]).logits for each in (compiled, model))
     torch.testing.assert_close(found, usual_logits)
-    assert patch._queries() == 0
+    assert patch._layer().queries == 0
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
     with pytest.raises(TypeError):
         logits(model, 0, 33)
-    assert patch._queries() == 0
+    assert patch._layer().queries == 0

@@ -54,7 +54,8 @@ def check_merge_allowed(original: Any, self: Any) -> Any:
     allowed = original(self)
     from transformers.integrations.gemma_quant import QuantizedLinear
 
-    layers = (each.get_base_layer() for each in self.model.modules() if _is_wrapper(each))
+    wrappers = [m for m in self.model.modules() if hasattr(m, "get_base_layer")]
+    layers = (each.get_base_layer() for each in wrappers if hasattr(each, "merge"))
     if count := sum(isinstance(layer, QuantizedLinear) for layer in layers):
         raise RefusedError(
             f"an adapter cannot be merged into {count} quantized layers of this QAT checkpoint: "
@@ -63,7 +64,3 @@ def check_merge_allowed(original: Any, self: Any) -> Any:
             "gemma4-compat merge BASE ADAPTER OUT"
         )
     return allowed
-
-
-def _is_wrapper(module: Any) -> bool:
-    return hasattr(module, "get_base_layer") and hasattr(module, "merge")

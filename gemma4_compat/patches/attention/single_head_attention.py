@@ -48,9 +48,16 @@ _MODULE = "transformers.integrations.sdpa_attention"
 #: The kernel computes the queries in blocks of this number, or of twice or four times this number.
 _BLOCK = 32
 
-_thread = threading.local()  # .queries: the number of queries of the layer that this thread runs
-#: The same while torch.compile traces a layer; it cannot trace ``_thread``.
-_traced = [0]
+
+class _Layer:
+    queries = 0  # of the layer that runs; 0 if it is not known
+
+
+class _OfThread(threading.local, _Layer):
+    """That of this thread; torch.compile cannot trace it."""
+
+
+_thread, _traced = _OfThread(), _Layer()
 
 
 @PATCH.probe
@@ -70,7 +77,7 @@ def few_calls(original: Any) -> Any:
         _, heads, length, _ = hidden_states.shape
         if not (hidden_states.is_cuda and heads == 1 and n_rep > 1):
             return repeated
-        queries = _queries() or length
+        queries = _layer().queries or length
         if queries > 1 and queries % _BLOCK == 1 and _is_misread(hidden_states):
             return repeated.contiguous()
         return repeated
@@ -78,27 +85,20 @@ def few_calls(original: Any) -> Any:
     return repeat_kv
 
 
-def _queries() -> int:
+def _layer() -> Any:
     import torch
 
-    return _traced[0] if torch.compiler.is_compiling() else getattr(_thread, "queries", 0)
+    return _traced if torch.compiler.is_compiling() else _thread
 
 
 def _forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention layer."""
-    import torch
-
-    queries = hidden_states.shape[1]
-    if torch.compiler.is_compiling():
-        _traced[0] = queries
-        output = original(self, hidden_states, *args, **kwargs)
-        _traced[0] = 0
-        return output
-    _thread.queries = queries
+    layer = _layer()
+    layer.queries = hidden_states.shape[1]
     try:
         return original(self, hidden_states, *args, **kwargs)
     finally:
-        _thread.queries = 0
+        layer.queries = 0
 
 
 def _is_misread(keys: Any) -> bool:

@@ -29,23 +29,17 @@ added and an adapter that is switched are noticed, and weights that are replaced
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from ...engine import Finding, Kind, Patch, broken, drifted, fixed
 from ...engine.probing import code_at, mentions
 from ...model.caches import cache_name
+from ...runtime.capture import decoding
 from ...runtime.capture.cache_memory import use_lent
 from ...runtime.capture.conditions import may_capture
-from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, forget, warn_once
-from ...runtime.capture.graph import reason_of
-from ...runtime.kernels.watch import is_of_user
-
-logger = logging.getLogger(__name__)
+from ...runtime.capture.decoding import Decoder, decoder_of, decoding_of, harmless
 
 PATCH = Patch(
     name="captured_decoding",
@@ -65,7 +59,8 @@ PATCH = Patch(
 )
 
 _GENERATION = "transformers.generation.utils"
-_CAPTURED = "decode steps"
+_CONSEQUENCE = "steps are not captured"
+_warn = partial(decoding.warn_once, "decode steps")
 
 _call = threading.local()  # .decoder: the Decoder of the current call of generate
 
@@ -83,7 +78,7 @@ def a_step_is_called_through_get_compiled_call() -> Finding:
     return broken()
 
 
-PATCH.on_revert(forget)
+PATCH.on_revert(decoding.forget)
 
 
 @PATCH.around(_GENERATION, "GenerationMixin._valid_auto_compile_criteria")
@@ -93,12 +88,13 @@ def valid_auto_compile_criteria(
     _call.decoder = None
     compiled = original(self, model_kwargs, generation_config, *args, **kwargs)
     if not compiled:
-        with _harmless(self):
+        warn = partial(_warn, self)
+        with harmless(_CONSEQUENCE, warn):
             cache: Any = model_kwargs.get(cache_name())
             if _is_static(cache) and not cache.offloading and may_capture(self, generation_config):
                 # In transformers 5.6, calls share a cache.
                 decoding_of(self).decoders.pop(id(cache), None)
-                _call.decoder = Decoder(self, partial(warn_once, self, _CAPTURED))
+                _call.decoder = Decoder(self, warn)
     return compiled or _call.decoder is not None
 
 
@@ -129,7 +125,7 @@ def prepare_static_cache(
 ) -> Any:
     """Lend the memory of an earlier call's cache, which has graphs, to the new cache."""
     cache = original(self, cache_implementation, batch_size, *args, **kwargs)
-    with _harmless(self):
+    with harmless(_CONSEQUENCE, partial(_warn, self)):
         if _is_static(cache) and vars(self).get("_decoding") is not None:
             decoding_of(self).lend(cache, batch_size)
     return cache
@@ -147,15 +143,3 @@ def _is_static(cache: Any) -> bool:
     from transformers.cache_utils import StaticCache
 
     return type(cache) is StaticCache
-
-
-@contextmanager
-def _harmless(model: Any) -> Iterator[None]:
-    """In this context, an error becomes the reason why a model decodes eagerly."""
-    try:
-        yield
-    except Exception as error:
-        if is_of_user(error):
-            raise
-        logger.debug("steps are not captured", exc_info=True)
-        warn_once(model, _CAPTURED, reason_of(error))

@@ -122,7 +122,7 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
     with ExitStack() as stack:
         warn, for_decode = (
-            partial(warn_once, self, "rounds"),
+            partial(warn_once, "rounds", self),
             stack if _switches_experts() else None,
         )
         drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, ahead)

@@ -252,10 +252,10 @@ def _in_chunks(
         for kind in kinds:
             here = chunk == ids[kind]
             part = _part(features[kind], rows[kind][index][here]) if here.any() else None
-            if kind in encoded:
-                given |= {} if part is None else {kind: part}
-                continue
-            inputs[_INPUTS[kind]] = part
+            if kind not in encoded:
+                inputs[_INPUTS[kind]] = part
+            elif part is not None:
+                given[kind] = part
         if encoded:
             inputs["mm_encoder_outputs"] = given or None
         with shadowed(owner, **methods):

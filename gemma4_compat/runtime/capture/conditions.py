@@ -52,11 +52,6 @@ def may_capture(model: Any, generation_config: Any) -> bool:
     )
 
 
-def obstacle_of(model: Any) -> str | None:
-    """The reason why the decode steps of a model are not captured; ``None`` if they are."""
-    return device_or_obstacle(model, modules_of_a_step(model))[1]
-
-
 def unknown_input(inputs: dict[str, Any]) -> str | None:
     """The reason why a step with these inputs is not captured; ``None`` if it is."""
     known = INPUTS

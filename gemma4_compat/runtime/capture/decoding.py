@@ -76,7 +76,7 @@ def seen_obstacle(model: Any) -> str | None:
     return next((each.obstacle for each in same), None)
 
 
-def warn_once(model: Any, captured: str, why: str) -> None:
+def warn_once(captured: str, model: Any, why: str) -> None:
     """Warn once per model and reason; ``captured`` names what is not captured."""
     warned = decoding_of(model).warned
     if why not in warned:
@@ -385,14 +385,19 @@ class Decoder:
 
 
 @contextmanager
-def harmless(consequence: str) -> Iterator[None]:
-    """In this context, an error is logged with what it means, unless it is one of the user."""
+def harmless(consequence: str, warn: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """In this context, an error is logged with what it means, unless it is one of the user.
+
+    ``warn`` gets the reason.
+    """
     try:
         yield
     except Exception as error:
         if is_of_user(error):
             raise
         logger.debug(consequence, exc_info=True)
+        if warn is not None:
+            warn(reason_of(error))
 
 
 def _put(entries: dict[Any, Any], key: Any, value: Any, most: int) -> None:
