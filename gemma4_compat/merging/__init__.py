@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import InputError, MergeError, failures_of
+from ..files.checkpoint import is_in
 from . import arguments
 from .result import MergeResult, Parity
 from .writing import appearing, copy_companions
@@ -69,7 +70,8 @@ def merge(
     elements = arguments.check_base(folders[0])
     arguments.check_adapter(folders[1])
     arguments.check_room(elements, target)
-    tokenizers = [folder for folder in reversed(folders) if arguments.has_tokenizer(folder)]
+    files = "tokenizer.json", "tokenizer.model"
+    tokenizers = [f for f in reversed(folders) if any(is_in(f, file) for file in files)]
 
     with appearing(target, force) as partial, _quiet():
         from . import models, prompts  # which import the libraries

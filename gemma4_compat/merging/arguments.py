@@ -95,10 +95,6 @@ def check_adapter(folder: Path) -> None:
         adapter_header(folder)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any(is_in(folder, f"tokenizer.{end}") for end in ("json", "model"))
-
-
 def check_room(elements: int, out: Path) -> None:
     """Refuse a disk without enough free space for the merged model."""
     needed, disk = 2 * elements, shutil.disk_usage(out.parent)

@@ -222,7 +222,20 @@ def doubled(original):
     return lambda *args, **kwargs: 2 * original(*args, **kwargs)
 
 
-PLACES = ["PyTorch", "repeat_kv", "code", "transformers and its table"]
+class Proxy:
+    """What a user puts in the place of a function; it has any attribute."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __getattr__(self, name):
+        return Proxy(self._function)
+
+    def __call__(self, *args, **kwargs):
+        return 2 * self._function(*args, **kwargs)
+
+
+PLACES = ["PyTorch", "repeat_kv", "a proxy", "code", "transformers and its table"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -236,6 +249,8 @@ def test_functions_of_the_user(pretended, monkeypatch, place):
     if place == "PyTorch":
         usual = functional.scaled_dot_product_attention
         monkeypatch.setattr(functional, "scaled_dot_product_attention", doubled(usual))
+    elif place == "a proxy":
+        monkeypatch.setattr(module, "repeat_kv", Proxy(module.repeat_kv))
     elif place == "code":
         own = lambda hidden_states, n_rep: 2 * hidden_states.repeat_interleave(n_rep, 1)  # noqa: E731
         monkeypatch.setattr(inspect.unwrap(module.repeat_kv), "__code__", own.__code__)

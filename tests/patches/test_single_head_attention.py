@@ -190,6 +190,11 @@ def test_layers_say_the_number_of_queries(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
     logits(model, 40, 65)
     assert seen == [(40, 40)] * 2 + [(65, 65)] * 2
+    layer, other = model.model.layers[0].self_attn, make().eval()
+    hook = layer.v_norm.register_forward_pre_hook(lambda *_: other(torch.tensor([[5, 6]])) and None)
+    logits(model, 0, 33)
+    assert seen[-2:] == [(33, 33)] * 2, "after another model ran inside a layer"
+    hook.remove()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     found, usual_logits = (each(torch.arange(5, 38)[None]).logits for each in (compiled, model))
     torch.testing.assert_close(found, usual_logits)

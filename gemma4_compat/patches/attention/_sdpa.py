@@ -110,7 +110,7 @@ def _are_upstreams(functions: list[Any]) -> bool:
     """Whether these are of the libraries; asked once, since layers ask in each forward."""
     global _known
     chain = [each for function in functions for each in wrapped_by(function)]
-    chain += [getattr(each, "__code__", None) for each in chain]
+    chain += [each.__code__ for each in chain if type(each) is FunctionType]
     if len(chain) == len(_known) and all(map(is_, chain, _known)):
         return True
     if not all(map(is_upstreams, functions)):

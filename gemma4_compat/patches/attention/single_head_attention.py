@@ -11,7 +11,8 @@ so is a second turn of 65 tokens.
 The fix copies such keys and values, which the kernel reads correctly.  It applies only to numbers
 of queries of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example decides.
 ``repeat_kv`` does not know the number of queries.  The attention layers of Gemma say it.  In other
-models, the number of keys counts: it is the same in a prompt without cached tokens.
+models, and after a graph break of torch.compile inside a layer, the number of keys counts: it is
+the same in a prompt without cached tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ _BLOCK = 32
 
 
 class _Layer:
-    queries = 0  # of the layer that runs; 0 if it is not known
+    """The attention layer that runs; its number of queries is 0 if it is not known."""
+
+    def __init__(self) -> None:
+        self.queries = 0
 
 
-class _OfThread(threading.local, _Layer):
+class _OfThread(_Layer, threading.local):
     """That of this thread; torch.compile cannot trace it."""
 
 
@@ -78,9 +82,8 @@ def few_calls(original: Any) -> Any:
         if not (hidden_states.is_cuda and heads == 1 and n_rep > 1):
             return repeated
         queries = _layer().queries or length
-        if queries > 1 and queries % _BLOCK == 1 and _is_misread(hidden_states):
-            return repeated.contiguous()
-        return repeated
+        is_alone = queries != 1 and 1 in (queries % _BLOCK, length % _BLOCK)
+        return repeated.contiguous() if is_alone and _is_misread(hidden_states) else repeated
 
     return repeat_kv
 
@@ -94,11 +97,11 @@ def _layer() -> Any:
 def _forward(original: Any, self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention layer."""
     layer = _layer()
-    layer.queries = hidden_states.shape[1]
+    outer, layer.queries = layer.queries, hidden_states.shape[1]
     try:
         return original(self, hidden_states, *args, **kwargs)
     finally:
-        layer.queries = 0
+        layer.queries = outer
 
 
 def _is_misread(keys: Any) -> bool:

@@ -91,7 +91,7 @@ def valid_auto_compile_criteria(
         warn = partial(_warn, self)
         with harmless(_CONSEQUENCE, warn):
             cache: Any = model_kwargs.get(cache_name())
-            if _is_static(cache) and not cache.offloading and may_capture(self, generation_config):
+            if may_capture(self, generation_config) and _is_static(cache) and not cache.offloading:
                 # In transformers 5.6, calls share a cache.
                 decoding_of(self).decoders.pop(id(cache), None)
                 _call.decoder = Decoder(self, warn)

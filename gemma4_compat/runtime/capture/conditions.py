@@ -195,16 +195,11 @@ def _check_repeatable(model: Any, modules: dict[str, Any]) -> None:
             raise NotCaptured(f"{name} has a forward hook")
         if any(isinstance(each, scripts) for each in (module, *vars(module).values())):
             raise NotCaptured(f"{name} runs TorchScript, whose values may change in each step")
-        if _searches(module):
+        threshold = getattr(getattr(module, "state", None), "threshold", 0)
+        if type(module).__name__ == "Linear8bitLt" and threshold:
             raise NotCaptured(
                 "its 8-bit layers search their inputs for outliers, which needs the CPU in each "
                 "step (BitsAndBytesConfig(llm_int8_threshold=0.0) turns the search off)"
             )
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise NotCaptured("the model is compiled")
-
-
-def _searches(module: Any) -> bool:
-    """Whether this is an 8-bit layer with an outlier threshold."""
-    state = getattr(module, "state", None)
-    return type(module).__name__ == "Linear8bitLt" and bool(getattr(state, "threshold", 0))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 #: The libraries whose functions a graph may stand for.
@@ -25,6 +25,7 @@ KNOWN = (
 _NOT_KNOWN = ("unittest", "site-packages", "dist-packages")
 #: Modules of Python whose calls do nothing that a step needs in each token, whatever they call.
 _ASIDE = ("logging", "warnings", "importlib._bootstrap")
+_METHODS = MethodType, classmethod, staticmethod
 #: A name in a namespace, with its value there: namespace, name, value, label.
 Use = tuple[Mapping[str, Any], str, Any, str]
 
@@ -81,11 +82,15 @@ def is_upstreams(function: Any) -> bool:
 
 
 def wrapped_by(function: Any) -> Iterator[Any]:
-    """A function, and each that it wraps (``functools.wraps``); of a method, its function."""
+    """A function, and each that it wraps (``functools.wraps``); of a method, its function.
+
+    It ends with an object that is no function, which may have any attribute.
+    """
     while function is not None:
-        function = getattr(function, "__func__", function)
+        if type(function) in _METHODS:
+            function = function.__func__
         yield function
-        function = getattr(function, "__wrapped__", None)
+        function = vars(function).get("__wrapped__") if type(function) is FunctionType else None
 
 
 def is_of_user(error: Exception) -> bool:
