@@ -1040,6 +1040,8 @@ def test_on_cuda(folder, kind, implementation, tokens):
 
 def wide(kind, blocksize=64, dtype=torch.bfloat16):
     """The experts of one layer of 26B-A4B, but 16 instead of 128."""
+    import transformers.integrations.bitsandbytes
+    import transformers.quantizers.quantizer_bnb_4bit  # noqa: F401  (the patch waits for both)
     from bitsandbytes.nn import Params4bit
     from transformers import Gemma4TextConfig
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts

@@ -209,14 +209,43 @@ def test_a_row_beside_others_is_the_same(dtype, shared, monkeypatch):
     launch.reset(compiled=False)
 
 
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_example_has_room_for_what_bitsandbytes_reads(nested, monkeypatch):
+    """Its kernel reads the maxima of four outputs at a time, also if some of them do not exist."""
+    from bitsandbytes.functional import QuantState
+
+    def original(row, weight, state):
+        outputs, size = state.shape
+        read = -(-outputs // 4) * 4 * size // state.blocksize
+        held = state.absmax.untyped_storage().nbytes() // 4 - state.absmax.storage_offset()
+        beyond.append(read - held)
+        return row.new_zeros(1, outputs)
+
+    beyond = []
+    monkeypatch.setattr(kernel, "raw_stream", lambda: lambda index: 0)
+    state = QuantState(
+        torch.ones(1), code=torch.linspace(-1, 1, 16), blocksize=64, quant_type="nf4"
+    )
+    if nested:
+        second = QuantState(torch.ones(1), code=torch.linspace(-1, 1, 256), blocksize=256)
+        state.offset, state.state2, state.nested = torch.ones(()), second, True
+    for outputs in range(5, 9):
+        with pytest.raises(KernelError):  # nothing is launched
+            kernel._compare(original, state, torch.bfloat16, (1, outputs, 256), print, ())
+    assert len(beyond) == 4
+    assert max(beyond) <= 0
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024])
 def test_blocks_and_float32(blocksize):
+    import bitsandbytes
+
     if blocksize == 32 and Version(version("bitsandbytes")) < Version("0.49"):
         pytest.skip("this bitsandbytes has no blocks of 32 values on a GPU")
     weight, state = packed(130, 2048, "fp4", True, blocksize, dtype=torch.float32)
     row = torch.randn(1, 2048, device="cuda")
-    own, _ = products(row, weight, state)
+    own = kernel.product(bitsandbytes.matmul_4bit, row, weight, state)
     true = row.double() @ values(weight, state).T
     assert (own - true).abs().max() <= 4e-7 * true.abs().max() * 8
 
