@@ -191,7 +191,8 @@ def test_threads(family, caplog):
                 kind = (number * turn) % 20
                 if family.get(kind, CPU, lambda kind=kind: -kind or "zero") != (-kind or "zero"):
                     wrong.append(kind)
-                family.get(("failing", turn), CPU, failing)
+                if turn % 20 == 0:  # to ask whose error it is takes a while
+                    family.get(("failing", turn), CPU, failing)
         except BaseException as error:
             wrong.append(error)
 
