@@ -1,12 +1,12 @@
 """PyTorch's attention kernel misreads keys and values that are a view of a single head.
 
 E2B has one KV head.  ``repeat_kv`` gives each query head a view of it, whose stride over the heads
-is zero.  CUDA's memory-efficient kernel has a short cut for a single query of such heads.  Without
-gradients it takes it for the last query of many, too, if that is alone in its block: if the number
-of queries is 1 modulo 32, or 64 for small heads.  Then the values of this query are wrong.  The
-kernel runs in full layers, and in sliding layers with an explicit mask: if the batch is padded, or
-the prompt is longer than the window.  So a prompt of 545 tokens is wrong even without padding, and
-so is a second turn of 65 tokens.
+is zero.  CUDA's memory-efficient kernel has a special case for a single query of such heads.
+Without gradients, it applies this case also to the last of many queries, if that one is alone in
+its block.  This happens if the number of queries is 1 modulo 32, or 64 for small heads.  Then the
+result for this query is wrong.  The kernel runs in full layers, and in sliding layers with an
+explicit mask, which they have if the batch is padded or the prompt is longer than the window.  So a
+prompt of 545 tokens is wrong even without padding, and so is a second turn of 65 tokens.
 
 The fix copies such keys and values, which the kernel reads correctly.  It applies only to numbers
 of queries of 1 modulo 32, and only if the kernel is wrong on this GPU: a small example decides.

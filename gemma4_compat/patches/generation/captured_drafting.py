@@ -121,10 +121,8 @@ def assisted_decoding(original: Any, self: Any, input_ids: Any, *args: Any, **kw
     kwargs["generation_config"] = copy.copy(config)
     kwargs["generation_config"].cache_implementation = None  # transformers refuses a static one
     with ExitStack() as stack:
-        warn, for_decode = (
-            partial(warn_once, "rounds", self),
-            stack if _switches_experts() else None,
-        )
+        warn = partial(warn_once, "rounds", self)
+        for_decode = stack if _switches_experts() else None
         drafting = Drafting(self, cache, drafts, drafter, warn, for_decode, ahead)
         stack.callback(drafting.end)
         return original(drafting, input_ids, *args, **kwargs)
