@@ -140,7 +140,8 @@ class Mapped:
         """The saving against the same map with the main device in place of "cpu" and "disk"."""
         if self.main == "cpu":
             return dict.fromkeys(self.quants, 0)
-        gpus = [sizes for label, sizes in self.devices().items() if label not in ("CPU", "disk")]
+        offloaded = [*map(device_label, OFFLOADED)]
+        gpus = [sizes for label, sizes in self.devices().items() if label not in offloaded]
         whole = {quant: sum(t.on_cuda for t in self.whole[quant]) for quant in self.quants}
         return {quant: whole[quant] - sum(sizes[quant] for sizes in gpus) for quant in whole}
 

@@ -87,6 +87,20 @@ def assert_near(kv_heads, lengths, dtype):
     assert off < 1.1 * usually + 1e-6, f"off by {off:.2g}, without the patch by {usually:.2g}"
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_padding_on_a_gpu(dtype):
+    """All scores are computed, with the same bits."""
+    model = make(kv_heads=2, window=WINDOW).to("cuda", dtype).eval()
+    ids, mask = ids_of(4100, 2, "cuda"), torch.ones(2, 4100, dtype=torch.long, device="cuda")
+    mask[1, :1500] = 0
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask).logits
+        with gemma4_compat.disabled("sliding_prompt_attention"):
+            usual = model(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(found, usual) or not usual.isfinite().all()
+
+
 # -- without a GPU --------------------------------------------------------------------------------
 
 
