@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from gemma4_compat.errors import ModelError
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import decoding, drafts
+from gemma4_compat.runtime.capture import decoding, drafting, drafts
 from gemma4_compat.tiny import image_inputs
 from tests.patches.test_captured_decoding import load_in
 from tests.pretended_gpu import pretend
@@ -264,20 +264,34 @@ def test_what_a_replaced_drafter_drafts(model, forced):
 
 
 def test_two_threads(model):
-    drafter = drafter_of(model)
-    expected = [generated(model, prompt(model, n), assistant_model=drafter) for n in (6, 12)]
-    found = {}
+    """The hook that a thread's prompt needs for a moment keeps no round of the other one eager."""
+    drafter, found = drafter_of(model), {6: [], 12: []}
 
-    def run(number, length):
-        found[number] = generated(model, prompt(model, length), assistant_model=drafter)
+    def run(length):
+        found[length].append(generated(model, prompt(model, length), assistant_model=drafter))
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate((6, 12))]
+    for length in 2 * tuple(found):
+        run(length)
+    threads = [threading.Thread(target=run, args=(length,)) for length in 2 * tuple(found)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number in (0, 1):
-        torch.testing.assert_close(found[number], expected[number], rtol=1e-4, atol=1e-4)
+    for _, expected, *others in found.values():
+        for each in others:
+            assert_same(each, expected)  # eager rounds round differently
+    assert len(found[6]) == len(found[12]) == 4
+
+
+def test_a_copy_during_a_prompt(model):
+    with drafting._last_hidden_state(model) as states:
+        copied, pickled = copy.deepcopy(model), pickle.dumps(model.get_output_embeddings())
+        copied(**prompt(model))
+        assert not states
+        assert b"gemma4_compat" not in pickled
+        model(**prompt(model))
+        assert len(states) == 1
+    assert torch.equal(copied.lm_head.weight, pickle.loads(pickled).weight)
 
 
 def test_memory_is_lent(model):
@@ -405,16 +419,14 @@ def test_the_end_of_the_text(model, forced):
 @pytest.fixture
 def order(monkeypatch):
     """A list that gets what runs: checks and drafts, and those of them that begin ahead."""
-    from gemma4_compat.runtime.capture.drafting import Drafting
-
-    ran, run = [], Drafting.run
+    ran, run = [], drafting.Drafting.run
 
     def noted(self, function, has_layers, usual, *start, **inputs):
         kind = "check" if has_layers else "drafts"
         ran.append(f"{kind} ahead" if usual is None else kind)
         return run(self, function, has_layers, usual, *start, **inputs)
 
-    monkeypatch.setattr(Drafting, "run", noted)
+    monkeypatch.setattr(drafting.Drafting, "run", noted)
     return ran
 
 

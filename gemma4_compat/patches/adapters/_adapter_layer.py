@@ -25,9 +25,10 @@ def onload_in_forward(layer: Any) -> None:
     """
     base = base_layer(layer)
     if base is not layer and offload_hook(base) is not None:
+        if _after_forward not in layer._forward_hooks.values():
+            layer.register_forward_hook(_after_forward, always_call=True)
         if _before_forward not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_before_forward, prepend=True)
-            layer.register_forward_hook(_after_forward, always_call=True)
 
 
 def _before_forward(layer: Any, args: Any) -> None:

@@ -42,11 +42,7 @@ PATCH = Patch(
     ),
     affects=("transformers", "accelerate", "peft"),
     # These bugs show if the base model stays offloaded; PEFT's own dispatch hides them.
-    requires=(
-        "offloaded_adapter_embeddings",
-        "offloaded_modules_to_save",
-        "offloaded_tie_check",
-    ),
+    requires=("offloaded_adapter_embeddings", "offloaded_modules_to_save", "offloaded_tie_check"),
     changes=(
         "PeftModel's from_pretrained and load_adapter no longer change the placement of a model "
         "that has hf_device_map.  They ignore device_map, max_memory, offload_dir, "

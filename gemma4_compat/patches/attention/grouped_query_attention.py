@@ -109,13 +109,13 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
 
     dtype = None if mask is None else mask.dtype
     heads, queries, size = query.shape[1:]
-    key_heads, queries, length = key.shape[1], min(queries, _QUERIES), _KEYS
+    key_heads, queries, device = key.shape[1], min(queries, _QUERIES), query.device
 
     def compared() -> bool:
-        q = pattern((1, heads, queries, size), query.dtype, query.device)
-        k, v = (pattern((1, key_heads, length, size), q.dtype, q.device, n) for n in (1, 2))
-        seen = torch.ones(1, 1, queries, length, dtype=torch.bool, device=q.device)
-        seen = seen.tril(length - queries)
+        q = pattern((1, heads, queries, size), query.dtype, device)
+        k, v = (pattern((1, key_heads, _KEYS, size), q.dtype, device, n) for n in (1, 2))
+        seen = torch.ones(1, 1, queries, _KEYS, dtype=torch.bool, device=device)
+        seen = seen.tril(_KEYS - queries)
         if dtype is None:  # then the kernel itself leaves out keys after a query
             seen = None
         elif dtype != torch.bool:
@@ -130,7 +130,6 @@ def _has_same_bits(sdpa: Any, layer: Any, query: Any, key: Any, mask: Any, scali
 
     if query.is_meta:
         return True
-    device = query.device
     kind = device, query.dtype, dtype, heads, key_heads, size, queries, scaling, allowed_kernels()
     return bool(_COMPARED.get(kind, device, _COMPARED.checked, kind, device, compared))
 

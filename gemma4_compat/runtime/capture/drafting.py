@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from .decoding import Decoder, Forward
 from .drafts import Drafts
 from .graph import NotCaptured
 from .rollback import RollbackCache, last_of_each_kind, masks, rows_of
+from .snapshot import OwnHook
 
 #: The inputs of a check that say nothing new: its tokens follow all others, and are text.
 _KNOWN = frozenset(
@@ -245,18 +245,12 @@ class Drafting:
 @contextmanager
 def _last_hidden_state(model: Any) -> Iterator[list[Any]]:
     """In this context, collect what this thread's forwards give the output embeddings."""
-    states: list[Any] = []
-    thread = get_ident()
-
-    def note(_: Any, inputs: Any) -> None:
-        if get_ident() == thread:
-            states.append(inputs[0])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(note)
+    hooks, hook = model.get_output_embeddings()._forward_pre_hooks, OwnHook()
+    hooks[hook] = hook  # registering it with PyTorch would look like a change of the model
     try:
-        yield states
+        yield hook.inputs
     finally:
-        handle.remove()
+        hooks.pop(hook, None)
 
 
 def _is_in_order(inputs: dict[str, Any]) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +38,24 @@ _LEFT_OUT = frozenset(
         "_previous_max_cache_length", "_compiled_call", "_last_compile_config", "_decoding",
     }
 )  # fmt: skip
+
+
+class OwnHook:
+    """A forward pre-hook of one thread during one forward, which is no change of the model.
+
+    A copy and a pickle do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.thread = get_ident()
+
+    def __call__(self, _: Any, inputs: Any) -> None:
+        if get_ident() == self.thread:
+            self.inputs.append(inputs[0])
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class Snapshot:
@@ -222,7 +242,8 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, _CONTAINERS):
         entries: Iterable[Any] = value
         if isinstance(value, dict):
-            entries = (entry for item in value.items() for entry in item)
+            items = [*value.items()]  # another thread may add its hook
+            entries = (entry for item in items if type(item[0]) is not OwnHook for entry in item)
         return (type(value), *map(_frozen, entries))
     if isinstance(value, _PLAIN):
         return value

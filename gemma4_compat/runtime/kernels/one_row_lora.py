@@ -20,15 +20,7 @@ from typing import Any
 from . import compiler
 from .launch import Launcher
 from .one_row_4bit import in_few_tokens
-from .replacing import (
-    ALIGNMENT,
-    FEW_TOKENS,
-    current_device,
-    dtypes,
-    plain,
-    raw_stream,
-    runs_only,
-)
+from .replacing import ALIGNMENT, FEW_TOKENS, current_device, dtypes, plain, raw_stream, runs_only
 from .trials import pattern, require_near
 
 LAUNCHER = Launcher("one_row_lora", "PEFT adds the updates of LoRA adapters")

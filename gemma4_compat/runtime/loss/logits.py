@@ -157,7 +157,6 @@ class LazyLogits:
         If the head is trained, the logarithm of the sum of all exponentials in place of a gradient.
         """
         import torch
-        from torch.autograd.graph import saved_tensors_hooks
 
         head, cap = self.head, None if self.head.trained is not None else _cap_of(self.steps)
         if hidden.device != head.device or target.dtype != torch.int64:
@@ -168,7 +167,7 @@ class LazyLogits:
             rows = head.kernel_rows()
         losses, gradients = [], []
         # A checkpoint around the forward must not see the tensors of a piece.
-        with head.modes(), saved_tensors_hooks(_same, _same):
+        with head.modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             for piece, labels in zip(hidden.split(rows), target.split(rows), strict=True):
                 if cap is not None:
                     with torch.no_grad():
@@ -199,13 +198,12 @@ class LazyLogits:
             sums: for each token the logarithm of the sum of all exponentials.
         """
         import torch
-        from torch.autograd.graph import saved_tensors_hooks
 
         inputs = hidden.detach().to(weight.dtype)
         of_hidden = torch.zeros_like(hidden, dtype=sums.dtype)
         of_weight = torch.empty_like(weight, dtype=self.head.trained.dtype)
         size, first = rows_of(len(hidden), weight), 0
-        with self.head.modes(), saved_tensors_hooks(_same, _same):
+        with self.head.modes(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             for part, of_part in zip(weight.split(size), of_weight.split(size), strict=True):
                 logits = (inputs @ part.T).requires_grad_()
                 found = self._after(logits)
