@@ -17,11 +17,7 @@ class Overview:
     """Describes the records of an engine in words."""
 
     def __init__(
-        self,
-        stack: Stack,
-        floors: Mapping[str, str],
-        newest: Mapping[str, str],
-        about: About,
+        self, stack: Stack, floors: Mapping[str, str], newest: Mapping[str, str], about: About
     ) -> None:
         self._stack, self._about = stack, about
         self._floors, self._newest = floors, newest

@@ -241,11 +241,7 @@ def _with_required(
 
 
 def _boolean(
-    variable: str,
-    value: str,
-    default: bool,
-    logger: logging.Logger,
-    extra: tuple[str, ...] = (),
+    variable: str, value: str, default: bool, logger: logging.Logger, extra: tuple[str, ...] = ()
 ) -> bool:
     if value in _ON:
         return True

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import logging
 import pickle
 import re
+import textwrap
 import threading
 from dataclasses import replace
 
@@ -1105,6 +1107,22 @@ def test_a_named_tuple_runs_no_code_of_a_user():
         with watch.watched() as watched:
             call(2)
         assert (watched.unknown() is None) is is_known
+
+
+def test_functions_that_run_during_an_import(tmp_path, monkeypatch):
+    """Such as those of a server's module, which generates when it is imported."""
+    code = """
+        from gemma4_compat.runtime.kernels.watch import watched
+
+        def mine():
+            pass
+
+        with watched() as seen:
+            mine()
+    """
+    (tmp_path / "module_of_a_user.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "a step runs mine" in importlib.import_module("module_of_a_user").seen.unknown()
 
 
 @pytest.mark.cuda

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from gemma4_compat.errors import ModelError
 from gemma4_compat.model.caches import cache_name
-from gemma4_compat.runtime.capture import decoding, drafting, drafts
+from gemma4_compat.runtime.capture import conditions, decoding, drafting, drafts
 from gemma4_compat.tiny import image_inputs
 from tests.patches.test_captured_decoding import load_in
 from tests.pretended_gpu import pretend
@@ -291,6 +291,7 @@ def test_a_copy_during_a_prompt(model):
         assert b"gemma4_compat" not in pickled
         model(**prompt(model))
         assert len(states) == 1
+    conditions._check_repeatable(copied, conditions.modules_of_a_step(copied))
     assert torch.equal(copied.lm_head.weight, pickle.loads(pickled).weight)
 
 

@@ -365,6 +365,54 @@ def test_an_adapter_switched_between_two_tokens(model, adapter_dir, second_adapt
     assert len(set(states)) == 4
 
 
+def test_layers_that_are_merged_one_after_the_other(model, adapter_dir):
+    """As another thread merges them, while a step is captured after the first."""
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    PeftModel.from_pretrained(model, adapter_dir)
+    decoder, cache = steps.Decoder(model, pytest.fail), filled_cache(model)
+    modules = model.model.language_model.modules()
+    first, *others = (layer for layer in modules if isinstance(layer, LoraLayer))
+    states = []
+    for layers in ((), (first,), others):
+        for layer in layers:
+            layer.merge()
+        decode(decoder, cache, 3)
+        states.append(decoder.state)
+    assert len(set(states)) == 3
+
+
+@pytest.mark.parametrize("is_back", [True, False], ids=["and back", ""])
+def test_an_adapter_switched_during_a_capture(model, adapter_dir, monkeypatch, is_back):
+    """By another thread, as ``disable_adapter`` does around the forward of a reference model."""
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(model, adapter_dir)
+    mlp, actions = type(model.model.language_model.layers[0].mlp), []
+    names = {"original": mlp.forward, "actions": actions}
+    code = """
+def forward(self, states):
+    actions and actions.pop(0)()
+    return original(self, states)
+"""
+    # the name of a file of the package: no code of a user
+    exec(compile(code, steps.__file__, "exec"), names)
+    monkeypatch.setattr(mlp, "forward", names["forward"])
+    cache, said, disabled = filled_cache(model), [], adapted.disable_adapter()
+    decoder = steps.Decoder(model, said.append)
+    decode(decoder, cache, 1)
+    actions.append(lambda: in_a_thread(disabled.__enter__))
+    actions.append(lambda: in_a_thread(lambda: is_back and disabled.__exit__(None, None, None)))
+    decode(decoder, cache, 1)
+    assert said == ["another thread changed the model during a capture"]
+    if not is_back:
+        disabled.__exit__(None, None, None)
+    made = Step.made
+    assert call(model).obstacle is None  # the next call is captured
+    assert Step.made == made + 1
+
+
 def test_graphs_and_kinds_are_bounded():
     entries = {}
     for number in range(9):

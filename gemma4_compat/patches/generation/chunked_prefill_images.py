@@ -56,11 +56,7 @@ PATCH = Patch(
 )
 
 #: The input of each kind, and the prefix of the method that encodes it.
-_INPUTS = {
-    "image": "pixel_values",
-    "video": "pixel_values_videos",
-    "audio": "input_features",
-}
+_INPUTS = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 #: transformers reads the values of each token by its position in the whole sequence.
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 

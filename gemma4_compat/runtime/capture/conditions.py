@@ -28,9 +28,9 @@ _OF_A_PROMPT = frozenset(
     }
 )  # fmt: skip
 
-#: Modules whose forward hooks do nothing in a captured step: this package, and transformers, which
-#: keeps its hooks on a model once a forward has asked for hidden states or attentions.
-_IDLE_HOOKS = ("gemma4_compat.", "transformers.utils.output_capturing")
+#: Modules whose forward hooks do nothing in a captured step: this package, and copies of its hooks;
+#: and transformers, which keeps its hooks once a forward has asked for hidden states or attentions.
+_IDLE_HOOKS = ("gemma4_compat.", "contextlib", "transformers.utils.output_capturing")
 #: Device types that have CUDA graphs.
 CAPTURED_ON = ("cuda",)
 

@@ -267,8 +267,8 @@ class Decoder:
             raise error
         logger.debug("a step is not captured", exc_info=error)
         self.obstacle = reason_of(error)
-        lasts = isinstance(error, CaptureFailed) and not is_short_of_memory(error)
-        if lasts and self.state is not None:
+        lasts = isinstance(error, CaptureFailed) and type(error.__cause__) is not NotCaptured
+        if lasts and self.state is not None and not is_short_of_memory(error):
             self.state.obstacle = self.obstacle
         self.warn(self.obstacle)
 
@@ -370,7 +370,11 @@ class Decoder:
 
                 def function(**kwargs: Any) -> Any:
                     send_ahead()
-                    return forward.function(**kwargs)
+                    with watched(state.snapshot.is_switched) as watch:
+                        output = forward.function(**kwargs)
+                    if watch.is_wrong or state.snapshot.change() is not None:
+                        raise NotCaptured("another thread changed the model during a capture")
+                    return output
 
                 return Step(function, state.device, cache, memory, leaves, names)
 

@@ -35,8 +35,6 @@ _KNOWN = frozenset(
         "return_shared_kv_states",
     }
 )  # fmt: skip
-
-
 #: makes the context of checks, in releases whose loop switches experts for them
 _FOR_DECODE = "_optimize_model_for_decode"
 _GENERATOR = "SinglePositionMultiTokenCandidateGenerator"

@@ -45,16 +45,11 @@ def _lock_of(locks: _Locks, device: Any) -> threading.Lock:
 
 def flattened(inputs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """The leaves of the inputs of a step and their names; masks may be in a dict."""
-    names: list[Any] = []
-    leaves: list[Any] = []
+    leaves: dict[Any, Any] = {}
     for name, value in inputs.items():
-        if isinstance(value, dict) and value:
-            names += [(name, key) for key in value]
-            leaves += value.values()
-        else:
-            names.append(name)
-            leaves.append(value)
-    return tuple(names), leaves
+        nested = isinstance(value, dict) and value
+        leaves |= {(name, key): leaf for key, leaf in value.items()} if nested else {name: value}
+    return tuple(leaves), [*leaves.values()]
 
 
 def unflattened(names: tuple[Any, ...], leaves: list[Any]) -> dict[str, Any]:

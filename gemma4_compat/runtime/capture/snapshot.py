@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 from ...model.hooks import offload_hook
@@ -22,7 +22,8 @@ from ..kernels.watch import Use
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_ADAPTER = "_disable_adapters"  # attribute of PEFT's layers
+#: Attributes of PEFT's layers.
+_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _NUMBERS = 8  # elements of a tensor on the CPU, which are compared by value
 #: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
@@ -69,10 +70,10 @@ class Snapshot:
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
         self._modules = [_Module(module) for module in modules]
-        #: PEFT switches the adapters of all layers together.
-        self._adapted = [
-            own for own, each in zip(self._modules, modules, strict=True) if _ADAPTER in vars(each)
-        ][:1]
+        adapted = [n for n, module in enumerate(modules) if _ADAPTERS[0] in vars(module)]
+        #: PEFT switches the adapters of one layer after the other.
+        self._ends = [self._modules[n] for n in {*adapted[:1], *adapted[-1:]}]
+        self._adapters = {id(modules[n]): _adapters(modules[n]) for n in adapted}
         bases = {base for module in modules for base in type(module).__mro__[:-1]}
         self._classes = [(vars(base), len(vars(base)), base.__name__) for base in bases]
         #: by owner and name
@@ -92,7 +93,14 @@ class Snapshot:
 
     def has_same_adapter(self) -> bool:
         """Whether the same adapters are active and merged, which is quick to see."""
-        return all(module.change() is None for module in self._adapted)
+        return all(module.change() is None for module in self._ends)
+
+    def is_switched(self, frame: FrameType) -> bool:
+        """Whether this is the forward of a layer whose adapters were others before."""
+        is_forward = self._adapters and frame.f_code.co_name == "forward"
+        layer = frame.f_locals.get("self") if is_forward else None
+        before = self._adapters.get(id(layer))
+        return before is not None and before != _adapters(layer)
 
     def change(self, with_settings: bool = True) -> str | None:
         """What changed since, for a log message; ``None`` if nothing changed.
@@ -116,6 +124,10 @@ class Snapshot:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 return f"the code of {function.__qualname__}"
         return None
+
+
+def _adapters(layer: Any) -> Any:
+    return _frozen([vars(layer).get(name) for name in _ADAPTERS])
 
 
 def _bodies(uses: dict[Any, Use]) -> Iterator[tuple[FunctionType, Any, Any]]:

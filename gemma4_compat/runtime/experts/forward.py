@@ -72,11 +72,7 @@ def _read(function: Any) -> list[str]:
 
 
 def forward_4bit(
-    upstream: Upstream,
-    module: Any,
-    hidden_states: Any,
-    top_k_index: Any,
-    top_k_weights: Any,
+    upstream: Upstream, module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any
 ) -> Any:
     """The forward of a module with experts in 4 bits."""
     import torch

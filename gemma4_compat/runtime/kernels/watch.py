@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -35,7 +35,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.functions: dict[int, tuple[CodeType, dict[str, Any]]] = {}  # by the id of the code
-        self.is_complete = False
+        self.is_complete = self.is_wrong = False
 
     def unknown(self) -> str | None:
         """The reason why a graph cannot stand for these functions; ``None`` if it can."""
@@ -50,16 +50,18 @@ class Watch:
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    """In this context, note the Python functions that this thread runs."""
+def watched(is_wrong: Callable[[FrameType], bool] | None = None) -> Iterator[Watch]:
+    """In this context, note the Python functions that this thread runs, and wrong calls."""
     watch = Watch()
-    functions = watch.functions
+    functions, outside = watch.functions, _calls_aside(sys._getframe())
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             code = frame.f_code
-            if id(code) not in functions and not _is_aside(frame):
+            if id(code) not in functions and _calls_aside(frame) == outside:
                 functions[id(code)] = code, frame.f_globals
+            if is_wrong is not None and is_wrong(frame):
+                watch.is_wrong = True
 
     if sys.getprofile() is not None:
         yield watch
@@ -122,10 +124,13 @@ def _handlers() -> set[CodeType]:
     return {code for code in codes if code is not None}
 
 
-def _is_aside(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_globals.get("__name__") not in _ASIDE:
+def _calls_aside(frame: FrameType | None) -> int:
+    """How many functions of these modules have called this one; ``generate`` may run in them."""
+    count = 0
+    while frame is not None:
+        count += frame.f_globals.get("__name__") in _ASIDE
         frame = frame.f_back
-    return frame is not None
+    return count
 
 
 def uses_of(functions: Iterable[tuple[CodeType, dict[str, Any]]]) -> dict[tuple[int, str], Use]:
