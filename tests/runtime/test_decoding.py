@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -383,9 +384,31 @@ def test_layers_that_are_merged_one_after_the_other(model, adapter_dir):
     assert len(set(states)) == 3
 
 
+def other_adapter(model, adapted):
+    context = adapted.disable_adapter()  # as around the forward of a reference model
+    return context.__enter__, partial(context.__exit__, None, None, None)
+
+
+def other_weight(model, adapted):
+    norm = model.model.language_model.layers[1].input_layernorm
+    weights = norm.weight, torch.nn.Parameter(2 * norm.weight)
+    return [partial(setattr, norm, "weight", weight) for weight in reversed(weights)]
+
+
+def other_mode(model, adapted):
+    return model.train, model.eval
+
+
+def other_forward(model, adapted):
+    norm = model.model.language_model.layers[1].input_layernorm
+    return partial(setattr, norm, "forward", lambda x: x), partial(delattr, norm, "forward")
+
+
 @pytest.mark.parametrize("is_back", [True, False], ids=["and back", ""])
-def test_an_adapter_switched_during_a_capture(model, adapter_dir, monkeypatch, is_back):
-    """By another thread, as ``disable_adapter`` does around the forward of a reference model."""
+@pytest.mark.parametrize("change", [other_adapter, other_weight, other_mode, other_forward])
+def test_a_change_by_another_thread_during_a_capture(
+    model, adapter_dir, monkeypatch, change, is_back
+):
     from peft import PeftModel
 
     adapted = PeftModel.from_pretrained(model, adapter_dir)
@@ -399,15 +422,17 @@ def forward(self, states):
     # the name of a file of the package: no code of a user
     exec(compile(code, steps.__file__, "exec"), names)
     monkeypatch.setattr(mlp, "forward", names["forward"])
-    cache, said, disabled = filled_cache(model), [], adapted.disable_adapter()
+    cache, said = filled_cache(model), []
     decoder = steps.Decoder(model, said.append)
     decode(decoder, cache, 1)
-    actions.append(lambda: in_a_thread(disabled.__enter__))
-    actions.append(lambda: in_a_thread(lambda: is_back and disabled.__exit__(None, None, None)))
+    do, undo = change(model, adapted)
+    actions.append(do)
+    if is_back:
+        actions.append(undo)
     decode(decoder, cache, 1)
-    assert said == ["another thread changed the model during a capture"]
+    assert said == ["other code changed the model during a capture"]
     if not is_back:
-        disabled.__exit__(None, None, None)
+        undo()
     made = Step.made
     assert call(model).obstacle is None  # the next call is captured
     assert Step.made == made + 1
@@ -639,8 +664,26 @@ def test_other_threads_may_set_the_threshold_of_the_garbage_collector():
 
 
 def test_gpus_do_not_wait_for_each_other():
-    locks = graph._captures, graph._replays
-    first = [graph._lock_of(each, torch.device("cuda", 0)) for each in locks]
-    assert all(graph._lock_of(each, torch.device("cuda", 0)) in first for each in locks)
-    with first[0], first[1], graph._lock_of(graph._captures, torch.device("cuda", 1)):
-        pass
+    device = torch.device("cuda", 0)
+
+    def other_gpu():
+        with graph._turn(graph._captures, torch.device("cuda", 1)):
+            return True
+
+    with graph._turn(graph._captures, device), graph._turn(graph._replays, device):
+        assert in_a_thread(other_gpu)
+
+
+def test_a_handler_of_a_signal_during_a_step(monkeypatch):
+    """It may generate, or wait for another thread that does: that one decodes eagerly then."""
+    monkeypatch.setattr(graph, "_PATIENCE", 0.1)
+    device = torch.device("cuda", 0)
+
+    def turn():
+        with contextlib.suppress(graph.NotCaptured), graph._turn(graph._replays, device):
+            return "has its turn"
+        return "has none"
+
+    with graph._turn(graph._replays, device):
+        assert (turn(), in_a_thread(turn)) == ("has its turn", "has none")
+    assert in_a_thread(turn) == "has its turn"

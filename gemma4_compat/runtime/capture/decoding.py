@@ -370,10 +370,10 @@ class Decoder:
 
                 def function(**kwargs: Any) -> Any:
                     send_ahead()
-                    with watched(state.snapshot.is_switched) as watch:
+                    with watched(state.snapshot.is_changed) as watch:
                         output = forward.function(**kwargs)
-                    if watch.is_wrong or state.snapshot.change() is not None:
-                        raise NotCaptured("another thread changed the model during a capture")
+                    if watch.is_wrong or watch.unknown() or state.snapshot.change() is not None:
+                        raise NotCaptured("other code changed the model during a capture")
                     return output
 
                 return Step(function, state.device, cache, memory, leaves, names)

@@ -9,13 +9,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...model.caches import cache_name
+from ..host.forward_lock import held
 from ..kernels.watch import is_of_user
 from ..memory import is_short_of_memory
 from .cache_memory import Memory, counting_layers
 
-_Locks = dict[Any, threading.Lock]  # by device
-_captures: _Locks = {}
-_replays: _Locks = {}
+_captures: dict[Any, Any] = {}  # locks, by device
+_replays: dict[Any, Any] = {}
+_PATIENCE = 5.0  # seconds
 _last_stream: dict[Any, Any] = {}  # device -> stream of the latest replay
 _streams: dict[tuple[str, Any], Any] = {}  # by use and device
 _short: set[Any] = set()  # devices whose memory was short in the latest capture
@@ -39,8 +40,13 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {why}"
 
 
-def _lock_of(locks: _Locks, device: Any) -> threading.Lock:
-    return locks.setdefault(device, threading.Lock())
+@contextmanager
+def _turn(locks: dict[Any, Any], device: Any) -> Iterator[None]:
+    """A block of one thread at a time.  A signal's handler in it may wait for other threads."""
+    with held(locks.setdefault(device, threading.RLock()), iter([_PATIENCE])) as has_turn:
+        if not has_turn:
+            raise NotCaptured(f"another thread has used captured steps for {_PATIENCE:.0f} s")
+        yield
 
 
 def flattened(inputs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
@@ -112,7 +118,7 @@ class Step:
 
         new_inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         copies = {k: v if v is None else torch.empty_like(v) for k, v in self.output.items()}
-        with _lock_of(_replays, self.device), torch.cuda.device(self.device):
+        with _turn(_replays, self.device), torch.cuda.device(self.device):
             # Steps share a cuBLAS workspace, so they must run one after the other.
             stream = torch.cuda.current_stream()
             last = _last_stream.get(self.device, stream)
@@ -145,7 +151,7 @@ def _captured(graph: Any, pool: Any, device: Any, model: Any, inputs: Any, cache
     """
     import torch
 
-    with _lock_of(_captures, device), torch.cuda.device(device), no_garbage_collection():
+    with _turn(_captures, device), torch.cuda.device(device), no_garbage_collection():
         if device in _short:  # a capture cannot use the memory that PyTorch's cache holds
             _short.discard(device)
             torch.cuda.empty_cache()

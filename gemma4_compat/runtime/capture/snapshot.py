@@ -22,8 +22,7 @@ from ..kernels.watch import Use
 
 #: Compared by value.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-#: Attributes of PEFT's layers.
-_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
+_ADAPTER = "_disable_adapters"  # attribute of PEFT's layers
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _NUMBERS = 8  # elements of a tensor on the CPU, which are compared by value
 #: Attributes in ``vars(module)`` that are compared elsewhere, that no forward reads, or that
@@ -70,10 +69,9 @@ class Snapshot:
     def __init__(self, modules: Iterable[Any], others: Iterable[Any] = ()) -> None:
         modules = list(modules)
         self._modules = [_Module(module) for module in modules]
-        adapted = [n for n, module in enumerate(modules) if _ADAPTERS[0] in vars(module)]
-        #: PEFT switches the adapters of one layer after the other.
-        self._ends = [self._modules[n] for n in {*adapted[:1], *adapted[-1:]}]
-        self._adapters = {id(modules[n]): _adapters(modules[n]) for n in adapted}
+        self._by_id = {id(module): own for module, own in zip(modules, self._modules, strict=True)}
+        adapted = [self._by_id[id(module)] for module in modules if _ADAPTER in vars(module)]
+        self._ends = adapted[:1] + adapted[-1:]  # PEFT switches one layer after the other
         bases = {base for module in modules for base in type(module).__mro__[:-1]}
         self._classes = [(vars(base), len(vars(base)), base.__name__) for base in bases]
         #: by owner and name
@@ -95,12 +93,11 @@ class Snapshot:
         """Whether the same adapters are active and merged, which is quick to see."""
         return all(module.change() is None for module in self._ends)
 
-    def is_switched(self, frame: FrameType) -> bool:
-        """Whether this is the forward of a layer whose adapters were others before."""
-        is_forward = self._adapters and frame.f_code.co_name == "forward"
-        layer = frame.f_locals.get("self") if is_forward else None
-        before = self._adapters.get(id(layer))
-        return before is not None and before != _adapters(layer)
+    def is_changed(self, frame: FrameType) -> bool:
+        """Whether this begins the forward of a module that is not as it was."""
+        is_forward = frame.f_code.co_name == "_call_impl"
+        own = self._by_id.get(id(frame.f_locals.get("self"))) if is_forward else None
+        return own is not None and own.change() is not None
 
     def change(self, with_settings: bool = True) -> str | None:
         """What changed since, for a log message; ``None`` if nothing changed.
@@ -124,10 +121,6 @@ class Snapshot:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 return f"the code of {function.__qualname__}"
         return None
-
-
-def _adapters(layer: Any) -> Any:
-    return _frozen([vars(layer).get(name) for name in _ADAPTERS])
 
 
 def _bodies(uses: dict[Any, Use]) -> Iterator[tuple[FunctionType, Any, Any]]:

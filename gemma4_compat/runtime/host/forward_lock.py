@@ -48,7 +48,7 @@ class ForwardLock(NotCopied):
     def in_turn(self, most: int = 1) -> Iterator[None]:
         """A block for a forward of the model; without a turn after so many attempts."""
         attempts = takewhile(lambda _: most > 1 or not self.passed, self._attempts(most))
-        with _held(self.turn.now, attempts) as has_turn:
+        with held(self.turn.now, attempts) as has_turn:
             self.passed = not has_turn
             yield
 
@@ -56,7 +56,7 @@ class ForwardLock(NotCopied):
     def using(self, module: Any) -> Iterator[None]:
         """A block in which a module has its weights."""
         outer = self.module if self.weights.now._is_owned() else None
-        with _held(self.weights.now, self._attempts_or_error()):
+        with held(self.weights.now, self._attempts_or_error()):
             self.module, self.count = module, self.count + 1
             try:
                 yield
@@ -82,7 +82,7 @@ class ForwardLock(NotCopied):
 
 
 @contextmanager
-def _held(lock: Any, attempts: Iterator[float]) -> Iterator[bool]:
+def held(lock: Any, attempts: Iterator[float]) -> Iterator[bool]:
     """A block that holds an ``RLock``; ``False`` after attempts of so many seconds each."""
     nested = lock._is_owned()
     try:
