@@ -48,7 +48,8 @@ class Step:
 
     def run(self, cache, leaves):
         inputs = graph.unflattened(self.names, leaves)
-        return self.model(**inputs, **{cache_name(): cache})
+        with graph.no_garbage_collection():  # it may call functions of others, as of hypothesis
+            return self.model(**inputs, **{cache_name(): cache})
 
     def replay(self, cache, leaves, launch, tokens=1):
         output = self.run(cache, leaves)
