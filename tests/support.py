@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import subprocess
 
@@ -349,3 +350,22 @@ def save_w4a16(model_dir, folder):
     model.save_pretrained(folder)
     compressor.update_config(folder)
     return folder
+
+
+def pretend_avx512_bf16(patch):
+    """Let bitsandbytes repack 4-bit weights as on a CPU with AVX512-BF16; its kernel is replaced.
+
+    The replacement of the kernel reads the packed weight and state, as the kernel does.
+    """
+    from bitsandbytes import functional
+
+    def gemv_4bit(x, weight, out=None, state=None, **_):
+        assert state.packing_format_for_cpu and not state.nested and state.absmax.dim() == 2
+        plain = copy.copy(state)
+        plain.original_nested, plain.absmax = False, state.absmax.T.reshape(-1).float()
+        unpack = inspect.unwrap(functional._convert_weight_packed_for_cpu_inverse)
+        values, plain = unpack(weight, plain)
+        return nn.functional.linear(x, functional.dequantize_4bit(values, plain).to(x.dtype))
+
+    patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    patch.setattr(functional, "gemv_4bit", gemv_4bit)

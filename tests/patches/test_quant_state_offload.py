@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 import gemma4_compat
-from tests.support import assert_same, linear4bit, load_model, logits, offloaded, split
+from tests.support import (
+    assert_same,
+    linear4bit,
+    load_model,
+    logits,
+    offloaded,
+    pretend_avx512_bf16,
+    split,
+)
 
 NESTED = pytest.mark.parametrize("nested", [True, False], ids=["nested", "single"])
 LOST = r"Tensor\.item\(\) cannot be called on meta tensors|Cannot copy out of meta tensor; no data!"
@@ -210,8 +218,11 @@ def test_gemma_with_decoder_layers_on_disk(model_dir, kind, tmp_path):
 
 @NESTED
 @OFFLOAD
-def test_forwards_while_the_patch_is_off(nested, offload, tmp_path, caplog):
+@pytest.mark.parametrize("cpu", ["this", "avx512_bf16"])
+def test_forwards_while_the_patch_is_off(nested, offload, cpu, tmp_path, caplog, monkeypatch):
     """Its second forward fails, as without the package.  With the patch, the model works again."""
+    if cpu == "avx512_bf16":
+        pretend_avx512_bf16(monkeypatch)
     model = offload(network(nested), tmp_path)
     expected, saved = model(batch()), model.state_dict()
     with gemma4_compat.disabled("quant_state_offload"):

@@ -133,8 +133,8 @@ def _for_meta(host: Any) -> Any:
         setattr(shallow, HOST, host)
         setattr(host, _COPY, shallow)
         _hosts[id(host)] = host
-    elif shallow.absmax is not host.absmax:  # a forward without the patch
-        vars(shallow).update(vars(_copied_to(host, "cpu")))
+    elif shallow.absmax is not host.absmax:  # a forward without the patch, which may have packed it
+        shallow.__dict__ = {**vars(_copied_to(host, "cpu")), HOST: host}
     return shallow
 
 
